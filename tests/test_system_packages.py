@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tools" / "system_packages.sh"
-ALL = "g++ postgresql slurm-wlm munge openssh-server shellcheck chromium fonts-dejavu-core"
+ALL = "g++ postgresql slurm-wlm munge openssh-server openmpi-bin shellcheck chromium fonts-dejavu-core"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def test_nothing_is_done_where_nothing_is_missing(tmp_path: Path) -> None:
     whole = machine(
         tmp_path,
         user=1000,
-        present=("make", "g++", "initdb", "slurmctld", "sshd", "shellcheck", "google-chrome"),
+        present=("make", "g++", "initdb", "slurmctld", "sshd", "mpirun", "shellcheck", "google-chrome"),
     )
     done = whole.run()
     assert (done.returncode, done.stdout, done.stderr, whole.calls) == (0, "", "", [])
@@ -88,9 +88,9 @@ def test_a_user_with_passwordless_sudo_installs_by_it(tmp_path: Path) -> None:
     assert fresh.run().returncode == 0
     assert fresh.calls[-2:] == [
         "sudo -n env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "
-        "slurm-wlm munge openssh-server shellcheck chromium fonts-dejavu-core",
+        "slurm-wlm munge openssh-server openmpi-bin shellcheck chromium fonts-dejavu-core",
         "apt-get install -y -qq --no-install-recommends "
-        "slurm-wlm munge openssh-server shellcheck chromium fonts-dejavu-core",
+        "slurm-wlm munge openssh-server openmpi-bin shellcheck chromium fonts-dejavu-core",
     ]
     assert not (tmp_path / "etc").exists()  # PostgreSQL was there
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Puts each release of tools/releases.txt, without its dependencies, into a folder of its own in the environment,
-# and the packages of tools/bridge.txt into one.
+# and the packages of tools/bridge.txt and of tools/launchers.txt into one each.
 # Usage: make_releases.sh VENV
 set -euo pipefail
 venv=$1
@@ -25,9 +25,15 @@ while read -r release; do
     install "$folder" "$release"
     touch "$folder/.complete"
 done <tools/releases.txt
-folder="$venv/releases/megatron-bridge"
-if ! cmp -s tools/bridge.txt "$folder/.complete"; then
-    install "$folder" --requirement tools/bridge.txt
-    cp tools/bridge.txt "$folder/.complete"
-fi
+# What is installed from, and the folder.
+while read -r packages name; do
+    folder="$venv/releases/$name"
+    if ! cmp -s "$packages" "$folder/.complete"; then
+        install "$folder" --requirement "$packages"
+        cp "$packages" "$folder/.complete"
+    fi
+done <<'FOLDERS'
+tools/bridge.txt megatron-bridge
+tools/launchers.txt launchers
+FOLDERS
 touch "$venv/.releases"

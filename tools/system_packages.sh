@@ -13,6 +13,8 @@ compgen -G "$root/usr/lib/postgresql/*/bin/initdb" >/dev/null || has_any initdb 
 # Trials on nodes are tested on a Slurm that the tests start themselves; its scripts are checked.
 compgen -G "$root/usr/sbin/slurmctld" >/dev/null || has_any slurmctld || missing+=(slurm-wlm munge)
 compgen -G "$root/usr/sbin/sshd" >/dev/null || has_any sshd || missing+=(openssh-server)
+# Trainings are found below a real mpirun.
+has_any mpirun || missing+=(openmpi-bin)
 has_any shellcheck || missing+=(shellcheck)
 # The report is opened in a browser.
 has_any chromium chromium-browser google-chrome-stable google-chrome || missing+=(chromium fonts-dejavu-core)

@@ -68,6 +68,7 @@ def prepare(session: Session) -> None:
     if on_cpu:
         cpu_device.ensure_environment()
     session.open_trial()
+    session.refuse_smaller_batch("Megatron-Bridge")
     for name in (CONVERSION_FILE, PROFILE):
         if name in os.environ:
             raise ConfigError(f"{name}: not there for Megatron-Bridge: only training is measured")

@@ -166,7 +166,12 @@ def features_of(plans: Sequence[Plan]) -> PlanFeatures:
         layout, counts = plan.layout, plan.split.transformer_layers_per_stage
         keys = (
             plan.shape,
-            (layout.degrees, layout.distributed_optimizer, layout.sequence_parallel),
+            (
+                layout.degrees,
+                layout.distributed_optimizer,
+                layout.sequence_parallel,
+                layout.tensor_partition,
+            ),
             (
                 layout.micro_batch_size,
                 layout.recompute,

@@ -109,7 +109,7 @@ class PlanPredictor:
         self, machine_model: MachineModel, *, num_iterations: int, folder_of: FolderOf | None = None
     ) -> None:
         self.feasibility = FeasibilityModel(machine_model)
-        self._machine_model = machine_model
+        self.machine_model = machine_model
         self._num_iterations = num_iterations
         self._folder_of = folder_of
         self._model_cache = IterationModelCache(machine_model)
@@ -120,6 +120,7 @@ class PlanPredictor:
         self._trials: dict[int, FinishedTrial] = {}
         self._times: dict[int, tuple[_Time, ...]] = {}
         self._learned: set[int] = set()
+        self._num_learned = 0
         self._depth_proxies: dict[int, tuple[Plan, _Time]] = {}
         self._samples: list[PosteriorSample] = []
         self._groups: Groups | None = None
@@ -131,6 +132,7 @@ class PlanPredictor:
             if trial.number in self._learned or record.repeats is not None:
                 continue
             self._learned.add(trial.number)
+            self._num_learned += 1
             self.feasibility.learn(trial)
             is_full = record.verdict == "measured" and not record.is_depth_proxy
             if is_full and record.iteration_s is not None and self.knows(trial.plan):
@@ -147,6 +149,7 @@ class PlanPredictor:
             iteration_model=self._model_of(proxy.small),
         )
         self._depth_proxies[proxy.number] = (proxy.plan, time)
+        self._num_learned += 1
         self._samples = []
 
     def knows(self, plan: Plan) -> bool:
@@ -154,7 +157,7 @@ class PlanPredictor:
         key = identity(plan)
         if key not in self._can_predict:
             try:
-                assumed = np.zeros(self._machine_model.num_coefficients)
+                assumed = np.zeros(self.machine_model.num_coefficients)
                 self._can_predict[key] = self._model_of(plan).evaluate(assumed)[0] > 0.0
             except QuartetError:
                 self._can_predict[key] = False
@@ -164,6 +167,11 @@ class PlanPredictor:
     def is_ready(self) -> bool:
         """Whether anything was measured."""
         return bool(self._trials)
+
+    @property
+    def num_learned(self) -> int:
+        """How often something was learned: predictions change with this number alone."""
+        return self._num_learned
 
     @property
     def measured(self) -> dict[int, Plan]:
@@ -182,9 +190,12 @@ class PlanPredictor:
         shared[:, : len(self._groups)] = self._residuals.covariance(groups, self._groups)
         variance = self._residuals.variance(groups)
         log_s, spread = np.empty((len(samples), len(plans))), np.empty((len(samples), len(plans)))
+        points = np.array([sample.point for sample in samples])
+        seconds = np.array([model.seconds(points) for model in models]).T
         for index, sample in enumerate(samples):
-            seconds = np.array([model.evaluate(sample.point)[0] for model in models])
-            log_s[index], spread[index] = sample.correct(np.log(seconds), shared=shared, variance=variance)
+            log_s[index], spread[index] = sample.correct(
+                np.log(seconds[index]), shared=shared, variance=variance
+            )
         return _mixed(np.array([sample.weight for sample in samples]), log_s, spread)
 
     def most_likely_s(self, plans: Sequence[Plan]) -> list[float]:
@@ -271,11 +282,11 @@ class PlanPredictor:
             lambda point: _predicted(times, point),
             Measured(log_s=np.array([time.log_s for time in times]), noise=noise, covariance=covariance),
             starts=[self._anchored(iterations[0], start) for start in self._starts()],
-            spreads=self._machine_model.spreads,
+            spreads=self.machine_model.spreads,
         )
 
     def _starts(self) -> list[FloatArray]:
-        num, first_slot = self._machine_model.num_coefficients, len(COEFFICIENTS)
+        num, first_slot = self.machine_model.num_coefficients, len(COEFFICIENTS)
         starts = [{INDEX[coefficient]: ratio for coefficient, ratio in start.items()} for start in STARTS]
         starts += [{index: FAST_SLOT} for index in range(first_slot, min(num, first_slot + MAX_SLOT_STARTS))]
         points = np.zeros((len(starts), num))

@@ -81,13 +81,16 @@ def parity_gate(
     Without `folder` its runs go to PLAN.parity beside the plan.
     """
     from quartet_plugin.cli.signals import ended_as_by_ctrl_c
+    from quartet_plugin.launchers.warm import WarmLauncher
     from quartet_plugin.trial.parity import ParityGate
 
     place = folder or plan.with_name(f"{plan.name.removesuffix('.json')}.parity")
     weights = _new_folder(place)
     try:
-        with ended_as_by_ctrl_c():
+        # The reference, the plan and stock under the plan's layout share their imports.
+        with ended_as_by_ctrl_c(), WarmLauncher() as launcher:
             yield ParityGate(
+                launcher=launcher,
                 command=command,
                 folder=place,
                 weights=weights,

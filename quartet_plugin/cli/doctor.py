@@ -12,7 +12,7 @@ import typer
 
 from quartet_plugin.cli.command import PlanFile
 from quartet_plugin.cli.output import show
-from quartet_plugin.errors import InfrastructureError, PlanError, SeamError
+from quartet_plugin.errors import InfrastructureError, PlanError, SeamError, UsageError
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
@@ -44,6 +44,16 @@ def doctor_command(
     form: Annotated[
         ReportFormat, typer.Option("-f", "--format", help="Lines, or one JSON object.")
     ] = ReportFormat.TEXT,
+    nodes: Annotated[
+        bool,
+        typer.Option("--nodes", help="Look at every node: devices, links, ports, clocks, disks, limits."),
+    ] = False,
+    launcher: Annotated[
+        str | None, typer.Option(help="With --nodes, how they are reached: slurm (this allocation) or ssh.")
+    ] = None,
+    site: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --nodes, what the cluster asks: a site.yaml.")
+    ] = None,
 ) -> None:
     """Tell what can be tuned with the Megatron here, axis by axis, with the reason; nothing is launched."""
     if against is not None and not against.exists():
@@ -51,10 +61,46 @@ def doctor_command(
     if plan is not None:
         recheck_command(plan)
         return
+    if nodes:
+        _doctor_nodes(launcher=launcher, site=site, form=form)
+        return
+    if launcher is not None or site is not None:
+        raise UsageError("quartet doctor: --launcher and --site belong to --nodes; add it")
     report = _report(against)
     _show_report(report, form)
     if report["fault"] is not None:
         raise SeamError(report["fault"])
+
+
+def _doctor_nodes(*, launcher: str | None, site: Path | None, form: ReportFormat) -> None:
+    """Show what the nodes and the framework have. Raises InfrastructureError where a check failed."""
+    from quartet_plugin.cli.doctor_nodes import node_rows
+    from quartet_plugin.report.node_checks import CheckRow, table_lines
+
+    rows, facts = node_rows(launcher=launcher, site=site)
+    report = _report(None)
+    changed = _faults(report)
+    rows.insert(
+        1,
+        CheckRow(
+            check="framework",
+            state="fail" if report["fault"] else "warn" if changed else "ok",
+            finding=report["fault"]
+            or f"megatron-core {report['framework_version']}, {len(changed)} functions not as known",
+            fix="quartet doctor shows which axes that keeps" if changed and not report["fault"] else "",
+        ),
+    )
+    if form is ReportFormat.JSON:
+        import json
+        from dataclasses import asdict
+
+        content = {"schema_version": 1, "nodes": facts, "checks": [asdict(row) for row in rows]}
+        typer.echo(json.dumps(content, indent=1))
+    else:
+        show(*table_lines(rows))
+    failed = [row.check for row in rows if row.state == "fail"]
+    if failed:
+        raise InfrastructureError(f"{len(failed)} of {len(rows)} checks failed: {', '.join(failed)}")
 
 
 def recheck_command(plan: PlanFile) -> None:
@@ -73,14 +119,14 @@ def recheck_command(plan: PlanFile) -> None:
 def _plan_lines(plan: "Plan", *, path: Path, report: dict[str, Any]) -> list[str]:
     """What shows that a plan may be used here. Raises SeamError or PlanError where it may not."""
     from quartet_plugin.cli.plan_checks import framework_version
-    from quartet_plugin.model.receipt import needs_receipt, require_receipt
+    from quartet_plugin.model.receipt import needs_receipt, needs_runtime, require_receipt
 
     if report["fault"] is not None:
         raise SeamError(report["fault"])
-    needs_runtime = needs_receipt(plan)
+    has_schedule = needs_runtime(plan)
     custom = next(row for row in report["axes"] if row["axis"] == _CUSTOM_SCHEDULES)
     faults = _faults(report)
-    if needs_runtime and custom["state"] != "works":
+    if has_schedule and custom["state"] != "works":
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise SeamError(f"{path}: its schedule is off here: {faults[0]}{more}; {_difference_command(report)}")
     here, made_for = report["framework_version"], plan.made_for
@@ -91,11 +137,11 @@ def _plan_lines(plan: "Plan", *, path: Path, report: dict[str, Any]) -> list[str
         )
     level = (
         "a custom schedule, and every function that it replaces is as known"
-        if needs_runtime
+        if has_schedule
         else ("native flags, which this Megatron has")
     )
     lines = [f"megatron-core {here}: the plan's own", f"the plan needs {level}"]
-    if needs_runtime:
+    if needs_receipt(plan):
         receipt = require_receipt(plan, path=path, torch_version=framework_version("torch"))
         lines.append(f"parity receipt: passed over {len(receipt.steps)} steps with these versions")
     return lines

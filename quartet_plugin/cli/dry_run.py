@@ -48,7 +48,10 @@ def _launcher_lines(config: "TuneConfig", command: "Command") -> list[str]:
     words = launcher.words(
         _baseline_words(command), attempt_id="ID", cwd=Path.cwd(), stdout=folder / "stdout.log"
     )
-    return [f"launcher  {shlex.join(masked_argv(words))}"]
+    lines = [f"launcher  {shlex.join(masked_argv(words))}"]
+    if placement.batch_divisor > 1:
+        lines.append(f"full size {config.nodes} nodes; {placement.share_words}")
+    return lines
 
 
 def _count(least: int, most: int) -> str:

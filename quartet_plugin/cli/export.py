@@ -73,23 +73,33 @@ def export_command(
 
 def _in_notation(plan: "Plan", notations: list[str], form: str | None) -> dict[str, Any]:
     """The linears of a plan's layer in one notation. Raises UsageError for none, several or a wrong form."""
-    from quartet_plugin.partition.layer import LAYER_FORMS, linears_of
+    from quartet_plugin.partition.layer import LAYER_FORMS, linears_of, partition_of, planned_layer
     from quartet_plugin.partition.notation.layer_notation import Notation, layer_notation
 
     if len(notations) != 1:
         raise UsageError("--sbp, --gspmd, --dtensor, --colossal: give one of them")
     layout = plan.layout
     own_form = "stock" if layout.sequence_parallel else "stock-replicated"
+    planned = layout.tensor_partition
     if form is not None and form not in LAYER_FORMS:
         raise UsageError(f"--partition {form}: must be one of {', '.join(LAYER_FORMS)}")
     name: Notation = notations[0]  # type: ignore[assignment]
+    devices = layout.tensor_parallel
+    if devices < 2:
+        raise PlanError(f"tensor_parallel {devices}: nothing is cut; name a plan with tensor parallelism")
+    linears = linears_of(
+        plan.shape, tokens=layout.micro_batch_size * plan.shape.seq_length // layout.context_parallel
+    )
+    if form is None and planned is not None:
+        form, cuts = planned.label, planned_layer(planned, linears, devices)
+    else:
+        form = form or own_form
+        cuts = tuple(partition_of(form, linear, devices) for linear in linears)
     return layer_notation(
         name,
-        linears_of(
-            plan.shape, tokens=layout.micro_batch_size * plan.shape.seq_length // layout.context_parallel
-        ),
-        form=form or own_form,
-        devices=layout.tensor_parallel,
+        list(zip(linears, cuts, strict=True)),
+        form=form,
+        devices=devices,
         stages=layout.pipeline_parallel,
     )
 
@@ -133,7 +143,7 @@ def export(plan: "Plan") -> dict[str, Any]:
     and `ranks`: where each RANK runs. Raises PlanError for a schedule that stock Megatron has no flags for.
     """
     from quartet_plugin.model.frameworks import capabilities
-    from quartet_plugin.model.receipt import needs_receipt
+    from quartet_plugin.model.receipt import needs_runtime
 
     if not capabilities(plan.made_for.framework).has_flags:
         return _about(plan) | {
@@ -142,7 +152,12 @@ def export(plan: "Plan") -> dict[str, Any]:
             "split": list(plan.split.transformer_layers_per_stage),
             "schedule": plan.schedule.label,
         }
-    if needs_receipt(plan):
+    if plan.layout.tensor_partition is not None:
+        raise PlanError(
+            f"tensor_partition {plan.layout.tensor_partition.label}: stock Megatron has no flags for it; "
+            "train with `quartet train --plan`, or export its layers with --sbp or --gspmd"
+        )
+    if needs_runtime(plan):
         raise PlanError(
             f"schedule {plan.schedule.label}: stock Megatron has no flags for it; train with "
             "`quartet train --plan`"

@@ -65,7 +65,7 @@ def layout_command(
     from quartet_plugin.cost.devices import device_named
     from quartet_plugin.model.layout import Layout
     from quartet_plugin.planner.job import parse_job
-    from quartet_plugin.planner.stage_layouts import best_and_even, check_stages
+    from quartet_plugin.planner.stage_layouts import best_and_even, check_degrees, check_stages
 
     count = 8 * pp if microbatches is None else microbatches
     sizes = {"--pp": pp, "--vpp": vpp, "--tp": tp, "--dp": dp, "--ep": ep, "--micro-batch": micro_batch}
@@ -92,6 +92,7 @@ def layout_command(
         where="options",
         devices=library,
     )
+    check_degrees(request, tensor=tp, expert=ep)
     check_stages(request.shape.num_layers, pipeline=pp, chunks=vpp)
     layout = Layout(
         tensor_parallel=tp,

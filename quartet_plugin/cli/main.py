@@ -281,6 +281,7 @@ def _failed_elsewhere(error: Exception, arguments: Sequence[str], *, has_command
 def _usage_message(error: Exception) -> str:
     """The parser's own words in one line, and where the help is; nothing where it showed the help itself."""
     words = " ".join(str(getattr(error, "format_message", error.__str__)()).split()).rstrip(".")
+    words = words.replace(": Value error, ", ": ")
     if not words:
         return ""
     context = getattr(error, "ctx", None)

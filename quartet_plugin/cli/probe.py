@@ -53,6 +53,9 @@ def probe_command(
     words = invocation(ctx).user_command
     if words is not None and processes is not None:
         raise UsageError("--processes: the command after -- says it; drop one of them")
+    # Of several nodes only one writes.
+    if words is None and not output.parent.is_dir():
+        raise ConfigError(f"{output}: the folder {output.parent} is not there; make it first")
     cluster = probe(words, device=chosen, num_processes=processes, deadline_s=deadline)
     if cluster is None:
         show("the cluster file is written where rank 0 runs")

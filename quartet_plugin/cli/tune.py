@@ -76,6 +76,10 @@ def tune_command(
         str | None, typer.Option(help="Start trials on nodes: slurm (this allocation), slurm-batch or ssh.")
     ] = None,
     trial_nodes: Annotated[int | None, typer.Option(help="Nodes of one trial, with --launcher.")] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(help="Nodes of the training, where trials have fewer: they get a part of its replicas."),
+    ] = None,
     site: Annotated[
         str | None, typer.Option(metavar="FILE", help="What the cluster asks of every job: a site.yaml.")
     ] = None,
@@ -91,7 +95,7 @@ def tune_command(
     if joined is not None:
         from quartet_plugin.cli.workers import join
 
-        others = (config, max_minutes, prior, name, trials, launcher, trial_nodes, site)
+        others = (config, max_minutes, prior, name, trials, launcher, trial_nodes, nodes, site)
         if resume or takeover or dry_run or any(other is not None for other in others):
             raise UsageError("quartet tune --join: takes --workers alone; the rest is its tuner's")
         words = invocation(ctx).user_command
@@ -101,6 +105,7 @@ def tune_command(
     from rich.console import Console
 
     from quartet_plugin.cli.export import write_native
+    from quartet_plugin.cli.full_size import full_size_nodes
     from quartet_plugin.cli.report import report_line
     from quartet_plugin.cli.workers import slices_of
     from quartet_plugin.launchers.command import parse_command
@@ -127,7 +132,9 @@ def tune_command(
     prior_folder = None if prior is None else find_run(prior, run_dir=run_dir)
     check_versions()
     training = parse_command(words)
-    asked = with_launcher(read_config(config), launcher=launcher, trial_nodes=trial_nodes, site=site)
+    asked = with_launcher(
+        read_config(config), launcher=launcher, trial_nodes=trial_nodes, site=site, nodes=nodes
+    )
     asked = asked.with_options(run=name, trials=trials)
     check_installed(asked.study.sampler)
     path = run_dir / (asked.run or default_run_name((training.target,)))
@@ -175,6 +182,8 @@ def tune_command(
             ) as backend,
         ):
             shown.message(f"run {run.name} in {path}; the command: {shlex.join(masked_argv(words))}")
+            if placement.batch_divisor > 1:
+                shown.message(placement.share_words)
             observer: Observer = shown
             if run.config.study.tensorboard:
                 observer = Scalars(shown, run.folder.path / "tensorboard")
@@ -188,7 +197,13 @@ def tune_command(
                 max_minutes=max_minutes,
             )
             at_once = () if workers is None else slices
-            result = Coordinator(context, prior=prior_folder, slices=at_once, make_room=kept.drop).tune()
+            result = Coordinator(
+                context,
+                prior=prior_folder,
+                slices=at_once,
+                make_room=kept.drop,
+                full_size=full_size_nodes(run.config, placement=placement, words=words),
+            ).tune()
         plan = write_best(result, run=run)
         native = write_native(plan, run=run)
     for line in summary_lines(result, plan=plan, run=run):
@@ -224,6 +239,7 @@ def failure_reported(folder: Path) -> Iterator[None]:
 
 def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun") -> list[str]:
     """What the search found, and how to train with it."""
+    from quartet_plugin.cli.full_size import full_size_lines
     from quartet_plugin.model.receipt import receipt_path
     from quartet_plugin.report.final_choice import choice_lines
     from quartet_plugin.report.plan_difference import difference_lines
@@ -244,6 +260,7 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         proof = [
             f"parity    {path_here(receipt_path(run.folder.best_plan))}: it trains as your own command does"
         ]
+    full_size = [] if result.full_size is None else full_size_lines(result.full_size.result, run=run)
     return [
         f"trial {result.winner.trial.number} is faster than your own command",
         *difference_lines(plan),
@@ -253,7 +270,7 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         *study_lines(result),
         *proof,
         f"plan      {path_here(run.folder.best_plan)}",
-        f"train     sh {path_here(run.folder.best_command)}",
+        *(full_size or [f"train     sh {path_here(run.folder.best_command)}"]),
     ]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from quartet_plugin.cost.compute import IMBALANCE, LayerTimes, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import device_of_stages
+from quartet_plugin.cost.layer_partition import exposed_times, stock_share
 from quartet_plugin.cost.run import Overlap, TrainingRun, UniformCluster
 from quartet_plugin.model.job_description import Experts
 
@@ -82,6 +83,19 @@ def exchange_s(ranks: Group, machines: UniformCluster, constants: Constants, tot
 
 
 def tensor_parallel(run: TrainingRun, constants: Constants) -> tuple[Times, float]:
+    """The exposed time of a layer's tensor-parallel traffic, and that of one repeated forward.
+
+    Of blocks that another partition cuts than the framework's it is what their table leaves exposed.
+    """
+    partition = run.layout.tensor_partition
+    if partition is None:
+        return _collectives(run, constants)
+    share, cut = stock_share(partition), exposed_times(run, constants)
+    times, repeated = _collectives(run, constants)
+    return times.scaled(share).plus(cut), repeated * share + cut.forward
+
+
+def _collectives(run: TrainingRun, constants: Constants) -> tuple[Times, float]:
     """The exposed time of a layer's tensor-parallel collectives, and that of one repeated forward.
 
     Two all-reduces forward and two backward (Shoeybi et al. 2019), or as many gather and scatter pairs

@@ -187,9 +187,17 @@ def ffn_products(hidden: float, ffn: float, *, gated: bool) -> list[tuple[float,
 
 
 def layer_times(
-    run: TrainingRun, constants: Constants, rates: Rates, *, experts: Experts | None
+    run: TrainingRun,
+    constants: Constants,
+    rates: Rates,
+    *,
+    experts: Experts | None,
+    cut: tuple[Times, Times] | None = None,
 ) -> LayerTimes:
-    """One transformer layer with a dense FFN, or with `experts`."""
+    """One transformer layer with a dense FFN, or with `experts`.
+
+    `cut` are the products of another tensor partition than the framework's, and the starts that it adds.
+    """
     t = run.tokens_per_microbatch
     shape, tp = run.shape, run.layout.tensor_parallel
     sizes = products(run)
@@ -221,6 +229,8 @@ def layer_times(
         start * rates.ratios.launch_input,
         start * 0.5 * rates.ratios.launch_weight,
     )
+    if cut is not None:
+        gemm, launch = cut[0], launch.plus(cut[1])
     times = LayerTimes(gemm=gemm, attention=attention, elementwise=elementwise, launch=launch)
     last = rates.gemm(t, shape.hidden_size, hidden_ffn) if run.software.early_stop else 0.0
     return replace(times, recompute=_recompute(run, times, last))

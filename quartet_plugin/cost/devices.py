@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import Name, Positive, Precision
-from quartet_plugin.model.schema import Bounds, read_record, record
+from quartet_plugin.model.files import shown
+from quartet_plugin.model.schema import Bounds, nearest_word, read_record, record
 
 ScaleUpTopology = Literal["switch", "mesh"]
 Count = Annotated[int, Bounds(ge=1, le=2**20)]
@@ -115,8 +116,11 @@ def device_named(name: str, *, extra: Mapping[str, DeviceSpec] | None = None) ->
     for devices in (extra or {}, library()):
         if plain in devices:
             return devices[plain]
-    names = ", ".join(sorted({device.name for device in library().values()}))
-    raise ConfigError(f"device {name!r}: unknown; add a hardware file for it, or use one of {names}")
+    names = sorted({device.name for device in (*(extra or {}).values(), *library().values())})
+    known = [*names, *(alias for alias in (*(extra or {}), *library()) if alias not in names)]
+    near = nearest_word(plain, known=known)
+    advice = f"{near} or" if near else f"; use one of {', '.join(names)}, or"
+    raise ConfigError(f"device {shown(name)}: unknown{advice} add a hardware file for it")
 
 
 def read_folder(folder: str | os.PathLike[str]) -> Mapping[str, DeviceSpec]:

@@ -3,7 +3,7 @@
 A weight gradient needs its product's input and the gradient of its output. Under sequence parallelism the
 ranks gather the input of a column parallel product, and the output gradient of a row parallel one. The
 gradient is kept whole; the input is kept whole by Transformer Engine, and as this rank's shard by Megatron's
-local layers, which gather it again.
+local layers, which gather it again. Of blocks that another tensor partition cuts, both are shards.
 """
 
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from quartet_plugin.cost import compute
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.job_description import Experts
+from quartet_plugin.partition.layer import BLOCK_OF, linears_of
 
 
 class HeldProduct(NamedTuple):
@@ -35,7 +36,7 @@ def layer_products(run: TrainingRun, *, experts: Experts | None) -> list[HeldPro
     held = [_column(run, name, *sizes) for name, sizes in zip(names, columns, strict=True)]
     held.append(_held(run, "proj", row[1], row[0]))
     if experts is None:
-        return held + _ffn(run, "fc", run.shape.ffn_hidden_size / tp)
+        return _cut(run, held + _ffn(run, "fc", run.shape.ffn_hidden_size / tp))
     # A token's copies lie on the ranks of its experts; no product of theirs is gathered.
     up, down = compute.ffn_products(h, experts.ffn_hidden_size / tp, gated=run.shape.gated_ffn)
     routed = [
@@ -45,6 +46,21 @@ def layer_products(run: TrainingRun, *, experts: Experts | None) -> list[HeldPro
     if not experts.shared_ffn_hidden_size:
         return held + routed
     return held + routed + _ffn(run, "shared_fc", experts.shared_ffn_hidden_size / tp)
+
+
+def _cut(run: TrainingRun, held: list[HeldProduct]) -> list[HeldProduct]:
+    """The products, of which those that another partition cuts keep homes alone: a device's shards."""
+    partition = run.layout.tensor_partition
+    if partition is None:
+        return held
+    scale = float(run.element_bytes) * run.tokens_per_microbatch / run.layout.tensor_parallel
+    linears = {linear.name: linear.sizes for linear in linears_of(run.shape, tokens=1)}
+    return [
+        product
+        if partition.blocks[BLOCK_OF[product.name]].form == "stock"
+        else HeldProduct(product.name, scale * linears[product.name][1], scale * linears[product.name][2])
+        for product in held
+    ]
 
 
 def head_product(run: TrainingRun) -> HeldProduct:

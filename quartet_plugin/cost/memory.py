@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quartet_plugin.cost import compute, held_bytes
+from quartet_plugin.cost import compute, held_bytes, layer_partition
 from quartet_plugin.cost.iteration.orders import activation_peak, stages_of_devices
 from quartet_plugin.cost.run import HalfPrecision, Software, TrainingRun
 from quartet_plugin.model.costs import FloatArray
@@ -291,4 +291,5 @@ def _temporary(run: TrainingRun, *, first: bool, last: bool) -> float:
     backward = element * t * (2 * width * (2 if shape.gated_ffn else 1))
     if run.layout.recompute == "full":
         backward += layer_activation_bytes(run, experts=None)
+    backward += layer_partition.buffer_bytes(run)
     return gradients + max(backward, logits) + run.software.bucket_bytes

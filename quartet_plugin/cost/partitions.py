@@ -8,16 +8,15 @@ what incomplete waves lose. Transfers of one step and level share a device's lin
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from math import isqrt
 
 from quartet_plugin.cost.compute import waves
+from quartet_plugin.cost.partition_loads import SCALE_OUT, SCALE_UP, PartitionLoads, loads_of
 from quartet_plugin.partition.layer import Linear, partition_of
 from quartet_plugin.partition.named import named_partition
 from quartet_plugin.partition.table import DIMS, Partition, Phase, Tensor
-from quartet_plugin.partition.traffic import check_divides, elements_of
-from quartet_plugin.partition.transfers import BlockTransfer, transfers_of
+from quartet_plugin.partition.traffic import check_divides
 
-SCALE_UP, SCALE_OUT = "scale-up", "scale-out"
+__all__ = ["SCALE_OUT", "SCALE_UP", "PartitionRates", "price_layer", "price_linear"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +26,8 @@ class PartitionRates:
     `flops_per_s` of large products, `bytes_per_s` of a device's link in one direction by level, `hop_s` the
     latency of a step's transfers, `element_bytes` of a tensor's element, `units` the compute units over which
     a product's tiles are spread, `devices_per_domain` how many devices the scale-up links join, `peer_share`
-    the part of a device's scale-up bandwidth that reaches one peer.
+    the part of a device's scale-up bandwidth that reaches one peer. Of a transfer beside a product the part
+    `exposed_share` is exposed all the same; without `hides` all of it is.
     """
 
     flops_per_s: float
@@ -37,6 +37,14 @@ class PartitionRates:
     units: int
     devices_per_domain: int
     peer_share: float = 1.0
+    exposed_share: float = 0.0
+    hides: bool = True
+
+    def product_s(self, phase: Phase, sizes: tuple[float, float, float]) -> float:
+        """Seconds of one product of a phase for pieces of `sizes` (M, N, K)."""
+        m, n, k = sizes
+        rows, columns = {Phase.F: (m, k), Phase.B: (m, n), Phase.G: (n, k)}[phase]
+        return 2 * m * n * k / self.flops_per_s * waves(rows, columns, self.units)
 
     def level_of(self, source: int, target: int) -> str:
         """The level that a transfer between two devices crosses."""
@@ -83,28 +91,35 @@ class LinearPrice:
 
 def price_linear(linear: Linear, partition: Partition, rates: PartitionRates) -> LinearPrice:
     """The price of a linear. Raises PlanError where its sizes do not divide."""
+    return price_loads(linear, loads_of(partition, devices_per_domain=rates.devices_per_domain), rates)
+
+
+def price_loads(linear: Linear, loads: PartitionLoads, rates: PartitionRates) -> LinearPrice:
+    """The price of a linear under a partition whose loads are known. Raises PlanError as `price_linear`."""
+    partition = loads.partition
     check_divides(partition, linear.sizes)
-    transfers = transfers_of(partition)
-    sent: dict[tuple[Phase, Tensor, str], float] = {}
-    for transfer in transfers:
-        level = rates.level_of(transfer.source, transfer.target)
-        key = (transfer.phase, transfer.tensor, level)
-        share = float(elements_of(transfer, partition, linear.sizes)) / partition.num_devices
-        sent[key] = sent.get(key, 0.0) + share * rates.element_bytes
-    border_bytes = float(border_elements(linear, partition)) * rates.element_bytes
-    border_s = 0.0
-    if border_bytes:
-        widest = rates.level_of(0, partition.num_devices - 1)
-        border_s = border_bytes / rates.bytes_per_s[widest] + 2 * rates.hop_s
+    border_bytes, border_s = border_price(linear, partition, rates)
     return LinearPrice(
         name=linear.name,
         partition=partition.name,
-        phases={phase: _phase(linear, partition, phase, transfers, rates) for phase in Phase},
-        sent_bytes=sent,
+        phases={phase: phase_price(linear, loads, phase, rates) for phase in Phase},
+        sent_bytes={
+            key: float(blocks * partition.num_elements(key[1], linear.sizes)) * rates.element_bytes
+            for key, blocks in loads.sent_blocks.items()
+        },
         border_s=border_s,
         border_bytes=border_bytes,
-        buffer_bytes=_buffers(linear, partition, transfers, rates),
+        buffer_bytes=loads.buffer_elements(linear.sizes) * rates.element_bytes,
     )
+
+
+def border_price(linear: Linear, partition: Partition, rates: PartitionRates) -> tuple[float, float]:
+    """Bytes and seconds of the exchanges between a grid's layouts and the layer's, forward and backward."""
+    sent = float(border_elements(linear, partition)) * rates.element_bytes
+    if not sent:
+        return 0.0, 0.0
+    widest = rates.level_of(0, partition.num_devices - 1)
+    return sent, sent / rates.bytes_per_s[widest] + 2 * rates.hop_s
 
 
 def border_elements(linear: Linear, partition: Partition) -> Fraction:
@@ -114,13 +129,19 @@ def border_elements(linear: Linear, partition: Partition) -> Fraction:
     output; among those of a column between blocks and whole sequences of some heads, for attention.
     Partitions in one dimension have the layer's layouts already.
     """
-    if not partition.name.startswith(("home", "2D", "P")):
+    if not is_grid(partition):
         return Fraction(0)
     m, n, k = linear.sizes
-    side = isqrt(partition.num_devices)
+    side = partition.mesh[-1]
     layer_side, inner_side = (m * n, m * k) if linear.role == "in" else (m * k, m * n)
     crossed = layer_side + (inner_side if linear.name in ("qkv", "proj") else 0)
     return 2 * Fraction(crossed * (side - 1), partition.num_devices * side)
+
+
+def is_grid(partition: Partition) -> bool:
+    """Whether a partition cuts in two dimensions, maybe with another one around: its layouts have borders."""
+    name = partition.name
+    return name.startswith(("2D", "P")) or "home" in name
 
 
 def price_layer(
@@ -148,7 +169,8 @@ def best_grid(linear: Linear, grid: Partition, rates: PartitionRates) -> Partiti
         for dim in DIMS:
             # The other phases do not matter here.
             walk = named_partition(f"{grid.name}-{dim * 3}")
-            times[dim] = _phase(linear, walk, phase, transfers_of(walk), rates).time_s
+            loads = loads_of(walk, devices_per_domain=rates.devices_per_domain)
+            times[dim] = phase_price(linear, loads, phase, rates).time_s
         best.append(min(times, key=lambda dim: (times[dim], dim != _RESULT_WALKS[phase])))
     return named_partition(f"{grid.name}-{''.join(best)}")
 
@@ -156,65 +178,30 @@ def best_grid(linear: Linear, grid: Partition, rates: PartitionRates) -> Partiti
 _RESULT_WALKS = {Phase.F: "N", Phase.B: "K", Phase.G: "M"}
 
 
-def _phase(
-    linear: Linear,
-    partition: Partition,
-    phase: Phase,
-    transfers: tuple[BlockTransfer, ...],
-    rates: PartitionRates,
-) -> PhasePrice:
+def phase_price(linear: Linear, loads: PartitionLoads, phase: Phase, rates: PartitionRates) -> PhasePrice:
+    """The price of one phase of a linear whose sizes divide."""
+    partition = loads.partition
     steps = len(partition.steps[phase])
     m, n, k = (size / pieces for size, pieces in zip(linear.sizes, partition.pieces, strict=True))
-    rows, columns = {Phase.F: (m, k), Phase.B: (m, n), Phase.G: (n, k)}[phase]
-    product_s = 2 * m * n * k / rates.flops_per_s * waves(rows, columns, rates.units)
-    by_step = _transfer_seconds(
-        [transfer for transfer in transfers if transfer.phase is phase], linear, partition, rates
-    )
-    hidden = {step: seconds for step, seconds in by_step.items() if 0 <= step < steps}
-    exposed_s = sum(seconds for step, seconds in by_step.items() if step not in hidden)
+    product_s = rates.product_s(phase, (m, n, k))
+    by_step = _transfer_seconds(linear, loads, phase, rates)
+    is_beside = {step: rates.hides and 0 <= step < steps for step in by_step}
+    exposed_s = sum(seconds for step, seconds in by_step.items() if not is_beside[step])
+    hidden = [by_step[step] if is_beside.get(step) else 0.0 for step in range(steps)]
     return PhasePrice(
-        time_s=exposed_s + sum(max(product_s, hidden.get(step, 0.0)) for step in range(steps)),
+        time_s=exposed_s + sum(max(product_s + rates.exposed_share * ring_s, ring_s) for ring_s in hidden),
         product_s=product_s * steps,
         exposed_s=exposed_s,
     )
 
 
 def _transfer_seconds(
-    transfers: list[BlockTransfer], linear: Linear, partition: Partition, rates: PartitionRates
+    linear: Linear, loads: PartitionLoads, phase: Phase, rates: PartitionRates
 ) -> dict[int, float]:
     """Seconds of the transfers of each step: those of the busiest device, on its slowest level."""
-    busy: dict[tuple[int, str, int, bool], float] = {}
-    pairs: dict[tuple[int, int, int], float] = {}
-    for transfer in transfers:
-        level = rates.level_of(transfer.source, transfer.target)
-        size = float(elements_of(transfer, partition, linear.sizes)) * rates.element_bytes
-        for device, is_sent in ((transfer.source, True), (transfer.target, False)):
-            key = (transfer.step, level, device, is_sent)
-            busy[key] = busy.get(key, 0.0) + size
-        if level == SCALE_UP:
-            pair = (transfer.step, transfer.source, transfer.target)
-            pairs[pair] = pairs.get(pair, 0.0) + size
     seconds: dict[int, float] = {}
-    for (step, level, _, _), size in busy.items():
-        seconds[step] = max(seconds.get(step, 0.0), size / rates.bytes_per_s[level] + rates.hop_s)
-    for (step, _, _), size in pairs.items():
-        reached = rates.bytes_per_s[SCALE_UP] * rates.peer_share
-        seconds[step] = max(seconds.get(step, 0.0), size / reached + rates.hop_s)
+    for load in loads.steps[phase]:
+        size = load.elements(loads.partition, linear.sizes) * rates.element_bytes
+        reached = rates.bytes_per_s[load.level] * (rates.peer_share if load.is_pair else 1.0)
+        seconds[load.step] = max(seconds.get(load.step, 0.0), size / reached + rates.hop_s)
     return seconds
-
-
-def _buffers(
-    linear: Linear, partition: Partition, transfers: tuple[BlockTransfer, ...], rates: PartitionRates
-) -> float:
-    """The most bytes of received blocks that one step has: those in use and those on their way."""
-    arriving: dict[tuple[Phase, int], float] = {}
-    for transfer in transfers:
-        size = float(elements_of(transfer, partition, linear.sizes)) / partition.num_devices
-        key = (transfer.phase, transfer.step)
-        arriving[key] = arriving.get(key, 0.0) + size
-    most = max(
-        (arriving.get((phase, step), 0.0) + arriving.get((phase, step - 1), 0.0))
-        for phase in Phase
-        for step in range(len(partition.steps[phase]) + 1)
-    )
-    return most * rates.element_bytes

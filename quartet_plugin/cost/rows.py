@@ -26,6 +26,8 @@ from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.schema import Bounds, Length, parse, record, unknown_key
 from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS, ModelShape
+from quartet_plugin.model.tensor_partition import partition_from_label
+from quartet_plugin.partition.layer import fault_of_sizes
 from quartet_plugin.split.layers import even_split, even_split_with_ends
 
 _Count = Annotated[int, Bounds(ge=1, le=2**31)]
@@ -63,6 +65,7 @@ class Row:
     cp: _Count | None = None
     ep: _Count | None = None
     sp: bool | None = None
+    tensor_partition: _Words | None = None
     zero: Annotated[int, Bounds(ge=0, le=3)] | None = None
     fsdp: _Count | None = None
     precision: _Words | None = None
@@ -182,6 +185,7 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
     shape, experts, latent = _shape(row, assumed)
     layout, num_microbatches = _layout(row, assumed, warnings)
     _check_divisible(shape, layout, experts)
+    _check_partition(shape, layout, is_plain=experts is None and latent is None)
     half, matmul = _precisions(row, device, assumed)
     schedule = _schedule(row, layout, assumed)
     stages = split_layers(shape.num_layers, layout.num_stages)
@@ -289,6 +293,7 @@ def _layout(row: Row, assumed: dict[str, Any], warnings: list[str]) -> tuple[Lay
     )
     if gbs % sequences:
         warnings.append(f"gbs {gbs} is no multiple of dp x mbs ({dp} x {mbs}); {count} microbatches taken")
+    cut = None if row.tensor_partition is None else partition_from_label(row.tensor_partition)
     layout = Layout(
         tensor_parallel=tp,
         pipeline_parallel=pp,
@@ -297,9 +302,10 @@ def _layout(row: Row, assumed: dict[str, Any], warnings: list[str]) -> tuple[Lay
         context_parallel=cp,
         expert_parallel=row.ep or 1,
         micro_batch_size=mbs,
-        sequence_parallel=bool(_default(row.sp, False, "sp", assumed)) and tp > 1,
+        sequence_parallel=(bool(_default(row.sp, False, "sp", assumed)) or cut is not None) and tp > 1,
         distributed_optimizer=(row.zero or 0) >= 1,
         recompute=_recompute(row, assumed),
+        tensor_partition=cut,
     )
     return layout, count
 
@@ -310,6 +316,21 @@ def _recompute(row: Row, assumed: dict[str, Any]) -> Recompute:
         if words.startswith(mode):
             return mode
     raise ConfigError(f"recompute: {words!r}; must be none, selective or full")
+
+
+def _check_partition(shape: ModelShape, layout: Layout, *, is_plain: bool) -> None:
+    partition = layout.tensor_partition
+    if partition is None:
+        return
+    fault = fault_of_sizes(
+        partition, shape, devices=layout.tensor_parallel, micro_batch_size=layout.micro_batch_size
+    )
+    if not is_plain:
+        fault = "must be stock with experts or latent attention"
+    elif layout.context_parallel > 1:
+        fault = "must be stock with cp above 1"
+    if fault is not None:
+        raise ConfigError(f"tensor_partition: {partition.label}; {fault}")
 
 
 def _check_divisible(shape: ModelShape, layout: Layout, experts: Experts | None) -> None:

@@ -76,6 +76,7 @@ def prepare(session: DeepSpeedSession) -> None:
     """Everything before the script runs. Raises QuartetError for a wrong section, trial or version."""
     options = session.command.options
     session.open_trial()
+    session.refuse_smaller_batch("DeepSpeed")
     file = config_file_of(session.command.arguments)
     if file is not None and file.exists():
         session.config = read_config(file)

@@ -53,7 +53,8 @@ class Command:
     `words[target_index:]` are the script (with `is_module`, the module) and its arguments. `num_processes` is
     None where only the machine itself knows (`auto`, `gpu`, `cpu`), `num_nodes` where it is a range.
     `port_flag` is the option that may name a free port, None where the user named a place. `entry` is the
-    adapter's module. With the starter "other" nothing but the program is known before it has run.
+    adapter's module. With the starter "other" nothing but the program is known before it has run. Its trials
+    have the command's global batch over `batch_divisor`, where they have fewer nodes than its training.
     """
 
     words: tuple[str, ...]
@@ -68,6 +69,7 @@ class Command:
     num_nodes: int | None
     port_flag: PortFlag | None
     entry: str = ENTRY_MODULE
+    batch_divisor: int = 1
 
     @property
     def program(self) -> str:

@@ -5,6 +5,7 @@ from importlib.metadata import entry_points
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.protocol import Engine
 from quartet_plugin.launchers.site import Site
+from quartet_plugin.model.schema import nearest_word
 
 GROUP = "quartet_plugin.engines"
 # This machine alone: no engine, its processes are started and ended directly.
@@ -31,7 +32,8 @@ def engine_named(name: str, *, site: Site) -> Engine:
     if not points and name in _OURS:
         points = [EntryPoint(name=name, value=_OURS[name], group=GROUP)]
     if not points:
-        raise ConfigError(f"launcher: {name!r}; must be one of {', '.join(engine_names())}")
+        near = nearest_word(name, known=engine_names())
+        raise ConfigError(f"launcher: {name!r}; must be one of {', '.join(engine_names())}{near}")
     try:
         engine: Engine = points[0].load()(site)
     except ImportError as error:

@@ -1,6 +1,6 @@
 """Where the trials of a run start: this machine, or an engine's nodes, divided between trials at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quartet_plugin.errors import ConfigError
@@ -15,11 +15,41 @@ from quartet_plugin.launchers.site import Site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The launcher's name, the nodes of a trial, and what its site asks of every job."""
+    """The launcher's name, the nodes of a trial, and what its site asks of every job.
+
+    `num_full_nodes` are those of the training where trials have fewer. Raises ConfigError where they are no
+    multiple of a trial's.
+    """
 
     launcher: str = LOCAL
     num_nodes: int = 1
     site: Site = field(default_factory=Site)
+    num_full_nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_full_nodes is not None and self.num_full_nodes % self.num_nodes:
+            raise ConfigError(
+                f"nodes: {self.num_full_nodes}; must be a multiple of trial.nodes ({self.num_nodes}): "
+                "a trial has a part of the training's replicas"
+            )
+
+    @property
+    def batch_divisor(self) -> int:
+        """The training's replicas over a trial's."""
+        return 1 if self.num_full_nodes is None else self.num_full_nodes // self.num_nodes
+
+    @property
+    def share_words(self) -> str:
+        """What a trial has of the training, for the user."""
+        return (
+            f"a trial has {self.num_nodes} of {self.num_full_nodes} nodes: one of {self.batch_divisor} parts "
+            "of the replicas and of the global batch"
+        )
+
+    @property
+    def at_full_size(self) -> "Placement":
+        """The placement of launches on as many nodes as the training has."""
+        return replace(self, num_nodes=self.num_full_nodes or self.num_nodes)
 
     @property
     def is_local(self) -> bool:
@@ -29,11 +59,16 @@ class Placement:
     def command(self, command: Command) -> Command:
         """The user's command as it runs there. Raises ConfigError for one that cannot."""
         if not self.is_local:
-            return on_nodes(command, num_nodes=self.num_nodes)
+            return replace(on_nodes(command, num_nodes=self.num_nodes), batch_divisor=self.batch_divisor)
         if self.num_nodes != 1:
             raise ConfigError(
                 f"trial.nodes: {self.num_nodes}; this machine is one node: name a launcher that has nodes "
                 "(launcher: slurm)"
+            )
+        if self.num_full_nodes is not None:
+            raise ConfigError(
+                f"nodes: {self.num_full_nodes}; this machine is one node: name a launcher that has nodes "
+                "(launcher: slurm), or leave it out"
             )
         check_one_node(command)
         return command

@@ -6,6 +6,7 @@ Only flags that differ from the user's are changed, and every flag of the user t
 import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from quartet_plugin.megatron.arguments import Flags
 from quartet_plugin.megatron.describe import FRAMEWORK
 from quartet_plugin.megatron.device_connections import set_connections
 from quartet_plugin.megatron.seams import Wrapper
+from quartet_plugin.megatron.support import tensor_partition_reason
 from quartet_plugin.model.megatron_arguments import layout_of, model_words, schedule_of, shape_of, split_of
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.schema import dump
@@ -120,6 +122,9 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
         allowed = dest == "rampup_batch_size" and plan.schedule.custom is not None
         if getattr(user, dest, None) and not allowed:
             raise PlanError(f"--{dest.replace('_', '-')} cannot be used with a plan: {reason}")
+    partition = plan.layout.tensor_partition
+    if partition is not None and (unable := tensor_partition_reason(user)) is not None:
+        raise PlanError(f"layout.tensor_partition: {partition.label}; {unable}")
     made_for = plan.made_for
     layout = layout_of(user, world_size=world_size)
     batch = user.global_batch_size or user.micro_batch_size * layout.data_parallel
@@ -224,6 +229,9 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
                 remove.add(knob.destination)
             else:
                 values[knob.destination] = value
+    if current.tensor_parallel != layout.tensor_parallel:
+        # Megatron then takes the tensor-parallel size for the experts, too, as plans do.
+        remove.add("expert_tensor_parallel_size")
     if current.tensor_parallel != layout.tensor_parallel and getattr(user, "padded_vocab_size", None) is None:
         # Megatron pads by the tensor-parallel size: without this the model would change with the layout.
         size = _planned_vocabulary(plan, user)
@@ -276,7 +284,10 @@ def _split_or_none(user: Namespace) -> Split | None:
 
 def check_result(plan: Plan, args: Namespace) -> None:
     """Raise PlanError where the changed arguments do not say what the plan says; an invariant of a change."""
-    layout = layout_of(args, world_size=plan.layout.world_size)
+    # How a layer is cut has no flags: the plugin builds it out of the plan.
+    layout = replace(
+        layout_of(args, world_size=plan.layout.world_size), tensor_partition=plan.layout.tensor_partition
+    )
     for setting in plan.layout.settings or ():
         layout = layout.with_setting(setting.name, setting_knob(setting).read(args))
     written = {

@@ -57,7 +57,11 @@ def describe_job(
     from megatron.core.package_info import __version__
 
     from quartet_plugin.megatron.runtime.refusals import layers_need_full_backwards
-    from quartet_plugin.megatron.support import changed_functions, changed_source_reason
+    from quartet_plugin.megatron.support import (
+        changed_functions,
+        changed_source_reason,
+        tensor_partition_reason,
+    )
     from quartet_plugin.model.schema import dump
 
     written = as_user_wrote(args, as_written)
@@ -80,6 +84,7 @@ def describe_job(
         "neutralised": neutralised,
         "settings": [dump(setting) for setting in settings_of(args)],
         "no_custom_schedules": no_custom_schedules or refusal(written) or changed_source_reason(changed),
+        "no_tensor_partition": tensor_partition_reason(written),
         "full_backward": layers_need_full_backwards(args),
         "layer_impl": getattr(args, "transformer_impl", None),
         **({"changed_functions": list(changed)} if changed else {}),

@@ -157,6 +157,10 @@ def _change(session: Session) -> list[str]:
 
     _, add_megatron_arguments = seams.locate(declared.ARGUMENTS)
     flags = Flags(add_megatron_arguments)
+    if session.files is not None and (divisor := session.files.spec.batch_divisor) is not None:
+        from quartet_plugin.megatron.side_effects import words_of_smaller_batch
+
+        words = words_of_smaller_batch(flags, words, divisor=divisor)
     if plan is not None and rendezvous is not None:
         from quartet_plugin.megatron.apply import apply_plan
 
@@ -183,6 +187,7 @@ def _change(session: Session) -> list[str]:
     # With the flags of the run: on a CPU its layers are other than the command's.
     as_run = _with_cpu_flags(words) if use_cpu(options) else words
     prepared = _runtime(session, plan, flags.values(as_run))
+    wrappers |= _partition(plan, prepared)
     if prepared is not None:
         from quartet_plugin.megatron.runtime.refusals import without_alignment
 
@@ -287,6 +292,16 @@ def _runtime(session: Session, plan: "Plan | None", args: argparse.Namespace) ->
         session.meter.runtime = prepared.runtime
         prepared.runtime.measure(on_cpu=use_cpu(session.options))
     return prepared
+
+
+def _partition(plan: "Plan | None", prepared: "Prepared | None") -> "dict[Seam, Wrapper]":
+    """What lets models be built with a plan's tensor partition; nothing without one."""
+    if plan is None or plan.layout.tensor_partition is None:
+        return {}
+    from quartet_plugin.megatron.partition.install import PartitionedModels
+
+    gradients = None if prepared is None else prepared.gradients
+    return PartitionedModels(plan.layout.tensor_partition, gradients=gradients).wrappers
 
 
 def _guard(

@@ -11,6 +11,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from quartet_plugin.megatron.placement.end_stages import tied_weights
 from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.partition.layer import BLOCK_OF
 from quartet_plugin.protocol.execution import (
     PROGRAM,
     BuiltStage,
@@ -76,7 +77,22 @@ def live_job(chunks: Sequence[Any]) -> LiveJob:
         },
         model=get_model_config(chunks[0]),
         optimizer=getattr(chunks[0], "ddp_config", None),
+        tensor_partition=_tensor_partition(chunks),
     )
+
+
+def _tensor_partition(chunks: Sequence[Any]) -> str | None:
+    """How the linears of the layers are cut, by the linears that are there; None where there are none."""
+    labels: dict[str, set[str]] = {block: set() for block in BLOCK_OF.values()}
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            linear = name.rpartition(".linear_")[2]
+            if linear in BLOCK_OF:
+                labels[BLOCK_OF[linear]].add(getattr(module, "block_label", "stock"))
+    if any(len(kinds) != 1 for kinds in labels.values()):
+        return None
+    attention, mlp = (next(iter(labels[block])) for block in ("attention", "mlp"))
+    return attention if attention == mlp else f"attention {attention}, mlp {mlp}"
 
 
 def _stages(chunks: Sequence[Any]) -> tuple[BuiltStage, ...]:

@@ -22,6 +22,7 @@ from quartet_plugin.megatron.seams import Seam, Wrapper, resolve
 from quartet_plugin.megatron.seams.declared import DDP_INIT, LINEAR, SPLIT_BACKWARD
 from quartet_plugin.megatron.te_layers import DelayedLayer, delay
 from quartet_plugin.runtime.deferred import DeferredGradients
+from quartet_plugin.runtime.partition.linear import WeightGradientPhase
 
 
 @dataclass(slots=True)
@@ -37,15 +38,19 @@ class PendingGradient:
     tp_group: Any
 
 
-class WeightGradients(DeferredGradients[PendingGradient]):
-    """The deferred gradients of Megatron's local linear layers, and of Transformer Engine's."""
+class WeightGradients(DeferredGradients[PendingGradient | WeightGradientPhase]):
+    """The deferred gradients of Megatron's local linears, of partitioned ones and of Transformer Engine's."""
 
     def __init__(self) -> None:
         super().__init__()
         self._delayed: dict[tuple[int, int], Sequence[DelayedLayer]] = {}
 
-    def accumulate(self, pending: PendingGradient) -> None:
+    def accumulate(self, pending: PendingGradient | WeightGradientPhase) -> None:
         """Compute the weight's gradient as the layer's backward does, without the input's."""
+        if isinstance(pending, WeightGradientPhase):
+            pending.weight.grad = pending.run()
+            pending.weight._quartet_grad_ready()
+            return
         weight, total_input = pending.weight, pending.layer_input
         if pending.is_sequence_parallel:
             size = list(total_input.size())
@@ -63,8 +68,10 @@ class WeightGradients(DeferredGradients[PendingGradient]):
                 weight.grad = grad_output.t().matmul(total_input)
             weight._quartet_grad_ready()
 
-    def tensors_of(self, pending: PendingGradient) -> tuple[Any, ...]:
+    def tensors_of(self, pending: PendingGradient | WeightGradientPhase) -> tuple[Any, ...]:
         """The layer's input and its output's gradient; Transformer Engine's stores are not counted."""
+        if isinstance(pending, WeightGradientPhase):
+            return tuple(pending.tensors())
         return pending.layer_input, pending.grad_output
 
     def end(self, stage: int, microbatch: int, delayed: Sequence[DelayedLayer] = ()) -> None:
@@ -143,7 +150,8 @@ def _with_hooks(initialise: Callable[..., Any], *, delays_te: bool) -> Callable[
 def _mark(module: Any) -> None:
     """Mark the weights of local linear layers: DDP then hands their hooks to `_receive_hook`."""
     for layer in module.modules():
-        if not isinstance(layer, (layers.ColumnParallelLinear, layers.RowParallelLinear)):
+        is_linear = isinstance(layer, (layers.ColumnParallelLinear, layers.RowParallelLinear))
+        if not is_linear and not getattr(layer, "is_partitioned", False):
             continue
         weight = getattr(layer, "weight", None)
         if weight is None or not weight.requires_grad:
@@ -194,7 +202,9 @@ def _can_defer(ctx: Any) -> bool:
     return hasattr(ctx.quartet_weight, "_quartet_grad_ready")
 
 
-def _input_gradient(ctx: Any, grad_output: Any, queue: list[PendingGradient]) -> tuple[Any, ...]:
+def _input_gradient(
+    ctx: Any, grad_output: Any, queue: list[PendingGradient | WeightGradientPhase]
+) -> tuple[Any, ...]:
     layer_input, weight = ctx.saved_tensors[0], ctx.quartet_weight
     grad_input = grad_output.matmul(weight)
     handle = None

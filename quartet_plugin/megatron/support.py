@@ -5,12 +5,14 @@ A custom schedule replaces functions, and needs a known source of each of them.
 """
 
 import os
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 from quartet_plugin.errors import SeamError
+from quartet_plugin.megatron.partition.refusals import argument_refusal
 from quartet_plugin.megatron.seams import Seam, known_function, package_roots
-from quartet_plugin.megatron.seams.declared import CUSTOM_SCHEDULE
+from quartet_plugin.megatron.seams.declared import CUSTOM_SCHEDULE, GPT_MODEL_INIT
 from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE
 from quartet_plugin.rank.source_tree import KnownFunction, SourceTree
 
@@ -62,12 +64,12 @@ def changed_source_reason(changed: Sequence[str]) -> str | None:
     )
 
 
-def require_known_sources() -> None:
-    """Raise SeamError where a custom schedule would replace or call a function of unknown source.
+def require_known_sources(seams: Iterable[Seam] = CUSTOM_SCHEDULE) -> None:
+    """Raise SeamError where one of these functions, which would be replaced or called, has an unknown source.
 
     A user who accepts changed sources gets a SeamError only where a function is missing.
     """
-    faults = source_faults(known_function)
+    faults = source_faults(known_function, seams)
     if not faults or accepts_changed_source():
         return
     first, *more = faults.values()
@@ -76,3 +78,10 @@ def require_known_sources() -> None:
         f"{first}{others}; native schedules and all other axes work; `quartet doctor` shows the difference, "
         "--accept-changed-source gives custom schedules back under the parity gate"
     )
+
+
+def tensor_partition_reason(args: Namespace) -> str | None:
+    """Why the layers of this job are cut in Megatron's own way alone; None where they need not be."""
+    tree = SourceTree(package_roots())
+    faults = source_faults(lambda seam: tree.function(seam.module, seam.name), (GPT_MODEL_INIT,))
+    return argument_refusal(args) or changed_source_reason(tuple(faults))

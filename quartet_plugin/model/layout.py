@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.schema import ADDED, Bounds, Length, Matches, record
+from quartet_plugin.model.tensor_partition import TensorPartition
 
 Recompute = Literal["none", "selective", "full"]
 # The value of a setting; a text is one word or several with commas between, never free text.
@@ -36,7 +37,8 @@ class Layout:
     `virtual_stages` is the number of chunks a device. `reduce_bucket_size` and `allgather_bucket_size` are
     DeepSpeed's, in elements, where a sharded optimizer reduces and gathers in buckets; None leaves the
     ds_config's own. `settings` are those that the plan changes, by name; a setting that is absent stays as
-    the command has it. Raises ConfigError for a degree below 1.
+    the command has it. `tensor_partition` says how a layer's linears are cut where that is not the
+    framework's own way. Raises ConfigError for a degree below 1.
     """
 
     tensor_parallel: int
@@ -54,6 +56,7 @@ class Layout:
     settings: Annotated[tuple[Setting, ...], Length(least=1, most=64)] | None = field(
         default=None, metadata=ADDED
     )
+    tensor_partition: TensorPartition | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         for name in (
@@ -84,6 +87,16 @@ class Layout:
             raise ConfigError(
                 f"layout.virtual_stages: {self.virtual_stages}; virtual stages need pipeline_parallel > 1"
             )
+        if self.tensor_partition is not None:
+            self._check_partition(self.tensor_partition)
+
+    def _check_partition(self, partition: TensorPartition) -> None:
+        if not self.sequence_parallel:
+            raise ConfigError(f"layout.tensor_partition: {partition.label}; goes with sequence_parallel")
+        try:
+            partition.check_devices(self.tensor_parallel)
+        except ConfigError as error:
+            raise ConfigError(f"layout.tensor_partition: {error}") from None
 
     @property
     def world_size(self) -> int:
@@ -123,6 +136,7 @@ class Layout:
             self.sequence_parallel,
             self.distributed_optimizer,
             self.settings,
+            self.tensor_partition,
         )
 
     def num_microbatches(self, global_batch_size: int) -> int:
@@ -148,7 +162,7 @@ class Layout:
 
     @property
     def label(self) -> str:
-        """A short name for tables: the degrees that are not 1, the micro-batch, bucket sizes and settings."""
+        """A short name: degrees that are not 1, micro-batch, partition, bucket sizes and settings."""
         degrees = (
             ("tp", self.tensor_parallel),
             ("pp", self.pipeline_parallel),
@@ -161,4 +175,5 @@ class Layout:
         buckets = (("reduce", self.reduce_bucket_size), ("gather", self.allgather_bucket_size))
         sizes = [f"{name} {size:.3g}" for name, size in buckets if size is not None]
         settings = [setting.label for setting in self.settings or ()]
-        return " ".join([*used, f"mb{self.micro_batch_size}", *sizes, *settings])
+        cut = [] if self.tensor_partition is None else [f"partition {self.tensor_partition.label}"]
+        return " ".join([*used, f"mb{self.micro_batch_size}", *cut, *sizes, *settings])

@@ -304,7 +304,36 @@ def features_of(args: Namespace) -> list[str]:
     loader = getattr(args, "dataloader_type", None)
     if loader not in (None, "single"):
         features.append("cyclic_data" if loader == "cyclic" else "external_data")
-    return sorted(features)
+    return sorted({*features, *_router_features(args)})
+
+
+def _router_features(args: Namespace) -> list[str]:
+    """What of the routing to experts depends on how samples are grouped, or binds ranks.
+
+    A loss whose coefficient is 0, Megatron's default, takes no part in the objective; `seq_aux_loss` is of
+    one sequence at a time.
+    """
+    if not _is_on(args, "num_experts"):
+        return []
+    kinds = _listed(_optional(args, "moe_router_load_balancing_type"))
+    coefficients = [float(value) for value in _listed(_optional(args, "moe_aux_loss_coeff"))]
+    features = []
+    for place, kind in enumerate(kinds):
+        weighs = any(coefficients) if place >= len(coefficients) else coefficients[place] != 0.0
+        if kind in ("none", "seq_aux_loss") or (kind in ("aux_loss", "global_aux_loss") and not weighs):
+            continue
+        features.append("moe_microbatch_loss" if kind in ("aux_loss", "sinkhorn") else "moe_global_loss")
+    if _optional(args, "moe_expert_capacity_factor") is not None:
+        features.append("moe_capacity")
+    if _optional(args, "moe_token_dispatcher_type") == "flex":
+        features.append("moe_flex_dispatcher")
+    if _optional(args, "expert_tensor_parallel_size") not in (None, args.tensor_model_parallel_size):
+        features.append("expert_tensor_parallel")
+    return features
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _optional(args: Namespace, dest: str) -> Any:

@@ -14,6 +14,8 @@ def plan_axes(plan: Plan) -> dict[str, AxisValue]:
     left out.
     """
     layout = {knob.name: getattr(plan.layout, knob.name) for knob in fields(plan.layout)}
+    if plan.layout.tensor_partition is not None:
+        layout["tensor_partition"] = plan.layout.tensor_partition.label
     custom = plan.schedule.custom
     return {
         **{name: value for name, value in layout.items() if value is not None},

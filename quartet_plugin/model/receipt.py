@@ -307,6 +307,11 @@ def _deviation(value: float, reference: float) -> float:
 
 
 def needs_receipt(plan: Plan) -> bool:
+    """Whether the plugin executes the plan's schedule or tensor partition; the framework's own are exempt."""
+    return needs_runtime(plan) or plan.layout.tensor_partition is not None
+
+
+def needs_runtime(plan: Plan) -> bool:
     """Whether the plugin's runtime executes the plan's schedule; stock schedules are exempt."""
     return plan.schedule.name not in capabilities(plan.made_for.framework).stock_schedules
 

@@ -313,12 +313,13 @@ def _record_decoder(kind: type) -> _Decoder:
             for name, decode_field in decoders.items():
                 if name in data:
                     content[name] = decode_field(data[name])
-            for name in required:
-                if name not in content:
-                    raise _FieldError(MISSING, "missing; the key is required")
+            # A key that is missing is mostly one that is misspelt.
             for name in data:
                 if name not in decoders:
                     raise _FieldError(data[name], unknown_key(name, known=decoders))
+            for name in required:
+                if name not in content:
+                    raise _FieldError(MISSING, "missing; the key is required")
         except _FieldError as error:
             error.path.insert(0, name)
             raise
@@ -329,8 +330,23 @@ def _record_decoder(kind: type) -> _Decoder:
 
 def unknown_key(name: object, *, known: Iterable[str]) -> str:
     """The rule that a key breaks which nothing reads, with the known key that is spelled most like it."""
-    near = difflib.get_close_matches(str(name)[:100], list(known), n=1)
-    return f"unknown key; did you mean {near[0]}?" if near else "unknown key; remove it"
+    return f"unknown key{nearest_word(str(name), known=known) or '; remove it'}"
+
+
+def nearest_word(value: object, *, known: Iterable[str]) -> str:
+    """`; did you mean X?` with the known word that is spelled most like `value`; "" where none is.
+
+    Capitals, dashes and underscores do not count.
+    """
+    if not isinstance(value, str):
+        return ""
+    by_plain = {_spelling(word): word for word in reversed(list(known))}
+    near = difflib.get_close_matches(_spelling(value[:100]), list(by_plain), n=1)
+    return f"; did you mean {by_plain[near[0]]}?" if near else ""
+
+
+def _spelling(word: str) -> str:
+    return word.lower().replace("_", "").replace("-", "")
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Sections of files that people write: read from YAML by a safe loader, checked by pydantic models."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -8,11 +10,12 @@ from pydantic_core import ErrorDetails
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import field_path, read_bytes, shown
-from quartet_plugin.model.schema import unknown_key
+from quartet_plugin.model.schema import nearest_word, unknown_key
 
 # Written by hand, but for a cluster of 4,096 nodes inside; YAML takes 50 microseconds to read a value.
 MAX_CONFIG_BYTES = 1 << 19
 MAX_CONFIG_VALUES = 100_000
+_SECTION = "must be a section, with keys of its own"
 _CLUSTER_FILE = "a large cluster goes into a file of its own, `cluster: {file: cluster.json}`"
 
 
@@ -23,31 +26,68 @@ class Section(BaseModel):
 
 
 def validate[M: BaseModel](model: type[M], data: Any, *, where: str) -> M:
-    """`data` as a `model`; raises one ConfigError line, `where: field: value: rule`, for the first fault."""
+    """`data` as a `model`; raises one ConfigError line, `where: field: value: rule`, for the first fault.
+
+    A key that nothing reads goes before one that is missing: the second is mostly the first, misspelt.
+    """
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        faults = error.errors(include_url=False)
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise ConfigError(f"{where}: {_fault_line(faults[0], model)}{more}") from error
+        faults = sorted(error.errors(include_url=False), key=lambda fault: fault["type"] == "missing")
+        places = [_place(fault, data) for fault in faults]
+        same = [fault for fault, place in zip(faults, places, strict=True) if place == places[0]]
+        others = len(set(places)) - 1
+        more = f" (and {others} more)" if others else ""
+        line = _fault_line(same, places[0], model)
+        if where.endswith(".json"):
+            line = line.replace(_SECTION, "must be a JSON object")
+        raise ConfigError(f"{where}: {line}{more}") from error
 
 
-def _fault_line(fault: ErrorDetails, model: type[BaseModel]) -> str:
-    """`field: value: rule`; a validator of this package (type "rule") has written all three."""
-    prefix = field_path(fault["loc"])
-    rule = fault["msg"]
+def _place(fault: ErrorDetails, data: Any) -> tuple[int | str, ...]:
+    """The keys and indices of the data that lead to a fault, without pydantic's names of alternatives."""
+    place: list[int | str] = []
+    for part in fault["loc"]:
+        is_key = isinstance(data, dict) and part in data
+        if is_key or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
+            data = data[part]
+            place.append(part)
+    if fault["type"] == "missing":
+        place.append(fault["loc"][-1])
+    return tuple(place)
+
+
+def _fault_line(faults: Sequence[ErrorDetails], place: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    """`field: value: rule` of the faults at one place, one for each form that a value there may have.
+
+    A validator of this package (type "rule") has written all three.
+    """
+    fault = faults[0]
     if fault["type"] == "rule":
-        return rule
-    field = prefix or "the file"
+        return fault["msg"]
+    field = field_path(place) or "the file"
     if fault["type"] == "missing":
         return f"{field}: missing; the key is required"
+    start = f"{field}: {shown(fault['input'])}"
     if fault["type"] == "extra_forbidden":
-        known = _keys(model, fault["loc"][:-1])
-        return f"{field}: {shown(fault['input'])}: {unknown_key(fault['loc'][-1], known=known)}"
+        return f"{start}: {unknown_key(place[-1], known=_keys(model, place[:-1]))}"
     if fault["type"] in ("model_type", "dict_type"):
-        return f"{field}: {shown(fault['input'])}: must be a JSON object"
-    rule = rule.removeprefix("Value error, ").removeprefix("Input ")
-    return f"{field}: {shown(fault['input'])}: {rule[:1].lower()}{rule[1:]}"
+        return f"{start}: {_SECTION}"
+    words = [word for entry in faults for word in _words_of(entry)]
+    # The validators of a request make a list of one value: its other form is `auto`.
+    words += ["auto"] if any(entry["loc"][-1:] == (0,) != place[-1:] for entry in faults) else []
+    rules = dict.fromkeys(_rule_of(entry) for entry in faults)
+    return f"{start}: {', or '.join(rules)}{nearest_word(fault['input'], known=words)}"
+
+
+def _words_of(fault: ErrorDetails) -> list[str]:
+    """The words that a value may be, where the fault is that it is another one."""
+    return re.findall("'([^']*)'", fault["ctx"]["expected"]) if fault["type"] == "literal_error" else []
+
+
+def _rule_of(fault: ErrorDetails) -> str:
+    rule = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{rule[:1].lower()}{rule[1:]}"
 
 
 def _keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:

@@ -22,7 +22,8 @@ class TrainingJob:
     settings that a plan can change; None where the report is of a release that did not read them.
     `full_backward` is why the model's layers make every backward in full, so that no schedule can split it;
     None where they do not. `no_custom_schedules` is why the plugin's runtime steps aside, so that the
-    framework's own schedules stay; None where it does not. `layer_impl` is the implementation of the layers
+    framework's own schedules stay; None where it does not. `no_tensor_partition` is why layers are cut in the
+    framework's own way alone; None where they need not be. `layer_impl` is the implementation of the layers
     (`local`, `transformer_engine`).
     `experts` and `latent` attention are the model's, None where it has none or one that no plan describes.
     `changed_functions` are the framework's whose source is not a known one, which keeps custom schedules off.
@@ -44,6 +45,7 @@ class TrainingJob:
     full_backward: Name | None = field(default=None, metadata=ADDED)
     layer_impl: Name | None = field(default=None, metadata=ADDED)
     no_custom_schedules: Name | None = field(default=None, metadata=ADDED)
+    no_tensor_partition: Name | None = field(default=None, metadata=ADDED)
     experts: Experts | None = field(default=None, metadata=ADDED)
     latent: LatentAttention | None = field(default=None, metadata=ADDED)
     changed_functions: Annotated[tuple[Name, ...], Length(most=1_000)] | None = field(

@@ -28,6 +28,7 @@ from quartet_plugin.cost.run import ScheduleKind, TrainingRun
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.tensor_partition import TensorPartition
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import (
     CP,
@@ -35,6 +36,7 @@ from quartet_plugin.planner.layout_table import (
     EP,
     EVEN,
     MODE,
+    PARTITION,
     PP,
     SCHEDULE,
     SHARDED,
@@ -136,7 +138,7 @@ def bounds_of(
     if not len(columns):
         empty = np.zeros(0, dtype=np.int64)
         return LowerBounds(time_s=np.zeros(0), memory_bytes=np.zeros(0), first=empty, last=empty)
-    units = _units(job, shape, columns, constants)
+    units = _units(job, shape, table, constants)
     layer = units[:, :2].sum(axis=1)
     ends = units[:, 2:6].reshape(-1, 2, 2)
     first = np.rint(ends[:, 0].sum(axis=1) / layer).astype(np.int64)
@@ -366,7 +368,7 @@ def _in_flight(schedule: ScheduleKind, virtual: int, pp: int, microbatches: IntA
             return np.minimum(m, pp - devices)
 
 
-def _units(job: PlanRequest, shape: ModelShape, columns: IntArray, constants: Constants) -> FloatArray:
+def _units(job: PlanRequest, shape: ModelShape, layouts: LayoutTable, constants: Constants) -> FloatArray:
     """One row of 16 quantities a layout, of one transformer layer unless said otherwise.
 
     0 to 1: seconds forward and backward. 2 to 5: the seconds that the embedding adds to them, then the head.
@@ -374,8 +376,11 @@ def _units(job: PlanRequest, shape: ModelShape, columns: IntArray, constants: Co
     10 and 11: seconds that selective and full recompute repeat. 12 and 13: dense and expert weights.
     14 and 15: seconds of computation, and those that both ends add.
     """
-    keys, _, inverse = unique_rows(columns[:, [TP, CP, SIZE, EP]])
-    table = np.array([_unit(job, shape, key, constants) for key in keys.tolist()]).reshape(-1, 16)
+    columns = layouts.columns
+    keys, _, inverse = unique_rows(columns[:, [TP, CP, SIZE, EP, PARTITION]])
+    table = np.array(
+        [_unit(job, shape, key, layouts.partitions[cut], constants) for *key, cut in keys.tolist()]
+    ).reshape(-1, 16)
     units: FloatArray = table[inverse]
     mode = columns[:, MODE]
     # Repeated forwards belong to the backward; full recompute keeps a layer's input only.
@@ -385,26 +390,38 @@ def _units(job: PlanRequest, shape: ModelShape, columns: IntArray, constants: Co
     return units
 
 
-def _unit(job: PlanRequest, shape: ModelShape, key: list[int], constants: Constants) -> list[float]:
+def _unit(
+    job: PlanRequest,
+    shape: ModelShape,
+    key: list[int],
+    partition: TensorPartition | None,
+    constants: Constants,
+) -> list[float]:
     """A row of `_units` without recompute.
 
     With dense layers before those of experts it is the minimum of both kinds: which layers a stage holds is
     not known here.
     """
     if job.experts is None:
-        return _unit_of_alike(job, shape, key, constants)
+        return _unit_of_alike(job, shape, key, partition, constants)
     routed = replace(job, experts=replace(job.experts, num_dense_layers=0))
-    expert = _unit_of_alike(routed, shape, key, constants)
+    expert = _unit_of_alike(routed, shape, key, partition, constants)
     if job.experts.num_dense_layers == 0:
         return expert
-    dense = _unit_of_alike(replace(job, experts=None), shape, key, constants)
+    dense = _unit_of_alike(replace(job, experts=None), shape, key, partition, constants)
     return [min(pair) for pair in zip(expert, dense, strict=True)]
 
 
-def _unit_of_alike(job: PlanRequest, shape: ModelShape, key: list[int], constants: Constants) -> list[float]:
+def _unit_of_alike(
+    job: PlanRequest,
+    shape: ModelShape,
+    key: list[int],
+    partition: TensorPartition | None,
+    constants: Constants,
+) -> list[float]:
     """The row where all layers are alike."""
     tp, cp, size, ep = key
-    layout = layout_of(tp, cp, 3, ep, size, 1, 0, 0, ep=ep)
+    layout = layout_of(tp, cp, 3, ep, size, 1, 0, 0, ep=ep, partition=partition)
     run = probe(job, replace(shape, num_layers=3), layout)
     parts = stage_parts(run, constants)
     # A stage's time beside its layers is left out.

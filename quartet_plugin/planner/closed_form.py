@@ -242,7 +242,7 @@ def step_costs(assigned: AssignedRun) -> StepCosts:
         compute_s=assigned.by_rank(
             lambda part: sum(times.total for name, times in part.items() if name not in COLLECTIVES)
         ),
-        tensor=_collective(assigned, "tp_comm", layout.tensor_parallel, 1),
+        tensor=_tensor_traffic(assigned),
         context=_collective(assigned, "cp_comm", layout.context_parallel, layout.tensor_parallel),
         expert=_collective(assigned, "ep_comm", layout.expert_parallel, layout.tensor_parallel),
         gradients=_gradients(assigned),
@@ -268,6 +268,15 @@ def _collective(assigned: AssignedRun, name: str, size: int, stride: int) -> Col
         volume_bytes=seconds(_PROBE_BYTES_PER_S, 0.0) * _PROBE_BYTES_PER_S,
         rounds=seconds(_UNLIMITED_BYTES_PER_S, 1.0) / (size - 1),
     )
+
+
+def _tensor_traffic(assigned: AssignedRun) -> Collective:
+    """The coefficients of tensor parallelism; where products hide transfers, its seconds on its own links."""
+    layout, link = assigned.run.layout, assigned.tensor_link
+    if layout.tensor_partition is None:
+        return _collective(assigned, "tp_comm", layout.tensor_parallel, 1)
+    seconds = assigned.by_rank(lambda part: part["tp_comm"].total, assigned.parts_over(link, 1))
+    return Collective(volume_bytes=seconds * link.bytes_per_s, rounds=np.zeros(layout.pipeline_parallel))
 
 
 def _gradients(assigned: AssignedRun) -> Collective:

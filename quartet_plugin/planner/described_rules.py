@@ -8,6 +8,7 @@ from quartet_plugin.model.plan import STOCK, Split
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.planner.job import PlanRequest, PlanSearch
 from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
+from quartet_plugin.space.knobs.tensor_partition import REFUSED_FEATURES
 from quartet_plugin.space.layouts import stock_choice
 from quartet_plugin.space.rules import LayoutRules
 
@@ -45,7 +46,7 @@ def rules_of(job: PlanRequest) -> LayoutRules:
         nodes=job.nodes,
         search=search.model_copy(update={"schedule": schedule, "forbid": ()}),
         is_planned=True,
-        joined_slots=job.largest_tensor_parallel,
+        scale_up_devices=job.largest_tensor_parallel,
     )
 
 
@@ -75,4 +76,11 @@ def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...])
         layer_impl="transformer_engine",
         experts=job.experts,
         latent=job.latent,
+        no_tensor_partition=next((REFUSED_FEATURES[name] for name in _special_layers(job)), None),
     )
+
+
+def _special_layers(job: PlanRequest) -> list[str]:
+    """The features whose layers have no partition; no axis of a plan is locked by them."""
+    present = {"moe": job.experts is not None, "multi_latent_attention": job.latent is not None}
+    return [name for name, is_there in present.items() if is_there]

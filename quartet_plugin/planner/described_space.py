@@ -4,8 +4,8 @@ Layouts are enumerated by the same knobs as those that are ranked, so the space 
 """
 
 from quartet_plugin.cost.constants import Constants, fitted
-from quartet_plugin.mapping.orders import slots_of
-from quartet_plugin.model.plan import Mapping, Plan
+from quartet_plugin.mapping.orders import first_equal, slots_of
+from quartet_plugin.model.plan import Mapping, Plan, Slot
 from quartet_plugin.planner.candidate_plans import candidate_of
 from quartet_plugin.planner.described_rules import described_search, training_job_of
 from quartet_plugin.planner.job import PlanRequest
@@ -33,7 +33,7 @@ def space_of(
         run=run,
         seed=seed,
         is_planned=True,
-        joined_slots=job.largest_tensor_parallel,
+        scale_up_devices=job.largest_tensor_parallel,
     )
 
 
@@ -54,6 +54,17 @@ def plan_in_space(space: Space, ranked: Ranked) -> tuple[Params, Plan] | None:
     """The parameters of a ranked plan, and the plan; None where the space does not hold it."""
     slots = slots_of(space.nodes)
     order = slots if ranked.slots is None else tuple(slots[slot] for slot in ranked.slots)
+    made = _with_order(space, ranked, order)
+    # Of orders that only exchange replicas a space of few processes has the first. Experts that are shared by
+    # some of the replicas tell these apart.
+    layout = ranked.layout
+    copies = layout.data_parallel * layout.context_parallel
+    if made is None and layout.expert_parallel in (1, copies):
+        made = _with_order(space, ranked, first_equal(order, layout=layout))
+    return made
+
+
+def _with_order(space: Space, ranked: Ranked, order: tuple[Slot, ...]) -> tuple[Params, Plan] | None:
     index = list(KINDS).index(ranked.schedule)
     return candidate_of(
         space,

@@ -3,7 +3,7 @@
 The cluster is equal devices by name (`ClusterSection`), or a cluster file (docs/formats.md), named or inline.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -417,7 +417,7 @@ def _shape(model: ModelSection, *, largest: int) -> ModelShape:
 
 def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
     if any(name != "stock" for name in search.mapping or ()):
-        raise ConfigError(f"search.mapping: {search.mapping}; must be auto (solved) or stock")
+        raise ConfigError(f"search.mapping: {_listed(search.mapping or ())}; must be auto (solved) or stock")
     if search.change_class != "B":
         raise ConfigError(
             f"search.change_class: {search.change_class}; a plan without a run knows no command to stay near "
@@ -438,7 +438,8 @@ def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
             f"{SCHEDULES[-1]}; files of schedules need `quartet tune`"
         )
     if model.num_experts is None and search.expert_parallel not in (None, (1,)):
-        raise ConfigError(f"search.expert_parallel: {search.expert_parallel}; needs model.num_experts")
+        asked = _listed(search.expert_parallel)
+        raise ConfigError(f"search.expert_parallel: {asked}; needs model.num_experts; nearest: 1")
     if search.scaling is not None and (model.num_experts, model.latent_attention) != (None, None):
         raise ConfigError("search.scaling: known for dense models with plain attention only; remove it")
     for text in search.split or ():
@@ -447,3 +448,8 @@ def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
                 f"search.split: {text!r}; must sum to num_layers ({model.num_layers}), counting transformer "
                 "layers alone"
             )
+
+
+def _listed(values: Iterable[object]) -> str:
+    """The values of a request as one writes them."""
+    return ", ".join(map(str, values))

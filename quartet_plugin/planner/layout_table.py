@@ -1,8 +1,9 @@
 """Every legal layout of a job as rows of an integer table, and which combinations of degrees are refused."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -11,41 +12,52 @@ from quartet_plugin.cost.memory import distinct_numbers
 from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import STOCK
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.tensor_partition import TensorPartition, partition_from_label
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.table_rows import RECOMPUTE, layout_of, unique_rows
 from quartet_plugin.planner.table_schedules import KINDS, schedules_of_rows
 from quartet_plugin.space.forbidden import forbidden_rows
 from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER as OPTIMIZER
-from quartet_plugin.space.knobs.divisors import divisors
+from quartet_plugin.space.knobs.divisors import divisors, nearest_words
+from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
+from quartet_plugin.space.knobs.pipeline_parallel import most_stages
 from quartet_plugin.space.knobs.recompute import RECOMPUTE as RECOMPUTE_KNOB
+from quartet_plugin.space.knobs.tensor_parallel import FP8_MULTIPLE, fits_fp8, sizes_to_divide
+from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
 from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
-from quartet_plugin.space.layouts import choices_by_degrees, fault_of_degrees, is_requested, requested_groups
+from quartet_plugin.space.layouts import choices_by_degrees, is_requested, requested_groups
 from quartet_plugin.space.rules import LayoutRules
 
 # The columns of the table.
-TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED, SCHEDULE = range(11)
+TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED, SCHEDULE, PARTITION = range(12)
 # Values of the column `SPLIT`; larger numbers are the job's written splits in order.
 BALANCED, EVEN, WRITTEN = 0, 1, 2
-GB = 1e9
+GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutTable:
-    """One row a layout and schedule; the columns are `TP` to `SCHEDULE`, a number of `KINDS`."""
+    """One row a layout and schedule; the columns are `TP` to `PARTITION`.
+
+    `SCHEDULE` is a number of `KINDS`, `PARTITION` one of `partitions`.
+    """
 
     columns: IntArray
     rules: LayoutRules
+    partitions: tuple[TensorPartition | None, ...] = (None,)
 
     def __len__(self) -> int:
         return len(self.columns)
 
     def layout(self, row: int) -> Layout:
         """The layout of one row."""
-        tp, cp, pp, dp, size, virtual, ep, _, mode, sharded, _ = (int(x) for x in self.columns[row])
-        return layout_of(tp, cp, pp, dp, size, virtual, mode, sharded, ep=ep)
+        tp, cp, pp, dp, size, virtual, ep, _, mode, sharded, _, cut = (int(x) for x in self.columns[row])
+        partition = self.partitions[cut]
+        return layout_of(tp, cp, pp, dp, size, virtual, mode, sharded, ep=ep, partition=partition)
 
     def schedule(self, row: int) -> ScheduleKind:
         """The schedule of one row."""
@@ -69,7 +81,8 @@ def layout_table_of(job: PlanRequest, shape: ModelShape) -> LayoutTable:
     kept, kinds = schedules_of_rows(rules, shape, columns, num_microbatches=num_microbatches(job, columns))
     columns = np.column_stack([columns[kept], kinds])
     forbidden = forbidden_rows(job.search.forbid, _axes(columns), num_rows=len(columns))
-    return LayoutTable(columns=columns[~forbidden], rules=rules)
+    columns, partitions = _with_partitions(rules, shape, columns[~forbidden])
+    return LayoutTable(columns=columns, rules=rules, partitions=partitions)
 
 
 # The knobs whose choices are columns of a row beside its degrees.
@@ -95,6 +108,22 @@ def _rows(job: PlanRequest, layout: Layout, choices: list[tuple[Any, ...]]) -> I
     return np.hstack([fixed, size, chunk[:, :1], experts, chunk[:, 1:], mode, sharded])
 
 
+def _with_partitions(
+    rules: LayoutRules, shape: ModelShape, columns: IntArray
+) -> tuple[IntArray, tuple[TensorPartition | None, ...]]:
+    """The rows once for each partition of a layer that they may have, and the partitions by number."""
+    keys, _, inverse = unique_rows(columns[:, [TP, CP, EP, SIZE]])
+    layouts = (layout_of(tp, cp, 1, ep, size, 1, 0, 0, ep=ep) for tp, cp, ep, size in keys.tolist())
+    contexts = (KnobContext(layout=layout, shape=shape, rules=rules) for layout in layouts)
+    choices = [TENSOR_PARTITION.choices(context) for context in contexts]
+    labels = list(dict.fromkeys([STOCK, *(str(label) for labels in choices for label in labels)]))
+    legal = [[labels.index(str(label)) for label in choice] for choice in choices]
+    counts = np.array([len(cuts) for cuts in legal], dtype=np.int64)
+    each = np.array([cut for key in inverse.tolist() for cut in legal[key]], dtype=np.int64)
+    partitions = tuple(partition_from_label(label) for label in labels)
+    return np.column_stack([np.repeat(columns, counts[inverse], axis=0), each]), partitions
+
+
 def _axes(columns: IntArray) -> dict[str, IntArray]:
     """The columns that rules of `search.forbid` are about; schedules as indices of `TABLE_SCHEDULES`."""
     return {
@@ -118,6 +147,96 @@ def written_splits(job: PlanRequest) -> tuple[tuple[int, ...], ...]:
     return tuple(
         tuple(int(count) for count in text.split("+")) for text in job.search.split or () if text[0].isdigit()
     )
+
+
+def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: int) -> str | None:
+    """The constraint that refuses these degrees whatever else is chosen; None where they are legal.
+
+    It is written `rule: the fault; nearest: the legal values`, for the rules of the knobs.
+    """
+    dp = job.machines.num_devices // (tp * cp * pp)
+    legal = LegalDegrees(job, shape)
+    joined = job.largest_tensor_parallel
+    if joined % tp:
+        fault = f"TP {tp} does not divide the {joined} devices that fast links join on a node"
+        return f"scale-up domain: {fault}{nearest_words(tp, legal.tensor_parallel)}"
+    undivided = fault_of_tensor_parallel(job, shape, tp, legal=legal.tensor_parallel)
+    if undivided is not None:
+        return undivided
+    if job.precision == "fp8" and not fits_fp8(tp, shape, job.experts):
+        return f"fp8 multiple: TP {tp} leaves FP8 products of sizes that are no multiples of {FP8_MULTIPLE}"
+    # Megatron balances causal attention in two chunks a rank; sequence parallelism splits further.
+    chunks = (2 * cp if cp > 1 else 1) * tp
+    if shape.seq_length % tp:
+        fault = f"TP {tp} does not divide sequences of {shape.seq_length}"
+        return f"sequence: {fault}{nearest_words(tp, legal.tensor_parallel)}"
+    if shape.seq_length % chunks:
+        fault = (
+            f"CP {cp} with TP {tp} does not cut sequences of {shape.seq_length} into {chunks} equal chunks"
+        )
+        return f"sequence: {fault}"
+    if pp > most_stages(shape):
+        fault = f"PP {pp} has more stages than {shape.num_layers} layers, embedding and head"
+        return f"layers: {fault}{nearest_words(pp, legal.pipeline_parallel)}"
+    if job.global_batch_size % dp:
+        fault = f"DP {dp} does not divide a batch of {job.global_batch_size}"
+        return f"batch: {fault}{nearest_words(dp, legal.data_parallel)}"
+    return None
+
+
+def fault_of_tensor_parallel(
+    job: PlanRequest, shape: ModelShape, tp: int, *, legal: Sequence[int]
+) -> str | None:
+    """The first size of the model that `tp` does not divide, with the nearest of the `legal` values.
+
+    Several ranks may hold one query group, as Megatron lets them.
+    """
+    heads, *others = sizes_to_divide(shape, job.experts).items()
+    for name, size in (heads, ("query groups", shape.num_query_groups), *others):
+        if size % tp and not (name == "query groups" and tp % size == 0):
+            rule = name.removeprefix("of ").removeprefix("the ")
+            return f"{rule}: TP {tp} does not divide {size} {name}{nearest_words(tp, legal)}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class LegalDegrees:
+    """The sizes of each kind of parallelism that some layout of `shape` may have, each kind by itself."""
+
+    job: PlanRequest
+    shape: ModelShape
+
+    @property
+    def tensor_parallel(self) -> list[int]:
+        """Divisors of the devices and the sequence that cut the model."""
+        job, shape = self.job, self.shape
+        sizes = divisors(gcd(job.machines.num_devices, job.largest_tensor_parallel, shape.seq_length))
+        return [tp for tp in sizes if fault_of_tensor_parallel(job, shape, tp, legal=()) is None]
+
+    @property
+    def context_parallel(self) -> list[int]:
+        """Divisors of the devices that cut the sequence in two chunks a rank."""
+        seq_length = self.shape.seq_length
+        return [cp for cp in divisors(self.job.machines.num_devices) if cp == 1 or seq_length % (2 * cp) == 0]
+
+    @property
+    def pipeline_parallel(self) -> list[int]:
+        """Divisors of the devices, as far as there are stages to fill."""
+        return [pp for pp in divisors(self.job.machines.num_devices) if pp <= most_stages(self.shape)]
+
+    @property
+    def data_parallel(self) -> list[int]:
+        """Divisors of the devices and the batch."""
+        return divisors(gcd(self.job.machines.num_devices, self.job.global_batch_size))
+
+    def nearest_of_search(self) -> str:
+        """The nearest legal values of the first request that has no legal one, in words; "" without one."""
+        for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel"):
+            requested: tuple[int, ...] | None = getattr(self.job.search, name)
+            legal: list[int] = getattr(self, name)
+            if requested and not set(requested) & set(legal):
+                return nearest_words(requested[0], legal)
+        return ""
 
 
 def degrees(job: PlanRequest) -> Iterator[tuple[int, int, int]]:
@@ -194,11 +313,11 @@ class TooLarge:
         """The layouts' refusal for lack of memory."""
         context = f" CP {self.context_parallel}" if self.context_parallel > 1 else ""
         label = f"TP {self.tensor_parallel}{context} PP {self.pipeline_parallel}"
-        least, available = distinct_numbers(self.least_bytes / GB, available_bytes / GB, digits=0)
+        least, available = distinct_numbers(self.least_bytes / GIB, available_bytes / GIB, digits=0)
         if self.least_bytes > available_bytes:
-            need = f"at least {least} GB of the {available} GB that are usable"
+            need = f"at least {least} GiB of the {available} GiB that are usable"
         else:
-            need = f"more than the {available_bytes / GB:.0f} GB that are usable"
+            need = f"more than the {available_bytes / GIB:.0f} GiB that are usable"
         return Refusal(reason=f"memory: {label} needs {need}", count=self.count)
 
 
@@ -215,10 +334,6 @@ def refused_requests(job: PlanRequest, shape: ModelShape) -> list[Refusal]:
 def _refused(
     job: PlanRequest, shape: ModelShape, combinations: Iterable[tuple[int, int, int]]
 ) -> list[Refusal]:
-    rules, world = rules_of(job), job.machines.num_devices
-    faults = (
-        fault_of_degrees(shape, rules=rules, values=(tp, cp, pp, world // (tp * cp * pp)))
-        for tp, cp, pp in combinations
-    )
+    faults = (fault_of_degrees(job, shape, tp, cp, pp) for tp, cp, pp in combinations)
     counted = Counter(fault for fault in faults if fault is not None)
     return [Refusal(reason=reason, count=count) for reason, count in counted.most_common()]

@@ -39,6 +39,9 @@ class PlanScorer:
         self.predictor = predictor
         self._objective = objective
         self._candidates = PlanCandidates(space, knows=predictor.knows)
+        # Of the predictor's state when they were made.
+        self._means: tuple[int, dict[int, float]] | None = None
+        self._final: tuple[int, list[ScoredPlan]] | None = None
 
     def scored_plans(self, pending: Sequence[Plan] = ()) -> list[ScoredPlan]:
         """Every candidate, the most promising first. Something must have been measured."""
@@ -58,6 +61,13 @@ class PlanScorer:
             for candidate, prediction, new in zip(candidates, predictions, novelty.tolist(), strict=True)
         ]
         return sorted(scored, key=lambda plan: -plan.expected_improvement)
+
+    def final_plans(self) -> list[ScoredPlan]:
+        """The scored plans of a search that has ended: its space does not change any more."""
+        num_learned = self.predictor.num_learned
+        if self._final is None or self._final[0] != num_learned:
+            self._final = (num_learned, self.scored_plans())
+        return self._final[1]
 
     @property
     def limits(self) -> tuple[str, ...]:
@@ -79,12 +89,16 @@ class PlanScorer:
 
     def _log_posterior_means(self) -> dict[int, float]:
         """The logarithm of every measured plan's objective by its trial."""
-        plans = self.predictor.measured
-        predictions = self.predictor.predict(list(plans.values()))
-        return {
-            number: self._log_value(plan, prediction.iteration_s)
-            for (number, plan), prediction in zip(plans.items(), predictions, strict=True)
-        }
+        num_learned = self.predictor.num_learned
+        if self._means is None or self._means[0] != num_learned:
+            plans = self.predictor.measured
+            predictions = self.predictor.predict(list(plans.values()))
+            means = {
+                number: self._log_value(plan, prediction.iteration_s)
+                for (number, plan), prediction in zip(plans.items(), predictions, strict=True)
+            }
+            self._means = (num_learned, means)
+        return self._means[1]
 
     def _expected_improvement(self, plan: Plan, prediction: PlanPrediction, *, best: float) -> float:
         """The mean over the posterior's samples, times the chance that the plan fits."""

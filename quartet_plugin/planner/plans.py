@@ -52,6 +52,7 @@ def plain_layout(
         "micro_batch_size": (1,),
         "context_parallel": (1,),
         "schedule": ("stock",),
+        "tensor_partition": ("stock",),
     }
     plain = replace(job, search=job.search.model_copy(update=axes))
     used = constants or fitted()

@@ -14,7 +14,7 @@ import numpy as np
 
 from quartet_plugin.cost.cluster import ideal
 from quartet_plugin.cost.constants import Constants, fitted
-from quartet_plugin.cost.memory import Memory, available_bytes, peak_memory
+from quartet_plugin.cost.memory import Memory, available_bytes, distinct_numbers, peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.errors import InfeasibleError
@@ -33,20 +33,19 @@ from quartet_plugin.planner.assignment_search import (
     assign,
 )
 from quartet_plugin.planner.bounds import LowerBounds, bounds_of
-from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import (
     BALANCED,
+    GIB,
     SPLIT,
     LayoutTable,
     Refusal,
     TooLarge,
     layout_table_of,
     refused_degrees,
-    refused_requests,
 )
+from quartet_plugin.planner.no_layout import no_layout_words
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
-from quartet_plugin.space.layouts import nearest_request, undivided_request
 
 # Layouts of a cluster whose mappings are solved with more effort than for ranking.
 REFINED = 4
@@ -120,7 +119,7 @@ def rank(
     fields = [_field(job, shape, used) for shape in shapes_of(job)]
     total = sum(len(field.table) for field in fields)
     if not total:
-        raise InfeasibleError(_no_layout(job))
+        raise InfeasibleError(no_layout_words(job))
     solver = None if job.cluster is None else AssignmentSolver(job, used, job.topology(used))
     best: list[tuple[float, int, int, Ranked]] = []
     limit = _available(job)
@@ -365,24 +364,10 @@ def _nearest(job: PlanRequest, fields: list[_Field]) -> str:
             "inside a scale-up domain and RANK 0 on the first node; allow smaller degrees"
         )
     largest = max(memory.terms, key=lambda name: memory.terms[name]).removesuffix("_bytes")
+    needed, available = distinct_numbers(total / GIB, memory.available / GIB, digits=1)
     return (
         f"memory: none of {len(order)} layouts fits; the nearest, {layout.label} recompute {layout.recompute}"
-        f"{' distributed optimizer' if layout.distributed_optimizer else ''}, needs {total:.0f} bytes on "
-        f"pipeline rank {memory.device} (most: {largest}), {total - memory.available:.0f} more than the "
-        f"{memory.available:.0f} available; use more or larger devices, or allow more of search"
-    )
-
-
-def _no_layout(job: PlanRequest) -> str:
-    shape = job.shape
-    undivided = undivided_request(job.search, num_devices=job.machines.num_devices)
-    if undivided is not None:
-        nearest = nearest_request(shape, rules=rules_of(job))
-        return f"layouts: none is legal: {undivided}{nearest}; choose another, or auto"
-    refused = refused_requests(job, shape)
-    most = f"; most often: {refused[0].reason}" if refused else ""
-    return (
-        f"layouts: none is legal for {job.machines.num_devices} devices, {shape.num_attention_heads} heads, "
-        f"{shape.num_query_groups} groups, {shape.num_layers} layers, sequences of {shape.seq_length} and "
-        f"a batch of {job.global_batch_size}{most}; allow more of search, or change the batch or the devices"
+        f"{' distributed optimizer' if layout.distributed_optimizer else ''}, needs {needed} GiB of the "
+        f"{available} GiB that are usable on pipeline rank {memory.device} (most: {largest}); use more or "
+        "larger devices, or allow more of search"
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.constants import Constants
@@ -12,6 +13,8 @@ from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Split
 from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.planner.layout_table import fault_of_tensor_parallel
+from quartet_plugin.space.knobs.divisors import divisors, nearest_words
 from quartet_plugin.split.layers import EndLoads, even_split, split_for_end_loads
 
 Counts = tuple[int, ...]
@@ -45,6 +48,21 @@ def check_stages(num_layers: int, *, pipeline: int, chunks: int) -> None:
         f"--pp {pipeline} --vpp {chunks}: {pipeline * chunks} stages are more than the {num_layers} layers; "
         f"the nearest that fits is {nearest}"
     )
+
+
+def check_degrees(request: PlanRequest, *, tensor: int, expert: int) -> None:
+    """Raise InfeasibleError, with the nearest sizes that fit, for sizes that the model cannot be cut by."""
+    fault_of = partial(fault_of_tensor_parallel, request, request.shape)
+    legal = [tp for tp in divisors(request.shape.num_attention_heads) if fault_of(tp, legal=()) is None]
+    fault = fault_of(tensor, legal=legal)
+    if fault is not None:
+        raise InfeasibleError(f"--tp {tensor}: {fault}")
+    num_experts = 1 if request.experts is None else request.experts.num_experts
+    if num_experts % expert:
+        fault = "the model has no experts"
+        if request.experts is not None:
+            fault = f"EP {expert} does not divide {num_experts} experts"
+        raise InfeasibleError(f"--ep {expert}: {fault}{nearest_words(expert, divisors(num_experts))}")
 
 
 def best_and_even(

@@ -6,12 +6,23 @@ import numpy as np
 
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout, Recompute
+from quartet_plugin.model.tensor_partition import TensorPartition
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def layout_of(
-    tp: int, cp: int, pp: int, dp: int, size: int, virtual: int, recompute: int, sharded: int, *, ep: int = 1
+    tp: int,
+    cp: int,
+    pp: int,
+    dp: int,
+    size: int,
+    virtual: int,
+    recompute: int,
+    sharded: int,
+    *,
+    ep: int = 1,
+    partition: TensorPartition | None = None,
 ) -> Layout:
     """A layout from the columns of `LayoutTable`; sequence parallelism goes with tensor parallelism."""
     return Layout(
@@ -25,6 +36,7 @@ def layout_of(
         sequence_parallel=tp > 1,
         distributed_optimizer=bool(sharded),
         recompute=RECOMPUTE[recompute],
+        tensor_partition=partition,
     )
 
 

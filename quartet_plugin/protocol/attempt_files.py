@@ -54,8 +54,9 @@ class TrialSpec:
     A GPU computes for `device_warmup_s` before the first step. `warmup` iterations are not measured, and
     `measure` are. With `max_warmup` the measured ones begin where iterations are steady, after `warmup` to
     `max_warmup` of them; with `early_end` they are `measure` at most. `modules` are the classes whose forward
-    ran in the user's own command. Raises ConfigError for paths that are not absolute, for compared iterations
-    outside of the warm-up, and for a `max_warmup` below `warmup`.
+    ran in the user's own command. The ranks train with the command's global batch over `batch_divisor`, where
+    the trial has so many times fewer replicas. Raises ConfigError for paths that are not absolute, for
+    compared iterations outside of the warm-up, and for a `max_warmup` below `warmup`.
     """
 
     attempt_id: AttemptId
@@ -71,6 +72,7 @@ class TrialSpec:
     max_warmup: Annotated[int, Bounds(ge=0, le=MAX_ITERATIONS)] | None = field(default=None, metadata=ADDED)
     early_end: EarlyEnd | None = field(default=None, metadata=ADDED)
     modules: Annotated[tuple[Name, ...], Length(most=10_000)] | None = field(default=None, metadata=ADDED)
+    batch_divisor: Annotated[int, Bounds(ge=2, le=MAX_RANKS)] | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if self.num_compared is not None and self.num_compared > self.warmup:

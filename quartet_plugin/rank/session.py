@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from quartet_plugin.errors import QuartetError
+from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.environment import ERRORS_FOLDER
@@ -50,6 +50,14 @@ class Session:
 
         self.files = RankFileWriter(read_trial_spec(self.options.trial), self.rank_env)
         self.files.start()
+
+    def refuse_smaller_batch(self, framework: str) -> None:
+        """Raise ConfigError for a trial that is to have fewer replicas than the command's training."""
+        if self.files is not None and self.files.spec.batch_divisor is not None:
+            raise ConfigError(
+                f"nodes: trials with fewer nodes than the training are there for Megatron-LM, not for "
+                f"{framework}; leave it out, or set trial.nodes to it"
+            )
 
     def run(
         self, work: Callable[[], None], *, on_end: Callable[[], None], on_refusal: Callable[[int], NoReturn]

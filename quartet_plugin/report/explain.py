@@ -28,7 +28,7 @@ _MEANING = {
     "cp_comm": "context-parallel exchange",
     "ep_comm": "experts' exchange",
     "pp_comm": "waiting for own sends",
-    "pp_bubble": "waiting for other stages",
+    "pp_bubble": "the busiest rank's waiting for other stages",
     "fsdp_comm": "sharded parameters",
     "dp_comm": "gradients and updated parameters",
     "ends_comm": "gradients of tied embeddings",

@@ -39,8 +39,8 @@ class Throughput:
         """The rates of one device in words."""
         mfu = "" if self.mfu is None else f", MFU {100 * self.mfu:.1f} %"
         return (
-            f"{self.tokens_per_s_per_device:,.0f} tokens/s and {rate(self.model_flops_per_s_per_device)} "
-            f"a device{mfu}"
+            f"{self.tokens_per_s_per_device:,.0f} tokens/s a device, "
+            f"{rate(self.model_flops_per_s_per_device)} a device{mfu}"
         )
 
 

@@ -63,7 +63,7 @@ class Channels:
         backend = backend or dist.get_backend()
         kinds = [(name, backend) for name in names] + [("host", "gloo")] * has_host_group
         pipeline_groups: list[Any] = []
-        for pipeline in _pipelines(ranks, device):
+        for pipeline in rank_groups(ranks, device):
             groups = [new_group(pipeline, name=name, backend=kind, timeout=timeout) for name, kind in kinds]
             pipeline_groups = groups if pipeline == tuple(ranks) else pipeline_groups
         channels = cls(
@@ -138,12 +138,15 @@ def _options(backend: str, timeout: timedelta | None) -> Any:
     return options
 
 
-def _pipelines(ranks: Sequence[int], device: torch.device) -> list[tuple[int, ...]]:
-    """The ranks of every pipeline of the job, in ascending order."""
-    pipeline_ranks = torch.tensor(list(ranks), dtype=torch.int64, device=device)
-    gathered = [torch.empty_like(pipeline_ranks) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, pipeline_ranks)
-    return sorted({tuple(pipeline.tolist()) for pipeline in gathered})
+def rank_groups(ranks: Sequence[int], device: torch.device) -> list[tuple[int, ...]]:
+    """The ranks of every group of one kind, such as pipelines, in ascending order; all processes call this.
+
+    `ranks` are those of this process's group; all groups have equally many.
+    """
+    group_ranks = torch.tensor(list(ranks), dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(group_ranks) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, group_ranks)
+    return sorted({tuple(group.tolist()) for group in gathered})
 
 
 def _release(group: Any) -> None:

@@ -1,6 +1,10 @@
 """How kernels are compiled: with numba, kept on disk as machine code, without the GIL, and timed."""
 
+import contextlib
+import fcntl
 import hashlib
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,6 +14,10 @@ from typing import Any, cast
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.event import TimingListener, install_listener
+
+# What a process waits for another's compilation of the kernel that it needs, before it compiles it too.
+OTHERS_LIMIT_S = 60.0
+_POLL_S = 0.05
 
 
 @cache
@@ -46,6 +54,54 @@ class _KernelCache(FunctionCache):  # type: ignore[misc] # numba has no types
             filename_base=self._impl.filename_base,
             source_stamp=[self._impl.locator.get_source_stamp(), *map(_kernels_digest, sorted(folders))],
         )
+        self._lock: int | None = None
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The machine code on disk, or None: then this process compiles, and others wait for its code."""
+        code = super().load_overload(sig, target_context)
+        if code is not None:
+            return code
+        self._release()
+        if self._await_others():
+            code = super().load_overload(sig, target_context)
+        if code is not None:
+            self._release()
+        return code
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Write what was compiled, and let those read it that wait."""
+        try:
+            super().save_overload(sig, data)
+        finally:
+            self._release()
+
+    def _await_others(self) -> bool:
+        """Take the kernel's lock; whether another process had it, which may have written the code since."""
+        try:
+            self._impl.locator.ensure_cache_path()
+            path = Path(self._cache_path, f"{self._impl.filename_base}.lock")
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return False
+        end = time.monotonic() + OTHERS_LIMIT_S
+        had_to_wait = False
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                had_to_wait = True
+                time.sleep(_POLL_S)
+            except OSError:
+                return had_to_wait  # no locks on this file system
+            else:
+                break
+        return had_to_wait
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._lock)
+            self._lock = None
 
 
 def compiled[Function: Callable[..., Any]](function: Function) -> Function:

@@ -11,6 +11,7 @@ import numpy as np
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import IntArray
+from quartet_plugin.model.schema import nearest_word
 from quartet_plugin.schedule.action import MAX_STAGES
 
 Placement = tuple[int, ...]
@@ -77,6 +78,7 @@ def _kind(kind: str) -> PlacementKind:
     if kind not in names:
         raise ConfigError(
             f"placement: {kind[:40]!r}; expected one of {', '.join(names)}, or a list like 0,1,1,0"
+            f"{nearest_word(kind, known=names)}"
         )
     return PlacementKind(kind)
 

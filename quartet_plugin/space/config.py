@@ -6,7 +6,7 @@ command's own value, is a form of the knobs that have it by default, and of sche
 
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,8 +19,12 @@ from pydantic import (
     model_validator,
 )
 
+from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import STOCK
+from quartet_plugin.model.schema import nearest_word
 from quartet_plugin.model.sections import Section
+from quartet_plugin.model.tensor_partition import RULE as PARTITION_RULE
+from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.schedule.named import NAMED, Offer
 from quartet_plugin.space.knobs.knob import Kind, Knob
 from quartet_plugin.space.knobs.registry import KNOBS
@@ -71,11 +75,11 @@ def distinct[T](values: tuple[T, ...] | None) -> tuple[T, ...] | None:
     return values
 
 
-def _matching(pattern: re.Pattern[str], rule: str) -> AfterValidator:
+def _matching(pattern: re.Pattern[str], rule: str, *, words: Sequence[str] = ()) -> AfterValidator:
     def check(values: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for value in values or ():
             if value == "auto" or not pattern.fullmatch(value):
-                raise ValueError(rule)
+                raise ValueError(f"{rule}{nearest_word(value, known=words)}")
         return values
 
     return AfterValidator(check)
@@ -98,13 +102,14 @@ def _form_of(knob: Knob, *, takes_stock: bool, is_rule: bool) -> Any:
         "size": _Size,
         "switch": bool,
         "word": Annotated[Literal[*(knob.words or ("",))], BeforeValidator(_no_switch)],
+        "partition": Annotated[str, BeforeValidator(_partition_label)],
     }
     names = f"one of {', '.join(SCHEDULE_NAMES)}"
     patterns: dict[Kind, AfterValidator] = {
-        "schedule": _matching(_SCHEDULE, names)
+        "schedule": _matching(_SCHEDULE, names, words=SCHEDULE_NAMES)
         if is_rule
-        else _matching(_SCHEDULE_OR_FILE, f"{names}, or a SCHEDULE.json"),
-        "split": _matching(_SPLIT, "auto, stock, even, or counts like 6+2"),
+        else _matching(_SCHEDULE_OR_FILE, f"{names}, or a SCHEDULE.json", words=SCHEDULE_NAMES),
+        "split": _matching(_SPLIT, "auto, stock, even, or counts like 6+2", words=("auto", "stock", "even")),
         "order": _matching(_ORDER, "auto, stock, the name of an order, or slots like 1,0"),
         "shape": _matching(_SHAPE, "layers x hidden size, like 24x2048"),
     }
@@ -140,6 +145,31 @@ class ScalingConfig(Section):
     shapes: Shapes = Field(
         default=None, description="layers x hidden size, like 24x2048; auto: by the budget"
     )
+
+
+def _partition_label(value: Any) -> str:
+    """A tensor partition's label: a text, `{outer: N, inner: grid}`, or these for attention and mlp.
+
+    Raises ValueError for something else.
+    """
+    try:
+        if isinstance(value, dict) and set(value) == {"attention", "mlp"}:
+            blocks = (f"{name} {_block_label(value[name])}" for name in ("attention", "mlp"))
+            text = ", ".join(blocks)
+        else:
+            text = _block_label(value)
+        known = partition_from_label(text)
+    except ConfigError as error:
+        raise ValueError(str(error).removeprefix("tensor_partition ")) from None
+    return STOCK if known is None else known.label
+
+
+def _block_label(value: Any) -> str:
+    if isinstance(value, dict) and set(value) == {"outer", "inner"} and value["inner"] == "grid":
+        return f"grid outer {value['outer']}"
+    if not isinstance(value, str):
+        raise ValueError(PARTITION_RULE)
+    return value
 
 
 def _no_switch(value: Any) -> Any:

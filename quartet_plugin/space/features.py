@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from quartet_plugin.space.axes import Axis
 from quartet_plugin.space.needed_flags import axes_without
 
-__all__ = ["Axis", "batching_features", "locked_axes"]
+__all__ = ["Axis", "batching_features", "locked_axes", "objective_axes"]
 
 _ALL = frozenset(Axis)
 _DATA = frozenset({Axis.DEGREES, Axis.MICRO_BATCH})
@@ -14,13 +14,33 @@ _SCALING = frozenset({Axis.SCALING})
 _MAPPING = frozenset({Axis.MAPPING})
 _NONE: frozenset[Axis] = frozenset()
 
-# Features with which micro-batch and DP can change the objective (class C), since a loss is a mean over
+# Features with which micro-batch, or DP, can change the objective (class C), since a loss is a mean over
 # microbatches, which then hold other tokens or samples. The axes they lock are tuned with change class C.
-_BATCHING = frozenset({"moe", "packing", "masked_tokens", "cyclic_data", "external_data"})
+_BATCHING = frozenset(
+    {
+        "moe_microbatch_loss",
+        "moe_global_loss",
+        "moe_capacity",
+        "packing",
+        "masked_tokens",
+        "cyclic_data",
+        "external_data",
+    }
+)
 
 _LOCKS: dict[str, frozenset[Axis]] = {
-    # Auxiliary losses and capacity are per microbatch and group (class C); experts bind ranks to nodes.
-    "moe": _DATA | _SCALING | _MAPPING,
+    # Experts have a width of their own, which no shape scales.
+    "moe": _SCALING,
+    # The router (megatron/core/transformer/moe/router.py): a loss of the tokens of one microbatch, over the
+    # TP and CP ranks that share it; one of the microbatches so far, over the DP ranks too; a limit on the
+    # tokens that an expert takes, by rank.
+    "moe_microbatch_loss": frozenset({Axis.MICRO_BATCH}),
+    "moe_global_loss": _DATA,
+    "moe_capacity": _DATA,
+    # Its kernels want the ranks that share experts inside one fast domain.
+    "moe_flex_dispatcher": _MAPPING,
+    # A plan has one tensor-parallel size, the experts' too.
+    "expert_tensor_parallel": frozenset({Axis.DEGREES}),
     "overlap_moe": _DATA | _STAGES | _SCALING | _MAPPING,
     # Layers that are not all alike, or not a list of layers at all.
     "mtp": _STAGES | _SCALING,
@@ -73,6 +93,11 @@ _LOCKS: dict[str, frozenset[Axis]] = {
 def batching_features(features: Iterable[str]) -> tuple[str, ...]:
     """The features by which another micro-batch or DP can change the objective."""
     return tuple(sorted(_BATCHING & set(features)))
+
+
+def objective_axes(features: Iterable[str]) -> frozenset[Axis]:
+    """The axes, of micro-batch and degrees, on which another value can change the objective."""
+    return frozenset(axis for feature in batching_features(features) for axis in _LOCKS[feature])
 
 
 def locked_axes(features: Iterable[str], *, change_class: str) -> dict[Axis, str]:

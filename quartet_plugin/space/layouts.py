@@ -1,9 +1,7 @@
 """The parallel layouts a job can have: every choice of the layout's knobs that is legal for the framework."""
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 
 from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.layout import Layout
@@ -13,13 +11,13 @@ from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import CUSTOM_NAMES, SearchConfig
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
-from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
-from quartet_plugin.space.knobs.divisors import divisors, nearest_words
+from quartet_plugin.space.knobs.divisors import nearest_words
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, SettingKnob, Value
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, DEGREES, LAYOUT_KNOBS, OPTIONS
 from quartet_plugin.space.knobs.sequence_parallel import divides_sequence
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
+from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
 from quartet_plugin.space.rules import LayoutRules
 from quartet_plugin.space.schedules import custom_schedules_of
 from quartet_plugin.space.written_schedules import WrittenSchedule
@@ -30,9 +28,9 @@ MAX_GROUPS = 8
 def legal_layouts(shape: ModelShape, *, rules: LayoutRules) -> tuple[Layout, ...]:
     """Every layout for `shape`, in a fixed order; the baseline's is among them unless it was ruled out."""
     layouts = (
-        reduce(lambda made, knob: knob[0].put(made, knob[1]), zip(choices, values, strict=True), layout)
-        for layout, choices in choices_by_degrees(shape, rules=rules)
-        for values in itertools.product(*choices.values())
+        layout
+        for degrees, choices in choices_by_degrees(shape, rules=rules)
+        for layout in _of_choices(degrees, choices, shape, rules)
     )
     return tuple(dict.fromkeys(layout for layout in layouts if _runs(layout, shape=shape, rules=rules)))
 
@@ -40,17 +38,34 @@ def legal_layouts(shape: ModelShape, *, rules: LayoutRules) -> tuple[Layout, ...
 def choices_by_degrees(
     shape: ModelShape, *, rules: LayoutRules
 ) -> Iterator[tuple[Layout, dict[LayoutKnob, tuple[Value | None, ...]]]]:
-    """The legal degrees in a fixed order, each with the choices of the other knobs before the schedule.
+    """The legal degrees in a fixed order, each with the choices of other knobs before the schedule.
 
-    A layout takes any of them: none of these choices depends on another.
+    They are those whose choices depend on degrees alone, so that a layout takes any of them; the partition of
+    a layer depends on the micro-batch, too.
     """
     # Chunks need a pipeline, which the degrees are about to decide.
     bare = replace(rules.job.layout, virtual_stages=1)
-    knobs = [knob for knob in BEFORE_SCHEDULE if knob.is_of(rules.job.framework)]
+    knobs = [knob for knob in BEFORE_SCHEDULE if knob is not TENSOR_PARTITION]
     for degrees in _chosen([bare], DEGREES, shape, rules):
         layout = _of_degrees(degrees, shape, rules)
         context = KnobContext(layout=layout, shape=shape, rules=rules)
         yield layout, {knob: knob.choices(context) for knob in knobs}
+
+
+def _of_choices(
+    degrees: Layout,
+    choices: Mapping[LayoutKnob, Sequence[Value | None]],
+    shape: ModelShape,
+    rules: LayoutRules,
+) -> Iterable[Layout]:
+    """The layouts of some degrees, the last knob varying fastest."""
+    layouts: Iterable[Layout] = [degrees]
+    for knob in BEFORE_SCHEDULE:
+        if knob in choices:
+            layouts = [knob.put(layout, value) for layout in layouts for value in choices[knob]]
+        else:
+            layouts = _chosen(layouts, [knob], shape, rules)
+    return layouts
 
 
 def _chosen(
@@ -70,13 +85,14 @@ def _of_degrees(layout: Layout, shape: ModelShape, rules: LayoutRules) -> Layout
     """The layout before the knobs that depend on degrees: the command's values as far as they fit.
 
     A command without tensor parallelism says nothing about sequence parallelism: it is on where its layers
-    have it, as in every recipe.
+    have it, as in every recipe, and where experts need it.
     """
     command = rules.job.layout
     is_same = layout.pipeline_parallel == command.pipeline_parallel
     is_on = command.sequence_parallel
     if command.tensor_parallel == 1:
-        is_on = rules.job.layer_impl == "transformer_engine" and divides_sequence(layout, shape)
+        has_it = rules.job.layer_impl == "transformer_engine" or "moe" in rules.job.features
+        is_on = has_it and divides_sequence(layout, shape)
     return replace(
         layout,
         virtual_stages=command.virtual_stages if is_same else 1,
@@ -219,30 +235,6 @@ def fault_of_request(shape: ModelShape, *, rules: LayoutRules) -> str | None:
     return None
 
 
-def fault_of_degrees(shape: ModelShape, *, rules: LayoutRules, values: Sequence[int]) -> str | None:
-    """The first rule that a value for each of the first degrees breaks, with the nearest legal values."""
-    layout = rules.job.layout
-    for knob, value in zip(DEGREES, values, strict=False):
-        fault = knob.fault(value, KnobContext(layout=layout, shape=shape, rules=rules))
-        if fault is not None:
-            return f"{knob.label} {value} {fault}{nearest_words(value, _legal_alone(knob, shape, rules))}"
-        layout = knob.put(layout, value)
-    return None
-
-
-def _legal_alone(knob: LayoutKnob, shape: ModelShape, rules: LayoutRules) -> list[int]:
-    """The degrees that are legal where every other one is 1, or data parallelism what is left."""
-    world_size = rules.job.layout.world_size
-    legal = []
-    for value in divisors(world_size):
-        # Pipeline stages leave as many copies as are asked for.
-        stages = world_size // value if knob is DATA_PARALLEL else 1
-        layout = replace(rules.job.layout, pipeline_parallel=stages)
-        if knob.fault(value, KnobContext(layout=layout, shape=shape, rules=rules)) is None:
-            legal.append(value)
-    return legal
-
-
 def nearest_request(shape: ModelShape, *, rules: LayoutRules) -> str:
     """`; nearest: ...` for the first number of the request that alone leaves no layout; "" without one."""
     for knob in (*DEGREES, *BEFORE_SCHEDULE):
@@ -250,22 +242,35 @@ def nearest_request(shape: ModelShape, *, rules: LayoutRules) -> str:
         if not values or knob.kind != "degree":
             continue
         free = replace(rules, search=rules.search.model_copy(update={knob.name: None}))
-        legal = {
-            int(value or 0)
-            for layout, choices in choices_by_degrees(shape, rules=free)
-            if all(choices.values())
-            for value in choices.get(knob, (knob.in_layout(layout),))
-        }
+        legal = {int(knob.in_layout(layout) or 0) for layout in legal_layouts(shape, rules=free)}
         if legal and not legal & set(values):
             return nearest_words(values[0], sorted(legal)).replace(": ", f": {knob.name} ", 1)
     return ""
+
+
+def _may_stay_stock(knob: LayoutKnob, rules: LayoutRules) -> bool:
+    """Whether a list of partitions has stock, so that those which cannot be had are left out."""
+    return knob.kind == "partition" and STOCK in (rules.search.requested(knob.name) or ())
+
+
+def _with_free(
+    knob: LayoutKnob, layouts: Mapping[ModelShape, Sequence[Layout]], rules: LayoutRules
+) -> list[KnobContext]:
+    """The layouts that a knob does something in, had the request not ruled them out by its values."""
+    free = replace(rules, search=rules.search.model_copy(update={knob.name: None}))
+    return [
+        KnobContext(layout=layout, shape=shape, rules=rules)
+        for shape in layouts
+        for layout in legal_layouts(shape, rules=free)
+        if knob.applies(layout)
+    ]
 
 
 def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: LayoutRules) -> str | None:
     """The first knob of whose requested values no layout has one, and why; None where each can be had."""
     for knob in LAYOUT_KNOBS:
         wanted = [value for value in rules.search.requested(knob.name) or () if value != STOCK]
-        if not wanted or knob.axis in rules.locked:
+        if not wanted or knob.axis in rules.locked or _may_stay_stock(knob, rules):
             continue
         name = f"search.{knob.name}: {knob.text(wanted[0])}"
         if not knob.is_of(rules.job.framework):
@@ -285,7 +290,7 @@ def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: Lay
         if not offered & set(wanted):
             if isinstance(knob, SettingKnob) and rules.job.setting(knob.name) is None:
                 return f"{name}; the framework did not report the command's own value"
-            able = (context for context in contexts if knob.applies(context.layout))
-            faults = (knob.fault(wanted[0], context) for context in able)
+            able = [context for context in contexts if knob.applies(context.layout)]
+            faults = (knob.fault(wanted[0], context) for context in able or _with_free(knob, layouts, rules))
             return f"{name}; {next(filter(None, faults), 'it does nothing in any layout of the search')}"
     return None

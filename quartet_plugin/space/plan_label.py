@@ -1,6 +1,6 @@
 """A plan in one line of labelled parts: `TP 2 · PP 4 · MB 1 · split 4+4+3+1 · zb-h1 · ranks 1,0`."""
 
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan import STOCK, Plan
 from quartet_plugin.space.knobs.knob import LayoutKnob, SettingKnob, Value
 from quartet_plugin.space.knobs.mapping import MAPPING
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
@@ -42,4 +42,6 @@ def _does_something(knob: LayoutKnob, value: Value | None) -> bool:
             return int(value) > 1
         case "word":
             return value not in ("none", 0)
+        case "partition":
+            return value != STOCK
     return value is not False

@@ -78,7 +78,7 @@ class Space:
     """All plans of a run, made by `build_space`; `baseline` is the user's own configuration.
 
     With `relative_cost` every plan carries its prediction. `written` are the schedules of the files that the
-    search names, by file name; `is_planned` and `joined_slots` are as in `LayoutRules`.
+    search names, by file name; `is_planned` and `scale_up_devices` are as in `LayoutRules`.
     """
 
     job: TrainingJob
@@ -94,7 +94,7 @@ class Space:
     relative_cost: RelativeCost | None = None
     written: MappingABC[str, WrittenSchedule] = field(default_factory=dict)
     is_planned: bool = False
-    joined_slots: int | None = None
+    scale_up_devices: int | None = None
     _orders: dict[object, tuple[RankOrder, ...]] = field(default_factory=dict)
     _groups: dict[ModelShape, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
@@ -192,7 +192,7 @@ class Space:
             no_custom_schedules=self.no_custom_schedules,
             written=self.written,
             is_planned=self.is_planned,
-            joined_slots=self.joined_slots,
+            scale_up_devices=self.scale_up_devices,
         )
 
     def layout_groups(self, shape: ModelShape) -> tuple[str, tuple[str, ...]]:
@@ -382,10 +382,11 @@ def build_space(
     relative_cost: RelativeCost | None = None,
     written: MappingABC[str, WrittenSchedule] | None = None,
     is_planned: bool = False,
-    joined_slots: int | None = None,
+    scale_up_devices: int | None = None,
 ) -> Space:
     """The space around the user's job; `written` are the schedules of the files that the search names.
 
+    `scale_up_devices` are the consecutive slots that fast links join, where a cluster file says it.
     Raises ConfigError where the search section leaves no plan, or no layout for one of these files.
     """
     baseline = baseline_plan(job, nodes=nodes, run=run, seed=seed)
@@ -407,7 +408,7 @@ def build_space(
         relative_cost=relative_cost,
         written=written or {},
         is_planned=is_planned,
-        joined_slots=joined_slots,
+        scale_up_devices=scale_up_devices,
     )
     rules = draft.rules()
     layouts = {}

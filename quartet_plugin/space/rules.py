@@ -8,7 +8,7 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import SearchConfig
-from quartet_plugin.space.features import Axis, batching_features
+from quartet_plugin.space.features import Axis, objective_axes
 from quartet_plugin.space.forbidden import Prohibitions
 from quartet_plugin.space.written_schedules import WrittenSchedule
 
@@ -20,7 +20,8 @@ class LayoutRules:
     `locked` has the axes that stay at stock, each with the feature that locks it. `no_custom_schedules` is
     the feature that rules custom schedules out, None where they are allowed. `written` are the schedules of
     the files that the search names, by file name. `is_planned`: nothing is launched, so that no command's own
-    value is kept. `joined_slots` are the slots of a node that fast links join; None for all of them.
+    value is kept. `scale_up_devices` are the consecutive slots that fast links join, None where no file says
+    it.
     """
 
     job: TrainingJob
@@ -30,12 +31,24 @@ class LayoutRules:
     no_custom_schedules: str | None = None
     written: Mapping[str, WrittenSchedule] = field(default_factory=dict)
     is_planned: bool = False
-    joined_slots: int | None = None
+    scale_up_devices: int | None = None
+
+    @property
+    def joined_devices(self) -> int:
+        """The number that a group must divide to stay inside fast links: a node's, where no file says it."""
+        return self.scale_up_devices or self._smallest_node
+
+    @property
+    def _smallest_node(self) -> int:
+        return math.gcd(*(node.num_slots for node in self.nodes))
 
     @property
     def slots_per_node(self) -> int:
-        """The number that a TP group must divide: the greatest common divisor of the nodes' joined slots."""
-        return self.joined_slots or math.gcd(*(node.num_slots for node in self.nodes))
+        """The number that a TP group must divide: the greatest common divisor of the nodes' slots.
+
+        Of a planned job it is what fast links join, so that no group leaves its node and domain.
+        """
+        return self.joined_devices if self.is_planned else self._smallest_node
 
     @property
     def prohibitions(self) -> Prohibitions:
@@ -44,4 +57,7 @@ class LayoutRules:
 
     def can_change_objective(self, layout: Layout) -> bool:
         """Whether the layout batches samples otherwise, in a job whose loss depends on it: class C."""
-        return layout.batching != self.job.layout.batching and bool(batching_features(self.job.features))
+        command, axes = self.job.layout, objective_axes(self.job.features)
+        return (Axis.MICRO_BATCH in axes and layout.micro_batch_size != command.micro_batch_size) or (
+            Axis.DEGREES in axes and layout.data_parallel != command.data_parallel
+        )

@@ -90,15 +90,16 @@ REFUSED = (
 
 def refusal(args: Namespace) -> str | None:
     """Why a custom schedule cannot run with these arguments, in one line; None where it can."""
-    return _first(REFUSED, args)
+    return first_refused(REFUSED, args)
 
 
 def refusal_of_model(config: Any) -> str | None:
     """Why a custom schedule cannot run with a model's configuration, which a script may have made itself."""
-    return _first((feature for feature in REFUSED if not feature.is_flag_only), config)
+    return first_refused((feature for feature in REFUSED if not feature.is_flag_only), config)
 
 
-def _first(features: Iterable[Refused], args: Any) -> str | None:
+def first_refused(features: Iterable[Refused], args: Any) -> str | None:
+    """Why the first of these features that is on does not go; None where all are off."""
     for feature in features:
         value = getattr(args, feature.dest, None)
         if value is not None and feature.is_on(value):

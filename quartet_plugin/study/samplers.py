@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.schema import nearest_word
 
 SamplerName = Literal["tpe", "gp", "qmc", "nsga2", "random"]
 
@@ -36,8 +37,10 @@ def check_name(value: object) -> SamplerName:
             return name
     spelled = "".join(char for char in str(value).lower() if char.isalnum()).removesuffix("sampler")
     reason = _REFUSED.get(spelled)
-    words = f"{_listed(NAMES)}" if reason is None else f"{reason}: take {_listed(NAMES)}"
-    raise ConfigError(f"study.sampler: {str(value)[:40]!r}: {'must be ' if reason is None else ''}{words}")
+    words = f"{reason}: take {_listed(NAMES)}"
+    if reason is None:
+        words = f"must be {_listed(NAMES)}{nearest_word(value, known=NAMES)}"
+    raise ConfigError(f"study.sampler: {str(value)[:40]!r}: {words}")
 
 
 def check_installed(name: SamplerName) -> None:

@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsp
 
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, QuartetError, StorageError
 from quartet_plugin.model.files import read_json, write_json_atomic
+from quartet_plugin.model.schema import nearest_word
 from quartet_plugin.protocol.masking import MASK, is_secret, masked
 
 SQLITE, JOURNAL = "sqlite", "journal"
@@ -60,7 +61,8 @@ def check_address(text: str) -> str:
             raise ConfigError("a proxy is named by host and port alone, as in grpc://127.0.0.1:13000")
         return text
     if scheme not in ("postgresql", "postgresql+psycopg"):
-        raise ConfigError(f"{without_password(text)[:60]!r}; {rule}")
+        near = "" if scheme else nearest_word(text, known=(SQLITE, JOURNAL))
+        raise ConfigError(f"{without_password(text)[:60]!r}; {rule}{near}")
     if not parts.path.strip("/"):
         raise ConfigError(f"{without_password(text)[:100]!r} names no database; {rule}")
     return text

@@ -127,6 +127,7 @@ def create_attempt(
         max_warmup=request.max_warmup,
         early_end=request.early_end,
         modules=request.modules,
+        batch_divisor=request.command.batch_divisor if request.command.batch_divisor > 1 else None,
     )
     command = CommandRecord(
         attempt_id=attempt_id,

@@ -315,9 +315,10 @@ class ParityGate:
 def stock_of(plan: Plan) -> Plan:
     """The plan's shape under stock parallelism, the reference of a plan that changes the shape.
 
-    The degrees of parallelism stay; the split is even, without virtual stages, in the launcher's order.
+    The degrees of parallelism stay; the split is even, without virtual stages, in the launcher's order, and
+    layers are cut in the framework's own way.
     """
-    layout = replace(plan.layout, virtual_stages=1)
+    layout = replace(plan.layout, virtual_stages=1, tensor_partition=None)
     stages = layout.num_stages
     counts = even_split(plan.shape.num_layers, num_stages=stages)
     return replace(

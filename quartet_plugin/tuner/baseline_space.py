@@ -6,9 +6,11 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.space.features import Axis, batching_features
+from quartet_plugin.space.partition_limits import stock_partition_reason
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.context import TuningContext
+from quartet_plugin.tuner.proposer import kept_machine
 from quartet_plugin.tuner.schedule_files import kept_schedules
 
 
@@ -37,6 +39,7 @@ def open_space(context: TuningContext, result: TrialResult) -> Space:
     nodes = context.backend.nodes(result)
     content = {"schema_version": 1, "nodes": [dump(node) for node in nodes]}
     write_json_atomic(run.folder.cluster_file, content)
+    cluster = kept_machine(run.folder).cluster
     space = build_space(
         job,
         nodes=nodes,
@@ -45,6 +48,7 @@ def open_space(context: TuningContext, result: TrialResult) -> Space:
         seed=run.config.study.seed,
         relative_cost=relative_cost,
         written=kept_schedules(run.config.search, folder=run.folder),
+        scale_up_devices=None if cluster is None else cluster.links.scale_up_devices,
     )
     _show_limits(context, space, job)
     return space
@@ -64,6 +68,8 @@ def _show_limits(context: TuningContext, space: Space, job: TrainingJob) -> None
         say(f"{space.no_custom_schedules}; the framework's own schedules stay")
     elif job.full_backward is not None and Axis.SCHEDULE not in space.locked:
         say(f"{job.full_backward}; schedules that split them are tried only where search.schedule names them")
+    if (reason := stock_partition_reason(space)) is not None:
+        say(f"{reason}; layers stay cut in the framework's own way")
     if job.neutralised:
         say(f"left out in trials: {', '.join(job.neutralised)}")
     if context.run.config.search.scaling is not None and space.shapes == (job.shape,):

@@ -198,6 +198,13 @@ class TuneConfig(Section):
         default=LOCAL,
         description="local: this machine; slurm: this allocation; slurm-batch: a job a trial; ssh: hosts",
     )
+    nodes: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
+        default=None, description="nodes of the training, where trials have fewer (trial.nodes)"
+    )
+    confirm: Literal["auto", "none"] = Field(
+        default="auto",
+        description="auto: the winner is compared on `nodes` nodes, where there are so many",
+    )
     site: FileName | None = Field(default=None, description="what the cluster asks of every job: a site.yaml")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="cpu rehearses a GPU command; auto: cuda where there is one"
@@ -224,23 +231,32 @@ def read_config(path: Path | None) -> TuneConfig:
 
 
 def with_launcher(
-    config: TuneConfig, *, launcher: str | None, trial_nodes: int | None, site: str | None
+    config: TuneConfig,
+    *,
+    launcher: str | None,
+    trial_nodes: int | None,
+    site: str | None,
+    nodes: int | None = None,
 ) -> TuneConfig:
     """The configuration with the options of the command line. Raises ConfigError in one line."""
-    asked: dict[str, Any] = {"launcher": launcher, "site": site}
+    asked: dict[str, Any] = {"launcher": launcher, "site": site, "nodes": nodes}
     data = config.model_dump(mode="json", exclude_defaults=True)
     data |= {name: value for name, value in asked.items() if value is not None}
     if trial_nodes is not None:
         data["trial"] = {**data.get("trial", {}), "nodes": trial_nodes}
-    return (
-        config if (launcher, trial_nodes, site) == (None, None, None) else parse_config(data, where="options")
-    )
+    is_asked = any(option is not None for option in (launcher, trial_nodes, site, nodes))
+    return parse_config(data, where="options") if is_asked else config
 
 
 def placement_of(config: TuneConfig, *, cwd: Path | None = None) -> Placement:
     """Where the run's trials start; the site's file is looked for in `cwd`. Raises ConfigError."""
     site = None if config.site is None else (cwd or Path()) / config.site
-    return Placement(launcher=config.launcher, num_nodes=config.trial.nodes, site=read_site(site))
+    return Placement(
+        launcher=config.launcher,
+        num_nodes=config.trial.nodes,
+        site=read_site(site),
+        num_full_nodes=config.nodes,
+    )
 
 
 def parse_config(data: Any, *, where: str) -> TuneConfig:

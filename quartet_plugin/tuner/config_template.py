@@ -21,6 +21,7 @@ _EXAMPLES = {
     "cluster": "cluster.json",
     "calibration": "calibration.json",
     "site": "site.yaml",
+    "nodes": "16",
 }
 _COLUMN = 44
 

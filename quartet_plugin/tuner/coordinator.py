@@ -35,6 +35,7 @@ from quartet_plugin.tuner.drift import DriftMonitor
 from quartet_plugin.tuner.earlier_run import Prior, read_prior
 from quartet_plugin.tuner.final_rounds import FinalRounds, most_iterations, proven_finalists, winner_of
 from quartet_plugin.tuner.finalists import BASELINE
+from quartet_plugin.tuner.full_size import FullSizeNodes, full_size_study
 from quartet_plugin.tuner.launches_left import launches_left
 from quartet_plugin.tuner.memory_limit import LimitedBackend, above_limit, limit_bytes_of, stand_in_of
 from quartet_plugin.tuner.parity import ParityKeeper
@@ -59,7 +60,8 @@ class Coordinator:
 
     `prior` is the folder of another run, whose measurements a study that begins is given. With `slices` of
     this host trials run beside each other, a worker on each (docs/workers.md). `make_room` frees disk space
-    that was kept for the last words.
+    that was kept for the last words. `full_size` is how launches at full size start where trials have fewer
+    replicas, or why none can.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Coordinator:
         prior: Path | None = None,
         slices: tuple[DeviceSlice, ...] = (),
         make_room: Callable[[], None] = lambda: None,
+        full_size: FullSizeNodes | str = "no nodes are given for it",
     ) -> None:
         limit_bytes = limit_bytes_of(kept_machine(context.run.folder))
         if limit_bytes is not None:
@@ -81,6 +84,7 @@ class Coordinator:
         self._prior = prior
         self._make_room = make_room
         self._slices = slices
+        self._full_size = full_size
 
     def tune(self) -> TuneResult:
         """The result of the whole run.
@@ -104,7 +108,8 @@ class Coordinator:
         context, folder = self._context, self._run.folder
         context.events.add("begin", run=self._run.name)
         in_work = end_earlier(WorkQueue(folder=folder.path), keeps_joined=bool(self._slices))
-        for path in (folder.trials, folder.depth_proxies, folder.drift_checks, folder.final, folder.parity):
+        parts = (folder.trials, folder.depth_proxies, folder.drift_checks, folder.final, folder.parity)
+        for path in (*parts, folder.full_size):
             context.backend.recover(path, should_stop=context.should_stop, skip=in_work)
         self._open_work_queue()
         deadline_s = self._run.config.trial.deadline_s
@@ -211,6 +216,11 @@ class Coordinator:
         finally:
             study.close()
         ranked = search.best_trials(trials)
+        full_size = full_size_study(
+            context, space, nodes=self._full_size, predictor=None if proposer is None else proposer.predictor
+        )
+        if full_size is not None:
+            ranked = full_size.ranked(ranked, trials=trials)
         stand_in = None if baseline.fits else self._stand_in(ranked, command=baseline.plan)
         if stand_in is not None:
             ranked = [trial for trial in ranked if trial.number != stand_in.number]
@@ -220,7 +230,11 @@ class Coordinator:
         if self._run.config.trial.measure == "auto":
             launcher.num_measured_finally = most_iterations(trials, finalists=finalists)
         rankings = FinalRounds(context=context, launcher=launcher, baseline=baseline).measure(finalists)
+        rankings = rankings if full_size is None else full_size.in_order(rankings)
         winner = winner_of(rankings)
+        at_full_size = None
+        if full_size is not None and winner is not None:
+            at_full_size = full_size.winner(winner, baseline=baseline, launcher=launcher)
         tuned = TuneResult(
             objective=baseline.objective,
             seed=self._config.seed,
@@ -228,10 +242,15 @@ class Coordinator:
             trials=tuple(trials),
             rankings=tuple(rankings),
             winner=winner,
-            choice=choice_of(rankings, seed=self._config.seed),
+            choice=(
+                choice_of(rankings, seed=self._config.seed)
+                if full_size is None
+                else full_size.choice(rankings)
+            ),
             receipt=None if winner is None else parity.receipt_of(winner.trial.plan),
             drift_checks=tuple(search.drift_monitor.measurements),
             stand_in=stand_in,
+            full_size=at_full_size,
         )
         return replace(
             tuned,

@@ -161,13 +161,20 @@ class FinalRounds:
         say = self.context.observer.message
         rounds = f"{num_done} final round{'s' if num_done > 1 else ''}"
         if test.is_over:
-            faster = test.leader if test.leader in test.proven else None
-            words = (
-                "no plan is faster for certain" if faster is None else f"trial {faster} is faster for certain"
-            )
+            words = faster_words(sorted(test.proven))
             say(f"decided after {rounds}: {words}")
         elif gone:
             say(f"after {rounds} left out, since a win is unlikely: trial {', '.join(map(str, gone))}")
+
+
+def faster_words(proven: Sequence[int]) -> str:
+    """What is certain after the final rounds; which of several trials is handed over is chosen afterwards."""
+    if not proven:
+        return "no plan is faster for certain"
+    if len(proven) == 1:
+        return f"trial {proven[0]} is faster than your own command for certain"
+    numbers = f"{', '.join(map(str, proven[:-1]))} and {proven[-1]}"
+    return f"trials {numbers} are faster than your own command for certain"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -108,6 +108,7 @@ def stand_in_of(ranked: Sequence[FinishedTrial], *, command: Plan) -> FinishedTr
     """The first of `ranked`, the best first, that an unmodified framework runs with the command's shape."""
 
     def is_stock(plan: Plan) -> bool:
-        return plan.schedule.custom is None and plan.mapping.is_stock and plan.shape == command.shape
+        is_own = plan.schedule.custom is None and plan.layout.tensor_partition is None
+        return is_own and plan.mapping.is_stock and plan.shape == command.shape
 
     return next((trial for trial in ranked if is_stock(trial.plan)), None)

@@ -20,7 +20,8 @@ from quartet_plugin.errors import (
     PlanError,
     QuartetError,
 )
-from quartet_plugin.model.plan import Plan, read_plan, write_plan
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import STOCK, Plan, read_plan, write_plan
 from quartet_plugin.model.receipt import (
     Receipt,
     needs_receipt,
@@ -104,12 +105,17 @@ def kind_of_plan(plan: Plan, *, features: Iterable[str]) -> ParityKind:
         "distributed_optimizer": layout.distributed_optimizer,
         **{setting.label: True for setting in layout.settings or ()},
         f"recompute_{layout.recompute}": layout.recompute != "none",
+        f"partition_{_partition_label(layout)}": layout.tensor_partition is not None,
     }
     return ParityKind(
         family=plan.schedule.name if custom is None else custom.named or SEARCHED,
         placement=kind_of(placement, num_devices=devices),
         features=frozenset(features) | {name for name, is_on in by_layout.items() if is_on},
     )
+
+
+def _partition_label(layout: Layout) -> str:
+    return STOCK if layout.tensor_partition is None else layout.tensor_partition.label
 
 
 @dataclass(slots=True, kw_only=True)

@@ -27,10 +27,19 @@ from quartet_plugin.tuner.run_folder import RunFolder, TuningRun
 
 def proposer_of(space: Space, *, run: TuningRun, objective: Objective) -> "Proposer | None":
     """The proposer of a run; None where its sampler is to be left alone."""
-    config = run.config
-    if config.study.starts == "none":
+    if run.config.study.starts == "none":
         return None
-    predictor = PlanPredictor(
+    return Proposer(
+        space,
+        predictor=predictor_of(space, run=run),
+        objective=objective,
+        explore=run.config.study.explore,
+    )
+
+
+def predictor_of(space: Space, *, run: TuningRun) -> PlanPredictor:
+    """The predictor of a run that has learned nothing yet."""
+    return PlanPredictor(
         machine_model_of(
             space.nodes,
             precision=space.job.precision,
@@ -39,10 +48,9 @@ def proposer_of(space: Space, *, run: TuningRun, objective: Objective) -> "Propo
             experts=space.job.experts,
             latent=space.job.latent,
         ),
-        num_iterations=config.trial.least_measured,
+        num_iterations=run.config.trial.least_measured,
         folder_of=run.folder.trial,
     )
-    return Proposer(space, predictor=predictor, objective=objective, explore=config.study.explore)
 
 
 class Proposer(PlanScorer):

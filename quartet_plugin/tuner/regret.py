@@ -107,7 +107,7 @@ def regret_of(space: Space, search: TuneResult, *, proposer: "Proposer | None") 
     if not predictor.is_ready or not all(predictor.knows(plan) for plan in (search.baseline, search.best)):
         return estimate_regret(space, search)
     # The most promising first, so that those that are left out are the least.
-    ranked = [scored.candidate.plan for scored in proposer.scored_plans()]
+    ranked = [scored.candidate.plan for scored in proposer.final_plans()]
     untried = [plan for plan in ranked if predictor.knows(plan)]
 
     def predict(plans: Sequence[Plan]) -> list[tuple[float, float]]:

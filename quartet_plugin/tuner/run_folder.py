@@ -24,6 +24,7 @@ _MAY_CHANGE = {
     ("study", "control"),
     ("study", "tensorboard"),
     ("trial", "deadline_s"),
+    ("confirm", None),
 }
 
 
@@ -60,6 +61,10 @@ class RunFolder:
     # The winner, a shell line that trains with it, and the estimate of what the search missed.
     best_plan, best_command = _Entry("best/plan.json"), _Entry("best/command.sh")
     best_regret = _Entry("best/regret.json")
+    # Of a run whose trials have fewer replicas: the launches at full size, and the winner there.
+    full_size = _Entry("full-size")
+    full_plan, full_command = _Entry("best/full-size/plan.json"), _Entry("best/full-size/command.sh")
+    full_prediction = _Entry("best/full-size/prediction.json")
     # Throughput against shape, where the search had several shapes.
     best_shapes = _Entry(f"best/{SHAPES_NAME}")
 
@@ -79,6 +84,10 @@ class RunFolder:
     def depth_proxy(self, number: int) -> Path:
         """The folder of a trial's model with fewer layers."""
         return self.depth_proxies / f"{number:06d}"
+
+    def full_size_launch(self, number: int, *, round_number: int) -> Path:
+        """The folder of a launch at full size, as `final_launch` names it."""
+        return self.full_size / f"{number:06d}-round-{round_number + 1}"
 
     def final_launch(self, number: int, *, round_number: int) -> Path:
         """The folder of a trial's plan in one of the final rounds, both counted from 0."""

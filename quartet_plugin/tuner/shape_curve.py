@@ -54,7 +54,7 @@ def _predicted(search: TuneResult, proposer: "Proposer") -> dict[ModelShape, flo
         return {}
     of_baseline = proposer.log_speedup(search.baseline, predictor.predict([search.baseline])[0])
     best: dict[ModelShape, float] = {}
-    for scored in proposer.scored_plans():
+    for scored in proposer.final_plans():
         plan = scored.candidate.plan
         ratio = math.exp(proposer.log_speedup(plan, scored.prediction) - of_baseline)
         best[plan.shape] = max(ratio, best.get(plan.shape, 0.0))

@@ -3,9 +3,11 @@
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quartet_plugin.launchers.engines import LOCAL
 from quartet_plugin.model.files import write_text_atomic
+from quartet_plugin.model.full_size import write_full_size
 from quartet_plugin.model.history import DriftMeasurement
 from quartet_plugin.model.measurement import FinalChoice, Objective, Regret, write_regret
 from quartet_plugin.model.plan import Plan, write_plan
@@ -16,6 +18,9 @@ from quartet_plugin.protocol.masking import shell_words
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.winner_choice import FinalistResult
 
+if TYPE_CHECKING:
+    from quartet_plugin.tuner.full_size import FullSizeWinner
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
@@ -25,7 +30,7 @@ class TuneResult:
     `rankings` are the finalists in order of choice, `choice` is how the winner was chosen among them. `seed`
     is the study's. `receipt` is the parity gate's for a winner with a custom schedule, `drift_checks` the
     baseline's re-measurements during the search, `regret` the estimate of what the search missed.
-    `shape_curve` is there where several shapes were searched.
+    `shape_curve` is there where several shapes were searched, `full_size` where trials had fewer replicas.
     """
 
     objective: Objective
@@ -40,6 +45,7 @@ class TuneResult:
     regret: Regret | None = None
     shape_curve: ShapeCurve | None = None
     stand_in: FinishedTrial | None = None
+    full_size: "FullSizeWinner | None" = None
 
     @property
     def best(self) -> Plan:
@@ -68,6 +74,7 @@ def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
     else:
         folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
         write_shape_curve(result.shape_curve, path=folder.best_shapes)
+    _write_full_size(result, run=run)
     if result.winner is None and result.stand_in is None:
         for path in (folder.best_plan, folder.best_command):
             path.unlink(missing_ok=True)
@@ -84,6 +91,19 @@ def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
     return plan
 
 
+def _write_full_size(result: TuneResult, *, run: TuningRun) -> None:
+    """Write the winner with all replicas; without one what an earlier search of the run left is removed."""
+    folder, winner = run.folder, result.full_size
+    if winner is None:
+        for path in (folder.full_plan, folder.full_command, folder.full_prediction):
+            path.unlink(missing_ok=True)
+        return
+    folder.full_plan.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_plan(winner.plan, path=folder.full_plan)
+    write_full_size(winner.result, path=folder.full_prediction)
+    write_text_atomic(folder.full_command, command_text(winner.plan, run=run, path=folder.full_plan))
+
+
 def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
     """A shell script, every word quoted where it must be; it takes secrets from its environment."""
     train = ["quartet", "train", "--plan", str(path)]
@@ -92,7 +112,7 @@ def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
     elif any(node.has_no_accelerator for node in plan.made_for.nodes):
         train += ["--device", "cpu"]  # as `train` asks for, which never takes a processor by itself
     if run.config.launcher != LOCAL:
-        train += ["--launcher", "slurm", "--nodes", str(run.config.trial.nodes)]
+        train += ["--launcher", "slurm", "--nodes", str(len(plan.made_for.nodes))]
         train += [] if run.config.site is None else ["--site", str(run.cwd / run.config.site)]
     speedup = plan.measurement.speedup if plan.measurement is not None else None
     gain = f": {speedup.median:.2f}x ({speedup.low:.2f}x to {speedup.high:.2f}x)" if speedup else ""

@@ -21,8 +21,6 @@ BRIDGE = REPOSITORY / ".venv" / "releases" / "megatron-bridge"
 ENTRY = ("-m", "quartet_plugin.bridge")
 RELEASE = "0.16.1"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -43,6 +41,8 @@ def trial_of(script: Path, name: str, *flags: str, **trial: Any) -> Launch:
     return done
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_trials_of_the_bridge_run_as_planned(script: Path) -> None:
     baseline = trial_of(script, "baseline")
     job = parse_training_job(baseline.ranks[0]["job"])

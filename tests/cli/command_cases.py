@@ -21,6 +21,10 @@ WARM = (
     ("explain", "plan.json"),
     ("trials", "run"),
     ("report", "run", "-o", "warm.html"),
+    ("plan", "job.yaml", "-o", "warm.json"),
+    ("predict", "rows.json", "-o", "warm-predictions.json"),
+    ("partition", "list"),
+    ("tune", "--help"),
 )
 DEADLINE_S = 60.0
 

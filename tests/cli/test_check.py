@@ -9,6 +9,7 @@ from quartet_plugin.cli import plan_checks
 from quartet_plugin.cli import train as train_command
 from quartet_plugin.cli.check import lines
 from quartet_plugin.cli.main import main
+from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.model import receipt as receipts
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.model.receipt import receipt_path, write_receipt
@@ -56,6 +57,21 @@ def test_a_pass_leaves_a_receipt_and_no_weights(
     assert "the plan trains as stock does" in capsys.readouterr().out
     assert receipts.read_receipt(receipt_path(path)) == receipt_of()
     assert list((tmp_path / "plan.parity").iterdir()) == []
+
+
+def test_the_runs_of_a_check_share_their_imports_and_no_server_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def pass_(gate: ParityGate, _: object) -> receipts.Receipt:
+        assert isinstance(gate.launcher, WarmLauncher)
+        monkeypatch.setattr(gate.launcher, "close", lambda: events.append("closed"))
+        return receipt_of()
+
+    monkeypatch.setattr(ParityGate, "check", pass_)
+    assert main(["check", str(saved(tmp_path)), "--", *COMMAND]) == 0
+    assert events == ["closed"]
 
 
 def test_a_failure_leaves_a_receipt_too_and_exits_with_2(

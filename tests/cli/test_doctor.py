@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from quartet_plugin.cli import doctor as command
+from quartet_plugin.cli import doctor_nodes
 from quartet_plugin.cli.main import main
 from quartet_plugin.model import receipt as receipts
 from quartet_plugin.model.plan import Plan, write_plan
 from quartet_plugin.model.receipt import receipt_path, write_receipt
 from tests.model.plans import PLAN
 from tests.model.test_receipt import receipt_of
+from tests.report.test_node_checks import facts_of
 
 FAULT = "a.b: its source is another one in megatron-core 0.19.2 (0123)"
 
@@ -123,3 +125,52 @@ def test_another_framework_is_not_rechecked(tmp_path: Path, capsys: pytest.Captu
     other = replace(PLAN, made_for=replace(PLAN.made_for, framework="deepspeed"))
     assert main(["recheck", saved(tmp_path, other)]) == 2
     assert "deepspeed" in capsys.readouterr().err
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """The facts of this machine, as its process would have written them; tests change them."""
+    facts = facts_of(0, num_nodes=1)
+
+    def look_here(folder: Path) -> tuple[str, ...]:
+        (folder / "node-0.json").write_text(json.dumps(facts))
+        return ("this machine",)
+
+    monkeypatch.setattr(doctor_nodes, "_look_here", look_here)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return facts
+
+
+def test_nodes_are_one_table_with_an_exit_code(
+    found: dict[str, Any], node: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--nodes"]) == 0
+    shown = capsys.readouterr().out
+    assert "framework  ok    megatron-core 0.19.2, 0 functions not as known" in shown
+    assert "devices    ok    8 x NVIDIA H100 80GB HBM3" in shown
+    assert not list(tmp_path.iterdir())
+    node["free_bytes"] = {"/tmp": 2**20}
+    assert main(["doctor", "--nodes"]) == 5
+    captured = capsys.readouterr()
+    assert "free space there: a trial needs 2.25 GiB" in captured.out
+    assert "checks failed: disk" in captured.err
+    found["fault"] = "no megatron-core here"
+    assert main(["doctor", "--nodes", "-f", "json"]) == 5
+    content = json.loads(capsys.readouterr().out)
+    assert content["nodes"][0]["host"] == "n0"
+    states = {row["check"]: row["state"] for row in content["checks"]}
+    assert (states["framework"], states["disk"], states["clock"]) == ("fail", "fail", "ok")
+
+
+def test_nodes_are_those_that_a_launcher_has_at_once(
+    found: dict[str, Any], node: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--launcher", "slurm"]) == 2
+    assert "--launcher and --site belong to --nodes" in capsys.readouterr().err
+    assert main(["doctor", "--nodes", "--launcher", "slurm-batch"]) == 2
+    assert "its nodes are not known before a job runs" in capsys.readouterr().err
+    assert main(["doctor", "--nodes", "--launcher", "ssh"]) == 2
+    assert "write `ssh: {hosts: [...]}`" in capsys.readouterr().err
+    assert main(["doctor", "--nodes", "--launcher", "slurm"]) == 2
+    assert "SLURM_JOB_ID is not set" in capsys.readouterr().err

@@ -171,6 +171,7 @@ def test_every_command_ends_at_ctrl_c(interrupt_s: float, folder: Path) -> None:
     calls = {command: words_of(command) for command in CALLS}
     calls["schedule search"] = ("schedule", "search", "larger.json", "-o", "long.json", "--time-limit", "30")
     calls["status"] = ("status", "run", "--watch", "30")
+    calls["probe"] = ("probe", "-o", "probed.json")
     cases = [Case(words=words, interrupt_s=interrupt_s) for words in calls.values()]
     results = run_cases(cases, folder=folder)
     for command, case, result in zip(calls, cases, results, strict=True):

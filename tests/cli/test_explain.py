@@ -106,7 +106,7 @@ def test_refused_degrees_are_listed(tmp_path: Path, capsys: pytest.CaptureFixtur
         cluster="{device: H100-SXM-80GB, num_nodes: 1, devices_per_node: 8, memory_bytes: 4000000000}",
     )
     text = capsys.readouterr().out
-    assert "TP 8 must divide the 12 heads" in text
+    assert "TP 8 does not divide 12 heads" in text
     assert "memory: TP" in text
 
 

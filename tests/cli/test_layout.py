@@ -87,6 +87,8 @@ def test_a_config_file_is_a_model(capsys: pytest.CaptureFixture[str]) -> None:
         ("--pp 4 --vpp 2 --microbatches 6", 2, "a multiple of it"),
         ("--pp 0", 2, "--pp 0"),
         ("--pp 2 --dp 4 --ep 3", 2, "--ep 3"),
+        ("--pp 2 --tp 3", 3, "--tp 3: heads: TP 3 does not divide 32 heads; nearest: 2 or 4"),
+        ("--pp 2 --dp 4 --ep 2", 3, "--ep 2: the model has no experts; nearest: 1"),
         ("--pp 2 --device H9000", 2, "H9000"),
         ("--pp 2 --profile p.json", 2, "--cluster"),
         ("--pp 2 --cluster c.json", 2, "--profile"),

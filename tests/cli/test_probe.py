@@ -75,6 +75,10 @@ def test_ranks_that_fail_are_told_in_one_line(
         (["--device", "tpu"], "--device tpu"),
         (["--deadline", "0"], "--deadline 0"),
         (["--processes", "0"], "--processes 0"),
+        (
+            ["-o", "/nonexistent/cluster.json"],
+            "the folder /nonexistent is not there",
+        ),
         (["--processes", "2", "--", "torchrun"], "drop one"),
         (["--", "python", "train.py"], "must be torchrun"),
         (["--", "torchrun", "--nproc-per-node", "2", "train.py"], "train.py"),
@@ -82,7 +86,11 @@ def test_ranks_that_fail_are_told_in_one_line(
         (["--", "torchrun", "--nproc"], "nproc"),
     ],
 )
-def test_wrong_words_are_refused(words: list[str], rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_refused(
+    words: list[str], rule: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is measured."""
+    monkeypatch.setattr(command, "_run", lambda *args, **options: pytest.fail("started"))
     assert main(["probe", *words]) == 2
     error = capsys.readouterr().err
     assert rule in error

@@ -327,7 +327,10 @@ def execution(plan: dict[str, Any], rank: int) -> dict[str, Any]:
             }
             for stage in range(device, len(counts), devices)
         ],
-        "knobs": {name: value for name, value in layout.items() if isinstance(value, bool | int | str)},
+        "knobs": {
+            **{name: value for name, value in layout.items() if isinstance(value, bool | int | str)},
+            "tensor_partition": "stock",
+        },
         "actions": None,
         "ends": None,
         "modules": None,

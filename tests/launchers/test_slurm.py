@@ -1,5 +1,6 @@
 """Trials as steps of a real allocation, and as jobs of their own, on a real Slurm of four nodes."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from quartet_plugin.launchers import slurm, slurm_batch
 from quartet_plugin.launchers.engines import engine_named, engine_names
 from quartet_plugin.launchers.protocol import Engine
 from quartet_plugin.launchers.site import Site
+from quartet_plugin.protocol.environment import START
 from quartet_plugin.testing.launchers import LauncherConformance
 from tests.cli.tuning import prepare
 from tests.launchers.slurm_cluster import SlurmCluster
+from tests.rank.hooked import assert_found, environment, make_site, start_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -33,6 +36,21 @@ class TestJobs(LauncherConformance):
     def engine(self) -> Engine:
         """The queue."""
         return slurm_batch.engine(Site())
+
+
+def test_tasks_of_srun_are_found_with_their_ranks(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import megatron.training\nprint('trained')\n")
+    site = make_site(tmp_path)
+    start = start_file(tmp_path / "attempt", "--quartet-trial", "missing.json")
+    variables = environment(site, **{START: str(start), "SLURM_CONF": cluster.environment["SLURM_CONF"]})
+    assert_found(
+        ["srun", "--nodes=2", "--ntasks=2", sys.executable, "-u", "train.py"],
+        tmp_path,
+        variables,
+        world_size=2,
+        variable="SLURM_PROCID",
+        timeout_s=100,
+    )
 
 
 @pytest.mark.usefixtures("allocation")

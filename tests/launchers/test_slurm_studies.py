@@ -16,7 +16,7 @@ import pytest
 
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.launchers.slurm_cluster import SlurmCluster
-from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT
+from tests.megatron.entry_launch import GLOBAL_BATCH_SIZE, MEGATRON_FLAGS, SCRIPT
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("outside_of_jobs")]
 
@@ -33,6 +33,18 @@ MEGATRON_CONFIG = """\
 run: real
 device: cpu
 launcher: slurm
+trial: {nodes: 2, warmup: 1, measure: 3}
+study: {trials: 2, top_k: 1, rounds: 3, control: 0}
+search: {schedule: stock}
+"""
+
+
+SMALL_CONFIG = """\
+run: small
+device: cpu
+launcher: slurm
+nodes: 4
+confirm: none
 trial: {nodes: 2, warmup: 1, measure: 3}
 study: {trials: 2, top_k: 1, rounds: 3, control: 0}
 search: {schedule: stock}
@@ -119,13 +131,14 @@ def test_the_job_script_queues_itself_again_and_goes_on(cluster: SlurmCluster, t
         lambda: any(run.glob("trials/00000[12]/attempt-1/rank-*.beat.json")), what="a trial", timeout_s=200.0
     )
     cluster.run("scancel", "--signal=TERM", "--batch", job)
-    # Slurm lets a requeued job wait for two minutes.
+    # Slurm lets a requeued job wait for two minutes, as long as a credential lives: a node refuses one that
+    # was made in the second in which the job's former one was revoked, and the job's script does not start.
     wait_until(
         lambda: cluster.run("squeue", "-h", "-o", "%T", "-j", job) == "PENDING",
         what="the queue",
         timeout_s=200.0,
     )
-    cluster.run("scontrol", "update", f"jobid={job}", "starttime=now")
+    cluster.run("scontrol", "update", f"jobid={job}", "starttime=now+5")
     printed = await_end(cluster, job, tmp_path)
     assert printed.count("trial 0: your own command") >= 1
     assert verdicts(run) == ["measured"] * 4
@@ -199,4 +212,24 @@ def test_megatron_is_tuned_and_trained_on_two_nodes(cluster: SlurmCluster, tmp_p
     job = submit(cluster, tmp_path, [sys.executable, "-c", ENTRY, *train])
     trained = await_end(cluster, job, tmp_path)
     assert "iteration       20/      20" in trained, (trained, time.monotonic() - began)
+    check_nothing_is_left(cluster, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_megatron_is_tuned_on_two_nodes_for_four(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Trials have half of the replicas and of the batch."""
+    (tmp_path / "q.yaml").write_text(SMALL_CONFIG)
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    # Microbatches of one sequence are slow: there is a plan that wins.
+    slow = ["--micro-batch-size", "1"]
+    command = [torchrun, "--nproc-per-node", "1", str(SCRIPT), *MEGATRON_FLAGS, *slow]
+    options = ["--config", str(tmp_path / "q.yaml"), "--run-dir", str(tmp_path / "runs")]
+    job = submit(cluster, tmp_path, [sys.executable, "-c", ENTRY, "tune", *options, "--", *command])
+    printed = await_end(cluster, job, tmp_path, limit_s=800.0)
+    run = tmp_path / "runs" / "small"
+    assert set(verdicts(run)) == {"measured"}, printed
+    assert "a trial has 2 of 4 nodes: one of 2 parts" in printed
+    reported = json.loads(next(run.glob("trials/000000/attempt-1/rank-0.json")).read_text())
+    assert reported["job"]["global_batch_size"] == GLOBAL_BATCH_SIZE // 2
     check_nothing_is_left(cluster, tmp_path)

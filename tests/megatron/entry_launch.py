@@ -1,14 +1,14 @@
 """Starts the example script through the drop-in entry under real torchrun, and makes plans for it."""
 
 import json
-import os
 import secrets
 import shlex
 import socket
-import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from quartet_plugin.model.plan import (
     Split,
 )
 from quartet_plugin.model.shape import ModelShape
+from tests.megatron import support
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
@@ -43,6 +44,7 @@ SHAPE = ModelShape(
     tied_embeddings=True,
     position_embedding="learned_absolute",
 )
+ENTRY = ("-m", "quartet_plugin.megatron")
 GLOBAL_BATCH_SIZE = 8
 # A user's own command: nothing in it is about pipelines. With two TP ranks Megatron would pad it to 256.
 MEGATRON_FLAGS = shlex.split("""
@@ -167,7 +169,7 @@ def launch(
     script: Path = SCRIPT,
     folder: Path | None = None,
     torchrun: Sequence[str] = (),
-    entry: Sequence[str] = ("-m", "quartet_plugin.megatron"),
+    entry: Sequence[str] = ENTRY,
     timeout_s: float = 240.0,
 ) -> Launch:
     """`torchrun -m quartet_plugin.megatron SCRIPT FLAGS`; the trial's files are read from `folder`."""
@@ -176,10 +178,12 @@ def launch(
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *torchrun),
         *(*entry, str(script), *flags),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    environment = {**support.own_environment(), "OMP_NUM_THREADS": "1"}
+    # Ranks of the CPU device are forked; what is said of other starts needs a start.
+    is_warm = tuple(entry) == ENTRY and not torchrun and ("--quartet-device", "cpu") in pairwise(flags)
+    run = support.run_forked if is_warm else _run_cold
+    with tempfile.TemporaryDirectory() as place:
+        code, output = run(command, environment, timeout_s=timeout_s, log=Path(place) / "log")
 
     def read(ending: str) -> dict[int, dict[str, Any]]:
         if folder is None:
@@ -188,9 +192,15 @@ def launch(
         return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
 
     return Launch(
-        code=done.returncode,
-        output=done.stdout + done.stderr,
+        code=code,
+        output=output,
         ranks=read("json"),
         failures=read("err.json"),
         beats=read("beat.json"),
     )
+
+
+def _run_cold(
+    command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float, log: Path
+) -> tuple[int, str]:
+    return support.run_processes(command, environment=environment, timeout_s=timeout_s, log=log)

@@ -29,6 +29,7 @@ from quartet_plugin.megatron.apply import rewrite
 from quartet_plugin.megatron.arguments import Flags
 from quartet_plugin.megatron.device_connections import set_connections
 from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
 from quartet_plugin.space.knobs.overlap_param_gather import OVERLAP_PARAM_GATHER
@@ -75,14 +76,32 @@ def random_command(generator: random.Random) -> ProductionCommand:
     if generator.random() < 0.5:
         divisors = [number for number in (1, 2, 4, 8) if heads % number == 0]
         words += ["--group-query-attention", "--num-query-groups", str(generator.choice(divisors))]
+    if generator.random() < 0.3:
+        words += _random_experts(generator, num_devices)
     switches = ("--swiglu", "--untie-embeddings-and-output-weights", "--use-distributed-optimizer")
     words += [switch for switch in switches if generator.random() < 0.5]
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return ProductionCommand("random", tuple(words), num_devices, environment)
 
 
+def _random_experts(generator: random.Random, num_devices: int) -> list[str]:
+    """Flags of routed experts, some of them spread over devices."""
+    num_experts = generator.choice((4, 6, 8, 64))
+    spread = [number for number in (1, 2, 4) if num_experts % number == num_devices % number == 0]
+    flags = {
+        "--num-experts": num_experts,
+        "--moe-router-topk": generator.choice((1, 2)),
+        "--moe-ffn-hidden-size": generator.choice((96, 512)),
+        "--expert-model-parallel-size": generator.choice(spread),
+        "--moe-router-load-balancing-type": generator.choice(("aux_loss", "seq_aux_loss", "none")),
+        "--moe-aux-loss-coeff": generator.choice((0.0, 0.01)),
+        "--moe-token-dispatcher-type": generator.choice(("allgather", "alltoall")),
+    }
+    return ["--disable-bias-linear", *(word for name, value in flags.items() for word in (name, str(value)))]
+
+
 @functools.cache
-def check_groups(world_size: int, tensor: int, pipeline: int, chunks: int) -> None:
+def check_groups(world_size: int, tensor: int, pipeline: int, chunks: int, expert: int) -> None:
     """Megatron's process groups of these degrees, over processes that are not there."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -94,6 +113,7 @@ def check_groups(world_size: int, tensor: int, pipeline: int, chunks: int) -> No
                 tensor_model_parallel_size=tensor,
                 pipeline_model_parallel_size=pipeline,
                 virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+                expert_model_parallel_size=expert,
                 create_gloo_process_groups=False,
             )
     finally:
@@ -113,6 +133,7 @@ def refusal_of(words: Sequence[str]) -> str | None:
             args.tensor_model_parallel_size,
             args.pipeline_model_parallel_size,
             args.virtual_pipeline_model_parallel_size or 1,
+            args.expert_model_parallel_size,
         )
         with contextlib.redirect_stdout(None):
             core_transformer_config_from_args(args)
@@ -134,6 +155,10 @@ def refused_values(
     fault = TENSOR_PARALLEL.fault(size, context)
     if fault and ("heads" in fault or "query groups" in fault or fault.endswith("devices")):
         yield {"tensor_model_parallel_size": size}, fault
+    size = generator.choice((2, 3, 4, 5, 8, 16))
+    fault = EXPERT_PARALLEL.fault(size, context)
+    if fault and rules.job.experts is not None:
+        yield {"expert_model_parallel_size": size}, fault
     size = generator.choice((2, 3, 4, 5, 7, 8))
     fault = PIPELINE_PARALLEL.fault(size, context)
     if fault:

@@ -1,5 +1,6 @@
 """How tests start real Megatron: a free port, torchrun, tiny flags, a deadline, and nothing left behind."""
 
+import contextlib
 import functools
 import json
 import os
@@ -15,12 +16,14 @@ from pathlib import Path
 
 import psutil
 
+from quartet_plugin.launchers.protocol import Handle
 from quartet_plugin.protocol.environment import CPU_SETTINGS
+from tests.megatron import warm_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRETRAIN_SCRIPT = REPOSITORY / "examples" / "pretrain_gpt.py"
 PREPARE_SCRIPT = REPOSITORY / "examples" / "prepare_data.py"
-_RANK_PROGRAM = Path(__file__).with_name("rank_on_cpu.py")
+_RANK_PROGRAM = "tests.megatron.rank_on_cpu"
 
 # Small enough for a test and large enough that all of Megatron's paths are taken; 4 layers split over up to
 # 4 stages. Dropout is off: masks would depend on the layout. The small dataset is all for training: Megatron
@@ -114,12 +117,17 @@ def train(
     `folder` gets the ranks' records and must be new. A run that exceeds `timeout_s` is killed and fails.
     """
     folder.mkdir(parents=True)
-    program = [str(_RANK_PROGRAM), str(folder), str(script)]
     arguments = [
         *MODEL_FLAGS, *TRAINING_FLAGS, "--train-iters", str(train_iters), "--data-path", str(data), *flags,
     ]  # fmt: skip
-    exit_code, output = run_processes(
-        torchrun(num_processes, *program, *arguments), timeout_s=timeout_s, log=folder / "log"
+    exit_code, output = run_ranks(
+        num_processes,
+        _RANK_PROGRAM,
+        str(folder),
+        str(script),
+        *arguments,
+        timeout_s=timeout_s,
+        log=folder / "log",
     )
     return Run(exit_code=exit_code, output=output, steps=read_steps(folder))
 
@@ -142,7 +150,12 @@ def free_port() -> int:
 def rank_environment() -> dict[str, str]:
     """This environment with what the CPU device's ranks need, and with the repository importable."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, **CPU_SETTINGS, "PYTHONPATH": path}
+    return {**own_environment(), **CPU_SETTINGS, "PYTHONPATH": path}
+
+
+def own_environment() -> dict[str, str]:
+    """This environment without the name of the test, so that tests share a trial server."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 def run_processes(
@@ -161,19 +174,39 @@ def run_processes(
             env=environment or rank_environment(),
             cwd=REPOSITORY,
         )
+    return _await_end(process, timeout_s=timeout_s, log=log), log.read_text(errors="replace")
+
+
+def run_ranks(num_processes: int, *program: str, timeout_s: float, log: Path) -> tuple[int, str]:
+    """The same for torchrun with ranks of `program`, a module and its arguments, which are forked."""
+    command = torchrun(num_processes, "-m", *program)
+    return run_forked(command, rank_environment(), timeout_s=timeout_s, log=log)
+
+
+def run_forked(
+    command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float, log: Path
+) -> tuple[int, str]:
+    """Run a command line of torchrun, whose ranks on the CPU device are forked."""
+    process = warm_ranks.start(command, environment=environment, log=log)
+    return _await_end(process, timeout_s=timeout_s, log=log), log.read_text(errors="replace")
+
+
+def _await_end(process: Handle, *, timeout_s: float, log: Path) -> int:
+    """The exit code of a launcher, after whose end all that it has started is gone."""
     started = Descendants(process.pid)
     deadline_s = time.monotonic() + timeout_s
     try:
-        while process.poll() is None:
+        while (code := process.poll()) is None:
             started.look()
             if time.monotonic() > deadline_s:
                 tail = log.read_text(errors="replace")[-3000:]
-                raise TimeoutError(f"{command[-1]}... did not end within {timeout_s:g} s:\n{tail}")
+                raise TimeoutError(f"the run did not end within {timeout_s:g} s:\n{tail}")
             time.sleep(0.1)
     finally:
         started.kill()
-        process.wait()
-    return process.returncode, log.read_text(errors="replace")
+        while (code := process.poll()) is None:
+            time.sleep(0.02)
+    return code
 
 
 class Descendants:
@@ -185,11 +218,11 @@ class Descendants:
 
     def look(self) -> None:
         """Remember those that exist now."""
-        for known in list(self._seen):
-            try:
-                self._seen.update(known.children(recursive=True))
-            except psutil.NoSuchProcess:
-                continue
+        unseen = list(self._seen)
+        while unseen:
+            new = _children(unseen.pop().pid) - self._seen
+            unseen += new
+            self._seen |= new
 
     def kill(self) -> None:
         """End those that still run. psutil compares the start time, so a reused pid is not hit."""
@@ -201,6 +234,17 @@ class Descendants:
             except psutil.NoSuchProcess:
                 continue
         psutil.wait_procs(alive, timeout=10)
+
+
+def _children(pid: int) -> set[psutil.Process]:
+    """The children of a process, from the system's own lists: psutil would read all processes each time."""
+    children = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for word in task.read_text().split():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    children.add(psutil.Process(int(word)))
+    return children
 
 
 def read_steps(folder: Path) -> dict[int, list[Step]]:

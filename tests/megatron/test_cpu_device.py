@@ -235,7 +235,7 @@ def test_a_flag_with_the_needed_value_is_left_alone(command: set[str]) -> None:
     assert "--distributed-backend" not in cpu_device.required_flags(command)
 
 
-@pytest.mark.parametrize("flag", ["--async-save", "--sequence-parallel", "--fp8-format"])
+@pytest.mark.parametrize("flag", ["--async-save", "--fp8-format"])
 def test_what_a_cpu_cannot_do_is_refused_by_name(flag: str) -> None:
     with pytest.raises(ConfigError, match=f"^{flag} "):
         cpu_device.required_flags({flag})

@@ -127,6 +127,29 @@ def test_literal_layout_is_read_by_megatron() -> None:
     assert layout_of(args, world_size=2).virtual_stages == 2
 
 
+EXPERTS = ("--num-experts", "4", "--moe-router-load-balancing-type")
+
+
+@pytest.mark.parametrize(
+    ("words", "features"),
+    [
+        (["aux_loss"], []),  # the coefficient is 0
+        (["aux_loss", "--moe-aux-loss-coeff", "0.01"], ["moe_microbatch_loss"]),
+        (["seq_aux_loss", "--moe-aux-loss-coeff", "0.01"], []),
+        (["global_aux_loss", "--moe-aux-loss-coeff", "0.01"], ["moe_global_loss"]),
+        (["seq_aux_loss", "aux_loss", "--moe-aux-loss-coeff", "0.01", "0.0"], []),
+        (["seq_aux_loss", "global_aux_loss", "--moe-aux-loss-coeff", "0", "0.1"], ["moe_global_loss"]),
+        (["sinkhorn"], ["moe_microbatch_loss"]),
+        (["none"], []),
+        (["none", "--moe-expert-capacity-factor", "1.5"], ["moe_capacity"]),
+        (["none", "--moe-token-dispatcher-type", "flex"], ["moe_flex_dispatcher"]),
+        (["none", "--expert-tensor-parallel-size", "2"], ["expert_tensor_parallel"]),
+    ],
+)
+def test_what_the_router_binds(words: list[str], features: list[str]) -> None:
+    assert features_of(values(*EXPERTS, *words)) == sorted(["moe", *features])
+
+
 @pytest.mark.parametrize(
     ("words", "feature"),
     [

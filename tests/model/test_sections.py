@@ -1,11 +1,13 @@
 """YAML that people write: short, plain, and read in a moment whatever it holds."""
 
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import BeforeValidator, Field, model_validator
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.sections import MAX_CONFIG_BYTES, load_yaml
+from quartet_plugin.model.sections import MAX_CONFIG_BYTES, Section, load_yaml, validate
 
 
 def load(folder: Path, text: str) -> object:
@@ -55,3 +57,55 @@ def test_a_cluster_of_4096_nodes_is_read(tmp_path: Path) -> None:
     text = "cluster:\n  nodes:\n" + node * 4096
     assert len(text) > 1 << 18
     assert str(load(tmp_path, text)).count("node0001") == 4096
+
+
+class Inner(Section):
+    """A section with required keys."""
+
+    hidden_size: int
+    num_layers: int = Field(ge=1)
+
+
+class Outer(Section):
+    """Values that may have several forms."""
+
+    inner: Inner | None = None
+    measure: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    crop: Literal["auto", "none"] | Annotated[int, Field(ge=1)] = "auto"
+    degrees: Annotated[tuple[int, ...] | None, BeforeValidator(lambda value: (value,))] = None
+
+    @model_validator(mode="after")
+    def _is_cropped(self) -> "Outer":
+        if self.crop == 7:
+            raise ValueError("7 is no number of layers")
+        return self
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (
+            {"inner": {"hidden_sze": 8, "num_layers": 1}},
+            "inner.hidden_sze: 8: unknown key; did you mean hidden_size? (and 1 more)",
+        ),
+        ({"inner": {"hidden_size": 8}}, "inner.num_layers: missing; the key is required"),
+        ({"measure": 0}, "measure: 0: should be 'auto', or should be greater than or equal to 1"),
+        (
+            {"measure": "atuo"},
+            "measure: 'atuo': should be 'auto', or should be a valid integer; did you mean auto?",
+        ),
+        ({"crop": "x"}, "crop: 'x': should be 'auto' or 'none', or should be a valid integer"),
+        ({"degrees": "Auto"}, "degrees: 'Auto': should be a valid integer; did you mean auto?"),
+        ({"crop": 7}, "the file: {'crop': 7}: 7 is no number of layers"),
+        ({"inner": 3}, "inner: 3: must be a section, with keys of its own"),
+        (
+            {"crop": 0, "measure": 0},
+            "measure: 0: should be 'auto', or should be greater than or equal to 1 (and 1 more)",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_fault_names_the_key_that_was_written_and_the_nearest_word(data: object, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(Outer, data, where="q.yaml")
+    assert str(caught.value) == f"q.yaml: {line}"

@@ -91,4 +91,6 @@ def random_job(seed: int) -> PlanRequest:
     nodes, per_node = draw.choice([(1, 1), (1, 4), (1, 8), (2, 4), (3, 2), (2, 8)])
     cluster = {"num_nodes": nodes, "devices_per_node": per_node, "device": draw.choice(DEVICES)}
     batch = {"global_batch_size": draw.choice([8, 16, 48])}
+    if draw.random() < 0.15:
+        search["tensor_partition"] = "auto"
     return parse_job(job_data(model=model, cluster=cluster, batch=batch, search=search), where="job")

@@ -17,13 +17,15 @@ from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import (
     TooLarge,
     degrees,
+    fault_of_degrees,
     layout_table_of,
     refused_degrees,
 )
 from quartet_plugin.planner.ranking import rank, refusals
 from quartet_plugin.planner.table_rows import layout_of
-from quartet_plugin.space.layouts import fault_of_degrees
-from tests.planner.planning import job_data, runs_of
+from quartet_plugin.space.knobs.registry import DEGREES
+from quartet_plugin.space.layouts import choices_by_degrees
+from tests.planner.planning import job_data, random_job, runs_of
 
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 2048}
 
@@ -179,10 +181,20 @@ def test_refused_degrees_and_legal_ones_are_all_degrees() -> None:
     legal = {tuple(row) for row in layout_table_of(job, job.shape).columns[:, :3].tolist()}
     assert sum(one.count for one in refused) + len(legal) == len(list(degrees(job)))
     reasons = {one.reason for one in refused}
-    assert "TP 8 must divide the 12 heads; nearest: 4" in reasons
-    assert "PP 8 must be at most 7 for 5 layers; nearest: 4" in reasons
-    assert "DP 8 must divide a batch of 12; nearest: 4" in reasons
+    assert "heads: TP 8 does not divide 12 heads; nearest: 4" in reasons
+    assert "layers: PP 8 has more stages than 5 layers, embedding and head; nearest: 4" in reasons
+    assert "batch: DP 8 does not divide a batch of 12; nearest: 4" in reasons
     assert [one.count for one in refused] == sorted((one.count for one in refused), reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 3))
+def test_what_is_told_of_degrees_is_what_the_knobs_refuse(seed: int) -> None:
+    job = random_job(seed)
+    free = job.search.model_copy(update={knob.name: None for knob in DEGREES})
+    job = replace(job, search=free)
+    layouts = [layout for layout, _ in choices_by_degrees(job.shape, rules=rules_of(job))]
+    legal = {(one.tensor_parallel, one.context_parallel, one.pipeline_parallel) for one in layouts}
+    assert legal == {sizes for sizes in degrees(job) if fault_of_degrees(job, job.shape, *sizes) is None}
 
 
 @pytest.mark.parametrize(
@@ -197,7 +209,7 @@ def test_refused_degrees_and_legal_ones_are_all_degrees() -> None:
 )
 def test_each_constraint_names_itself(model: dict[str, Any], tp: int, words: str) -> None:
     job = parsed(model=model, cluster={"device": "H100-SXM-80GB"})
-    fault = fault_of_degrees(job.shape, rules=rules_of(job), values=(tp,))
+    fault = fault_of_degrees(job, job.shape, tp, 1, 1)
     assert fault is not None
     assert words in fault
 
@@ -207,30 +219,71 @@ def test_memory_refusals_are_grouped_and_counted() -> None:
     found = rank(job)
     memory = [one for one in refusals(job, found) if one.reason.startswith("memory")]
     assert sum(one.count for one in memory) == found.num_too_large > 0
-    assert any("needs at least" in one.reason and "GB" in one.reason for one in memory)
+    assert any("needs at least" in one.reason and "GiB" in one.reason for one in memory)
 
 
 def test_no_legal_layout_names_the_commonest_reason() -> None:
-    with pytest.raises(InfeasibleError, match=r"none is legal .* most often: PP 4 must be at most 3"):
+    with pytest.raises(InfeasibleError, match=r"search\.pipeline_parallel: 4; layers: PP 4 .*; nearest: 2"):
         rank(parsed(model={"num_layers": 1}, search={"pipeline_parallel": 4}))
 
 
 def test_no_legal_layout_is_told_about_the_degree_that_was_asked_for() -> None:
     with pytest.raises(
-        InfeasibleError,
-        match=r"search\.tensor_parallel: 3; must divide the 8 devices; nearest: tensor_parallel 2 or 4",
+        InfeasibleError, match=r"search\.tensor_parallel: 3; must divide the 8 devices; nearest: 2 or 4"
     ) as caught:
         rank(parsed(search={"tensor_parallel": 3}))
     assert "TP 8" not in str(caught.value)
-    with pytest.raises(InfeasibleError, match="TP 4 must divide the 2 heads") as caught:
+    with pytest.raises(InfeasibleError, match="TP 4 does not divide 2 heads") as caught:
         rank(parsed(model={"num_attention_heads": 2}, search={"tensor_parallel": 4}))
     assert "TP 8" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("batch", "search", "words"),
+    [
+        (
+            64,
+            {"micro_batch_size": 3},
+            "micro_batch_size: 3; no layout of the job has it; nearest: 2 or 4",
+        ),
+        (
+            64,
+            {"virtual_stages": 9, "pipeline_parallel": 2},
+            "virtual_stages: 9; no layout of the job has it; nearest:",
+        ),
+        (64, {"virtual_stages": 1, "schedule": "zb-v"}, "search.virtual_stages: 1; no layout of the job"),
+        (64, {"data_parallel": 8, "tensor_parallel": 4}, "search.tensor_parallel: 4; no layout of the job"),
+        (
+            7,
+            {"pipeline_parallel": 1, "tensor_parallel": 1},
+            "search.tensor_parallel: 1; batch: DP 8 does not divide a batch of 7; nearest: 1; choose another",
+        ),
+        # No request alone is to blame: TP 16 and the like are no reasons, the batch is.
+        (
+            63,
+            {"pipeline_parallel": 1, "tensor_parallel": [1, 2], "data_parallel": [4, 8]},
+            "most often: batch: DP 8 does not divide a batch of 63; nearest: 1",
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_the_request_that_alone_leaves_no_layout_is_named(
+    batch: int, search: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        rank(parsed(batch={"global_batch_size": batch}, search=search))
+    assert words in str(caught.value), caught.value
+
+
 def test_two_numbers_that_differ_look_different() -> None:
-    group = TooLarge(tensor_parallel=1, context_parallel=1, pipeline_parallel=1, count=1, least_bytes=83.04e9)
-    assert "at least 83.04 GB of the 83.01 GB" in group.refusal(83.01e9).reason
-    assert "at least 90 GB of the 83 GB" in replace(group, least_bytes=90e9).refusal(83.01e9).reason
+    group = TooLarge(
+        tensor_parallel=1, context_parallel=1, pipeline_parallel=1, count=1, least_bytes=77.34 * 2**30
+    )
+    usable_bytes = 77.31 * 2**30
+    assert "at least 77.34 GiB of the 77.31 GiB" in group.refusal(usable_bytes).reason
+    assert (
+        "at least 90 GiB of the 77 GiB" in replace(group, least_bytes=90 * 2**30).refusal(usable_bytes).reason
+    )
     assert distinct_numbers(1.0, 1.0, digits=1) == ("1.0", "1.0")
     assert distinct_numbers(1.0, 1.0000001, digits=1) == ("1.0000000", "1.0000001")
 

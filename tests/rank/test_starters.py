@@ -10,9 +10,10 @@ import pytest
 
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.protocol.environment import START
-from quartet_plugin.protocol.training_start import fault_of, read_starts, words_of
-from tests.rank.hooked import environment, make_site, start_file
+from quartet_plugin.protocol.training_start import read_starts
+from tests.rank.hooked import assert_found, environment, make_site, start_file
 
+RELEASES = Path(__file__).parents[2] / ".venv" / "releases"
 FAKE_TORCHRUN = Path(__file__).parents[1] / "faults" / "torchrun.py"
 # Stands in for mpirun and srun, which start one task a device and say its rank in variables of their own.
 TASKS = """#!/bin/sh
@@ -48,9 +49,20 @@ REAL = {
         2,
         "RANK",
     ),
+    "ft_launcher": (
+        "{python} -m nvidia_resiliency_ext.fault_tolerance.launcher --nproc-per-node 2 "
+        "--rdzv-backend c10d --rdzv-endpoint localhost:0 train.py",
+        2,
+        "RANK",
+    ),
+    "mpirun": (
+        "mpirun --allow-run-as-root --oversubscribe -n 2 {python} -u train.py",
+        2,
+        "OMPI_COMM_WORLD_RANK",
+    ),
 }
-# Beside Megatron-Bridge, of which it is a requirement.
-ACCELERATE = Path(__file__).parents[2] / ".venv" / "releases" / "megatron-bridge"
+# accelerate is beside Megatron-Bridge, of which it is a requirement.
+PACKAGES = [RELEASES / "megatron-bridge", RELEASES / "launchers"]
 
 
 def prepare(folder: Path) -> dict[str, str]:
@@ -85,48 +97,33 @@ def prepare(folder: Path) -> dict[str, str]:
     return {"python": sys.executable, "torchrun": torchrun}
 
 
-def check(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, timeout_s: float) -> None:
-    """Start a row as the tuner would, and compare what its processes left."""
-    line, world_size, variable = {**STARTERS, **REAL}[name]
+def check(
+    row: tuple[str, int, str | None], folder: Path, monkeypatch: pytest.MonkeyPatch, *, timeout_s: float
+) -> None:
+    """Start a row of the table in a folder as the tuner would."""
+    line, world_size, variable = row
     monkeypatch.chdir(folder)
     words = shlex.split(line.format(**prepare(folder)))
+    assert parse_command(words, environment={}).starter == "other" or row in REAL.values()
     site = make_site(folder)
-    command = parse_command(words, environment={})
-    assert command.starter == "other" or name in REAL
     start = start_file(folder / "attempt", "--quartet-trial", "missing.json")
     variables = environment(site, **{START: str(start)})
-    done = subprocess.run(
+    packages = os.pathsep.join([variables["PYTHONPATH"], *map(str, PACKAGES)])
+    assert_found(
         words,
-        env={**variables, "PYTHONPATH": f"{variables['PYTHONPATH']}{os.pathsep}{ACCELERATE}"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+        folder,
+        {**variables, "PYTHONPATH": packages},
+        world_size=world_size,
+        variable=variable,
+        timeout_s=timeout_s,
     )
-    starts = read_starts(start.parent)
-    training = [start for start in starts if start.framework is not None]
-    # Of several processes the first one that fails may end the others before they have begun.
-    assert training, done.stderr
-    assert {start.world_size for start in training} == {world_size}
-    assert {start.ranks_from for start in training} == {variable}
-    assert {start.framework for start in training} == {"Megatron"}
-    assert all("train.py" in start.argv for start in training)
-    assert fault_of(starts) is None
-    if any(start.rank == 0 for start in training):
-        assert f"{world_size} processes, ranks from {variable}" in str(words_of(starts))
-    # Each became the adapter's entry, which misses its trial: nothing was trained.
-    log = folder / "log"
-    output = done.stdout + done.stderr + (log.read_text() if log.exists() else "")
-    assert "missing.json" in output
-    assert "trained" not in output
 
 
 @pytest.mark.parametrize("name", sorted(STARTERS))
 def test_a_training_is_found_below_any_program(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(name, tmp_path, monkeypatch, timeout_s=100)
+    check(STARTERS[name], tmp_path, monkeypatch, timeout_s=100)
 
 
 @pytest.mark.slow
@@ -134,7 +131,7 @@ def test_a_training_is_found_below_any_program(
 def test_a_training_is_found_below_the_real_launchers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(name, tmp_path, monkeypatch, timeout_s=200)
+    check(REAL[name], tmp_path, monkeypatch, timeout_s=200)
 
 
 @pytest.mark.slow

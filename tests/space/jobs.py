@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo, ScheduleChoice, Split
 from quartet_plugin.model.shape import ModelShape
@@ -29,6 +30,7 @@ def make_job(
     features: tuple[str, ...] = (),
     full_backward: str | None = None,
     no_custom_schedules: str | None = None,
+    experts: Experts | None = None,
 ) -> TrainingJob:
     """A job with an even split and the stock schedule."""
     layout = layout or LAYOUT
@@ -53,6 +55,7 @@ def make_job(
         neutralised=("--save",),
         full_backward=full_backward,
         no_custom_schedules=no_custom_schedules,
+        experts=experts,
     )
 
 

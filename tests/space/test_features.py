@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.tables import changes, plan_lines
 from quartet_plugin.space.features import Axis, locked_axes
@@ -16,7 +17,7 @@ from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, Watching, begin, tune
 
-BATCHING = ("moe", "packing", "masked_tokens", "cyclic_data", "external_data")
+BATCHING = ("moe_global_loss", "moe_capacity", "packing", "masked_tokens", "cyclic_data", "external_data")
 LAYOUT = make_layout(data_parallel=2, micro_batch_size=2)
 
 
@@ -47,7 +48,7 @@ def test_what_can_change_the_objective_is_kept_unless_it_is_asked_for(feature: s
         assert any(change.change_class == "C" for change in changes(plan)) == is_other
         # The parity gate compares with the command as it is, which such a plan need not agree with.
         assert not is_other or plan.schedule.custom is None
-    assert any(plan.schedule.custom is not None for plan in asked) == (feature != "moe")
+    assert any(plan.schedule.custom is not None for plan in asked)
     labelled = next(plan for plan in asked if batching(plan) != (2, 2))
     assert any("class C: can change the objective" in line for line in plan_lines(labelled))
 
@@ -66,10 +67,31 @@ def test_class_a_keeps_what_rounds_reductions_otherwise() -> None:
     assert set(space.locked) == {Axis.DEGREES, Axis.MICRO_BATCH, Axis.OPTIONS}
 
 
-def test_experts_stay_inside_the_ranks_of_equal_dense_weights() -> None:
-    plans = plans_of(space_of("moe", expert_parallel=2, change_class="C"))
+def test_experts_that_no_plan_describes_keep_their_degrees() -> None:
+    plans = plans_of(space_of("moe", expert_parallel=2))
     assert {plan.layout.data_parallel for plan in plans} == {2, 4}
-    assert {plan.layout.tensor_parallel for plan in plans} == {1}
+    assert {(plan.layout.tensor_parallel, plan.layout.expert_parallel) for plan in plans} == {(1, 2)}
+
+
+def test_degrees_of_experts_are_tuned() -> None:
+    experts = Experts(num_experts=4, experts_per_token=2, ffn_hidden_size=96)
+    job = make_job(layout=LAYOUT, features=("moe",), experts=experts)
+    search = parse_config({"search": {"schedule": ["no-pipelining", "1f1b"]}}, where="q.yaml").search
+    plans = plans_of(build_space(job, nodes=make_nodes(4), search=search, run="r", seed=0), num=300)
+    degrees = {(plan.layout.data_parallel, plan.layout.expert_parallel) for plan in plans}
+    assert degrees == {(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)}
+    assert len({plan.layout.micro_batch_size for plan in plans}) > 1
+    with_tensor = [plan.layout for plan in plans if plan.layout.tensor_parallel > 1]
+    assert with_tensor
+    assert all(layout.sequence_parallel for layout in with_tensor)
+    assert len({plan.mapping for plan in plans}) > 1
+
+
+def test_a_loss_of_one_microbatch_keeps_the_micro_batch_alone() -> None:
+    plans = plans_of(space_of("moe_microbatch_loss", schedule=["1f1b", "zb-h1"], virtual_stages=1), num=60)
+    assert {plan.layout.micro_batch_size for plan in plans} == {2}
+    assert len({plan.layout.data_parallel for plan in plans}) > 1
+    assert any(plan.layout.data_parallel != 2 and plan.schedule.custom is not None for plan in plans)
 
 
 def test_an_unknown_feature_keeps_everything_whatever_is_asked_for() -> None:

@@ -28,6 +28,7 @@ from quartet_plugin.tuner.trial_backend import SETTLED, ComparedTrial, ParityChe
 from quartet_plugin.tuner.tune_result import TuneResult
 from tests.space.jobs import make_job, make_nodes
 
+_OF_COORDINATOR = ("prior", "slices", "make_room", "full_size")
 COMMAND = ("torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8")
 
 
@@ -235,7 +236,7 @@ def tune(run: TuningRun, machine: Any, **options: Any) -> TuneResult:
 def coordinator(run: TuningRun, machine: Any, **options: Any) -> Coordinator:
     """A coordinator on a machine; `options` are the context's and its own."""
     options.setdefault("observer", Watching())
-    of_coordinator = {name: options.pop(name) for name in ("prior", "slices", "make_room") if name in options}
+    of_coordinator = {name: options.pop(name) for name in _OF_COORDINATOR if name in options}
     command = parse_command(run.command, environment={})
     context = TuningContext.create(run, command=command, backend=machine, **options)
     return Coordinator(context, **of_coordinator)

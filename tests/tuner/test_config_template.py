@@ -43,7 +43,13 @@ def test_with_every_comment_taken_away_it_is_read() -> None:
     data = yaml.safe_load("\n".join(line.removeprefix("# ") for line in lines))
     for kind, content in ((TuneConfig, data), (ScalingConfig, data["search"]["scaling"])):
         assert set(content) == set(kind.model_fields)
-    changed = {"run": None, "machine": {}, "site": None, "search": {**data["search"], "scaling": None}}
+    changed = {
+        "run": None,
+        "machine": {},
+        "site": None,
+        "nodes": None,
+        "search": {**data["search"], "scaling": None},
+    }
     plain = {name: changed.get(name, value) for name, value in data.items()}
     del plain["run"], plain["search"]["scaling"]
     assert parse_config(plain, where="q") == TuneConfig()

@@ -66,7 +66,7 @@ class AssignedRun:
         self._held = [held_weights(run, rank) for rank in range(run.layout.pipeline_parallel)]
         self._fullest = fullest_rank(run, weights_of_stages(run))
         self._gradient_times: dict[tuple[float, float, GroupLink, float, float], float] = {}
-        self._tensor = group_link(topology, [0] * run.layout.tensor_parallel)
+        self.tensor_link = group_link(topology, [0] * run.layout.tensor_parallel)
 
     def predict(self, slots: tuple[int, ...]) -> RowPrediction:
         """The prediction when slot `slots[r]` plays RANK r."""
@@ -199,7 +199,7 @@ class AssignedRun:
         """One microbatch's seconds of a stage by cause, on slots of `slowdown` and the groups' links."""
         tp = self.run.layout.tensor_parallel
         parts = {name: times.scaled(slowdown) for name, times in self._parts[stage].items()}
-        groups = (self._tensor, 1), (context, tp), (expert, tp)
+        groups = (self.tensor_link, 1), (context, tp), (expert, tp)
         for name, (link, stride) in zip(COLLECTIVES, groups, strict=True):
             if link.size > 1:
                 parts[name] = self.parts_over(link, stride)[stage][name]

@@ -157,3 +157,42 @@ def pipeline_time(
             for row in range(len(UNSLOWED)):
                 slopes[UNSLOWED[row]] += scale[UNSLOWED[row]] * unslowed[row, way, stage] * count
     return float(seconds)
+
+
+@compiled
+def pipeline_times(
+    scales: FloatArray,
+    compute: FloatArray,
+    unslowed: FloatArray,
+    slot_indices: IntArray,
+    core_slowdown: FloatArray,
+    placement: IntArray,
+    sends: FloatArray,
+    is_blocking: bool,
+    is_custom: bool,
+    counts_without_orders: FloatArray,
+    orders: IntArray,
+    offsets: IntArray,
+    num_microbatches: int,
+) -> FloatArray:
+    """`pipeline_time` under each row of `scales` [num, num_coefficients], without slopes."""
+    seconds = np.zeros(len(scales))
+    slopes = np.zeros(scales.shape[1])
+    for row in range(len(scales)):
+        seconds[row] = pipeline_time(
+            scales[row],
+            compute,
+            unslowed,
+            slot_indices,
+            core_slowdown,
+            placement,
+            sends,
+            is_blocking,
+            is_custom,
+            counts_without_orders,
+            orders,
+            offsets,
+            num_microbatches,
+            slopes,
+        )
+    return seconds

@@ -15,7 +15,7 @@ from quartet_plugin.cost.coefficients import INDEX, Coefficient, MachineModel
 from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.constants import ClusterConstants
 from quartet_plugin.cost.core_sharing import core_sharing_of
-from quartet_plugin.cost.iteration.kernel import UNSLOWED, pipeline_time, stage_work
+from quartet_plugin.cost.iteration.kernel import UNSLOWED, pipeline_time, pipeline_times, stage_work
 from quartet_plugin.cost.iteration.orders import (
     OrderedActions,
     WeightedOrders,
@@ -110,6 +110,35 @@ class IterationModel:
         Raises PlanError for orders that do not run.
         """
         return self._evaluate(np.exp(log_coefficients), core_slowdown=self._core_slowdown(log_coefficients))
+
+    def seconds(self, points: FloatArray) -> FloatArray:
+        """The seconds of `evaluate` at each of `points` [num, num_coefficients], with one call of the kernel
+        where nothing but the order of actions decides the time.
+        """
+        if self._core_sharing is not None or self._gain or len(self._orders) > 1:
+            return np.array([self.evaluate(point)[0] for point in points])
+        scales = np.exp(points)
+        order = self._orders[0][0] if self._orders else None
+        weight = self._orders[0][1] if self._orders else 1.0
+        pipeline = pipeline_times(
+            scales,
+            self._compute,
+            self._unslowed,
+            self._slot_indices,
+            self._no_core_slowdown,
+            self._placement,
+            self._sends,
+            self._is_blocking,
+            self._is_custom,
+            self._counts,
+            _NO_ORDER if order is None else order.orders,
+            _NO_ORDER if order is None else order.offsets,
+            0 if order is None else order.num_microbatches,
+        )
+        if pipeline.min() < 0.0:
+            raise PlanError("orders: they wait for each other; take another schedule")
+        seconds: FloatArray = self._share * (weight * pipeline + (scales * self._step).sum(axis=1))
+        return seconds
 
     def predict(self, log_coefficients: FloatArray) -> RowPrediction:
         """The iteration's terms under any coefficients; they sum to the seconds of `evaluate`."""

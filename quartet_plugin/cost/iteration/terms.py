@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from quartet_plugin.cost import communication, compute
+from quartet_plugin.cost import communication, compute, layer_partition
 from quartet_plugin.cost.compute import LayerTimes, Rates, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.run import TrainingRun
@@ -90,10 +90,12 @@ def layer_parts(
     run: TrainingRun, constants: Constants, rates: Rates, *, experts: Experts | None = None
 ) -> StageParts:
     """One layer's time for a microbatch by cause, with `experts` or a dense FFN."""
-    layer = compute.layer_times(run, constants, rates, experts=experts)
+    partition = run.layout.tensor_partition
+    cut = None if partition is None else layer_partition.partition_products(run, rates, partition)
+    layer = compute.layer_times(run, constants, rates, experts=experts, cut=cut)
     tensor, repeated = communication.tensor_parallel(run, constants)
     if run.layout.recompute == "full":
-        tensor = Times(tensor.forward, tensor.input_grad + repeated, 0.0)
+        tensor = Times(tensor.forward, tensor.input_grad + repeated, tensor.weight_grad)
     return {
         "gemm": layer.gemm,
         "attention": layer.attention,

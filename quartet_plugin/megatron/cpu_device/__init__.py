@@ -95,7 +95,9 @@ def _redirect_and_import(*, training: bool) -> None:
     _installations.append(redirect(redirects()))
     cuda.silence_fork_warning()
     startup.import_megatron(training=training)
-    _installations.append(redirect([startup.COMPILE_HELPERS, norms.L2_NORM, *checkpoints.redirects()]))
+    _installations.append(
+        redirect([startup.COMPILE_HELPERS, norms.L2_NORM, norms.TORCH_NORM, *checkpoints.redirects()])
+    )
 
 
 def redirects() -> list[Redirect]:

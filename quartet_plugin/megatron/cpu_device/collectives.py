@@ -8,6 +8,8 @@ and sends whatever the allocator put there: training goes on with wrong numbers 
 import functools
 from typing import Any
 
+import torch
+
 from quartet_plugin.rank.seams import Redirect
 
 
@@ -59,6 +61,26 @@ def _holding(isend: Any) -> Any:
     return isend_and_hold
 
 
+def _with_listed_sizes(exchange: Any) -> Any:
+    """An all-to-all that takes the sizes of its parts as tensors too.
+
+    Megatron's dispatchers of experts make arrays of them as they fetch them from the GPU; on a CPU they are
+    fetched already, and stay tensors, which torch does not take.
+    """
+
+    @functools.wraps(exchange)
+    def exchange_listed(output: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(_listed(argument) for argument in args)
+        kwargs = {name: _listed(argument) for name, argument in kwargs.items()}
+        return exchange(output, source, *args, **kwargs)
+
+    return exchange_listed
+
+
+def _listed(argument: Any) -> Any:
+    return argument.tolist() if isinstance(argument, torch.Tensor) else argument
+
+
 # The asynchronous send, and the functions whose arguments name CUDA or NCCL. `batch_isend_irecv` calls the
 # names in distributed_c10d, and its check compares them.
 REDIRECTS = tuple(
@@ -66,5 +88,6 @@ REDIRECTS = tuple(
     for name, wrap in {
         **dict.fromkeys(("init_process_group", "new_group", "barrier"), _on_gloo),
         "isend": _holding,
+        "all_to_all_single": _with_listed_sizes,
     }.items()
 )

@@ -1,11 +1,16 @@
-"""The norm of all gradients on a CPU, summed in blocks.
+"""Norms on a CPU: torch's norm layers under sequence parallelism, and the norm of all gradients in blocks.
+
+Megatron refuses torch's layers there because their parameters are not marked: each rank sees a part of the
+tokens, so that their gradients must be summed. Marked they are like any other norm's.
 
 `torch.norm` adds the squares of a tensor one after another in fp32 there: of an embedding with three million
 elements small gradients are lost, 3e-4 of the norm, and half of that where two devices share it. A GPU sums
 in blocks, so there a layout changes the norm by its rounding alone.
 """
 
-from collections.abc import Sequence
+import copy
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quartet_plugin.rank.seams import Redirect
@@ -30,3 +35,19 @@ def blockwise_l2_norm(
 
 
 L2_NORM = Redirect("megatron.core.optimizer.clip_grads", "l2_norm_impl", lambda _: blockwise_l2_norm)
+
+
+def _with_marks(make: Callable[..., Any]) -> Any:
+    @functools.wraps(make)
+    def make_marked(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        unsplit = copy.copy(config)
+        unsplit.sequence_parallel = False
+        norm = make(cls, unsplit, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return staticmethod(make_marked)
+
+
+TORCH_NORM = Redirect("megatron.core.transformer.torch_norm", "WrappedTorchNorm.__new__", _with_marks)

@@ -36,7 +36,6 @@ _ADDED = (
 _ADDED_WITH_VALUE = {"--num-workers": "0"}
 _REFUSED = {
     "--async-save": "the writer would read weights that training is changing; leave it out",
-    "--sequence-parallel": "its norm layer needs Transformer Engine or Apex; leave it out",
     "--fp8-format": "a CPU has no FP8; use --bf16 or fp32",
     "--fp8": "a CPU has no FP8; use --bf16 or fp32",
     "--fp4-format": "a CPU has no FP4; use --bf16 or fp32",

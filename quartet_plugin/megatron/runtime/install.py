@@ -30,6 +30,8 @@ class Prepared:
 
     runtime: Any
     wrappers: dict[Seam, Wrapper]
+    # The queues of deferred weight gradients, which partitioned linears use too.
+    gradients: Any = None
 
 
 def prepare_plan(plan: Plan, args: Namespace, *, on_cpu: bool) -> tuple[Prepared | None, list[str]]:
@@ -117,4 +119,4 @@ def prepare(
     wrappers |= end_stages.wrappers(placement) | layout.wrappers(placement) | reductions.wrappers()
     if splits_backward(spec, num_microbatches):
         wrappers |= split_backward.wrappers(gradients, delays_te=delays_te)
-    return Prepared(runtime=runtime, wrappers=wrappers)
+    return Prepared(runtime=runtime, wrappers=wrappers, gradients=gradients)

@@ -54,6 +54,9 @@ LOAD = declare(
     use_sites=(f"{_CHECKPOINTING}:load_args_from_checkpoint", f"{_CHECKPOINTING}:load_checkpoint"),
 )
 
+# Linears of a layer cut as a plan says: every way to a GPT model passes through here with the specification.
+GPT_MODEL_INIT = declare("megatron.core.models.gpt.gpt_model", "GPTModel.__init__")
+
 # Custom schedules. get_forward_backward_func looks both functions up when it is called, for training and for
 # every evaluation.
 SCHEDULES = tuple(
@@ -222,4 +225,4 @@ CUSTOM_SCHEDULE = (
     *SPLIT_BACKWARD,
 )
 CHECKPOINTS = (SAVE, LOAD)
-ALL = (ARGUMENTS, TOKENIZER, *CHECKPOINTS, *CUSTOM_SCHEDULE)
+ALL = (ARGUMENTS, TOKENIZER, *CHECKPOINTS, GPT_MODEL_INIT, *CUSTOM_SCHEDULE)

@@ -2,8 +2,7 @@
 
 from typing import Any, Literal
 
-from quartet_plugin.errors import PlanError
-from quartet_plugin.partition.layer import Linear, partition_of
+from quartet_plugin.partition.layer import Linear
 from quartet_plugin.partition.notation.colossal import to_colossal
 from quartet_plugin.partition.notation.dtensor import layer_to_dtensor
 from quartet_plugin.partition.notation.gspmd import to_gspmd
@@ -16,15 +15,12 @@ Notation = Literal["sbp", "gspmd", "dtensor", "colossal"]
 
 
 def layer_notation(
-    notation: Notation, linears: tuple[Linear, ...], *, form: str, devices: int, stages: int
+    notation: Notation, cut: list[tuple[Linear, Partition]], *, form: str, devices: int, stages: int
 ) -> dict[str, Any]:
-    """The layer cut in a form of `layer.LAYER_FORMS`, as JSON.
+    """The layer as `cut`, which is called `form`, as JSON.
 
     Raises PlanError where the sizes do not divide, or where the notation cannot say the form.
     """
-    if devices < 2:
-        raise PlanError(f"tensor_parallel {devices}: nothing is cut; name a plan with tensor parallelism")
-    cut = [(linear, partition_of(form, linear, devices)) for linear in linears]
     for linear, partition in cut:
         check_divides(partition, linear.sizes)
     content: dict[str, Any] = {

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import IntArray
+from quartet_plugin.model.schema import nearest_word
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES
 from quartet_plugin.schedule.named import blocks, keyed, rules
@@ -164,7 +165,8 @@ NAMED = MappingProxyType({schedule.name: schedule for schedule in _ALL})
 def lookup(name: str) -> NamedSchedule:
     """The named schedule; raises ConfigError with all names for an unknown one."""
     if name not in NAMED:
-        raise ConfigError(f"schedule {name[:40]!r}; expected one of {', '.join(NAMED)}")
+        near = nearest_word(name, known=NAMED)
+        raise ConfigError(f"schedule {name[:40]!r}; expected one of {', '.join(NAMED)}{near}")
     return NAMED[name]
 
 

@@ -16,8 +16,9 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     size, tensor, length = int(value), context.layout.tensor_parallel, context.shape.seq_length
     if kept := kept_fault(size, context.rules.job.layout.context_parallel, _kept(context.rules)):
         return kept
-    # Causal attention is balanced in two chunks a rank; sequence parallelism splits further.
-    if size > 1 and length % (2 * size * tensor):
+    # Causal attention is balanced in two chunks a rank; sequence parallelism splits further. A
+    # command's own size runs already.
+    if context.rules.is_planned and size > 1 and length % (2 * size * tensor):
         return f"with TP {tensor} must cut sequences of {length} into {2 * size * tensor} equal chunks"
     return None
 

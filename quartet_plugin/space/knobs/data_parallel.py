@@ -19,13 +19,15 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     copies = _copies(context.layout, context.rules)
     if value != copies:
         return f"must be {copies}, the devices that TP and PP leave"
-    if context.rules.job.global_batch_size % copies:
-        return f"must divide a batch of {context.rules.job.global_batch_size}"
+    layout, job = context.layout, context.rules.job
+    if job.global_batch_size % copies:
+        return f"must divide a batch of {job.global_batch_size}"
     if (
-        "moe" in context.rules.job.features
-        and copies * context.layout.context_parallel % context.layout.expert_parallel
+        "moe" in job.features
+        and job.experts is None
+        and copies * layout.context_parallel % layout.expert_parallel
     ):
-        return f"times CP must be a multiple of EP ({context.layout.expert_parallel})"
+        return f"times CP must be a multiple of EP ({layout.expert_parallel}), which is kept"
     return None
 
 

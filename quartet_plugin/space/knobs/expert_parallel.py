@@ -1,44 +1,49 @@
-"""Expert parallelism: the devices that share the experts. Planned; in trials the command's own is kept."""
+"""Expert parallelism: the devices that share the experts."""
+
+import math
 
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
 
 
-def _copies(context: KnobContext) -> int:
-    """The ranks that hold equal dense weights."""
-    return context.layout.context_parallel * context.layout.data_parallel
-
-
 def _offers(context: KnobContext) -> list[int]:
-    if not context.rules.is_planned:
-        return [context.layout.expert_parallel]
-    return [1] if context.rules.job.experts is None else divisors(_copies(context))
+    experts = context.rules.job.experts
+    num_experts = 1 if experts is None else experts.num_experts
+    return divisors(math.gcd(num_experts, _copies(context)))
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
-    size, experts = int(value), context.rules.job.experts
-    if kept := kept_fault(size, context.rules.job.layout.expert_parallel, _kept(context.rules)):
+    size, job = int(value), context.rules.job
+    if kept := kept_fault(size, job.layout.expert_parallel, _kept(context.rules)):
         return kept
-    if experts is not None and experts.num_experts % size:
-        return f"must divide the {experts.num_experts} experts"
-    return f"must divide the {_copies(context)} copies" if _copies(context) % size else None
+    if job.experts is not None and job.experts.num_experts % size:
+        return f"must divide the {job.experts.num_experts} experts"
+    if _copies(context) % size:
+        return f"must divide DP x CP ({_copies(context)})"
+    return None
+
+
+def _copies(context: KnobContext) -> int:
+    """The devices over which the experts of a tensor-parallel rank may spread."""
+    return context.layout.data_parallel * context.layout.context_parallel
 
 
 def _kept(rules: KnobRules) -> str | None:
-    return None if rules.is_planned else "trials keep it; `quartet plan` varies it"
+    if rules.job.experts is not None:
+        return None
+    return "no plan describes these experts" if "moe" in rules.job.features else "the model has no experts"
 
 
 EXPERT_PARALLEL = LayoutKnob(
     name="expert_parallel",
     label="EP",
-    meaning="devices that share the experts; trials keep the command's",
+    meaning="devices that share the experts",
     kind="degree",
     axis=Axis.DEGREES,
     change_class="B",
-    rule="divides the experts, and DP x CP (megatron/core/parallel_state.py)",
+    rule="divides the experts, and DP x CP (megatron/training/arguments.py, megatron/core/parallel_state.py)",
     flag="--expert-model-parallel-size",
-    default="stock",
     offers=_offers,
     fault=_fault,
     kept=_kept,

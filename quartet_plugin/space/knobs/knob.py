@@ -18,7 +18,7 @@ from quartet_plugin.space.features import Axis
 
 type Value = bool | int | str
 # The form of a knob's values in q.yaml.
-Kind = Literal["degree", "size", "switch", "word", "split", "order", "schedule", "shape"]
+Kind = Literal["degree", "size", "switch", "word", "split", "order", "schedule", "shape", "partition"]
 ChangeClass = Literal["A", "B", "D"]
 
 
@@ -47,6 +47,10 @@ class KnobRules(Protocol):
     @property
     def slots_per_node(self) -> int:
         """The number that a TP group must divide."""
+
+    @property
+    def joined_devices(self) -> int:
+        """The number that a group must divide to stay inside fast links."""
 
     @property
     def is_planned(self) -> bool:
@@ -126,12 +130,13 @@ class LiveJob:
 
     `degrees` are sizes as they were built, by the knob's name. `model` is the configuration that the model
     holds; `optimizer` decides how gradients and parameters are shared, Megatron's DDP configuration or
-    DeepSpeed's engine.
+    DeepSpeed's engine. `tensor_partition` is the label of what cuts the layers, None where nothing tells.
     """
 
     degrees: Mapping[str, int]
     model: Any = None
     optimizer: Any = None
+    tensor_partition: str | None = None
 
 
 def degree_of(name: str) -> Callable[[LiveJob], Value | None]:

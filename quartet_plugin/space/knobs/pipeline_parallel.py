@@ -1,9 +1,15 @@
 """Pipeline parallelism: the devices that the layers are spread over."""
 
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, never_kept
+
+
+def most_stages(shape: ModelShape) -> int:
+    """A stage for each layer, and one for the embedding and one for the head alone."""
+    return shape.num_layers + 2
 
 
 def _processes(layout: Layout, rules: KnobRules) -> int:
@@ -19,8 +25,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     ranks, processes = int(value), _processes(context.layout, context.rules)
     if processes % ranks:
         return f"must divide the {processes} devices that TP leaves"
-    # The first and the last stage may hold the embedding and the head alone.
-    most = context.shape.num_layers + 2
+    most = most_stages(context.shape)
     return f"must be at most {most} for {context.shape.num_layers} layers" if ranks > most else None
 
 

@@ -20,6 +20,7 @@ from quartet_plugin.space.knobs.sequence_parallel import SEQUENCE_PARALLEL
 from quartet_plugin.space.knobs.shape import SHAPE
 from quartet_plugin.space.knobs.split import SPLIT
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
+from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
 from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
 from quartet_plugin.space.knobs.zero_buckets import ALLGATHER_BUCKET_SIZE, REDUCE_BUCKET_SIZE
 from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
@@ -39,6 +40,7 @@ BEFORE_SCHEDULE: tuple[LayoutKnob, ...] = (
     ZERO_STAGE,
     DISTRIBUTED_OPTIMIZER,
     SEQUENCE_PARALLEL,
+    TENSOR_PARTITION,
     RECOMPUTE,
 )
 # Chosen last: no other choice depends on them.

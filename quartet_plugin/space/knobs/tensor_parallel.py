@@ -8,20 +8,18 @@ from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
 
 # Sizes of FP8 products are multiples of it.
-_FP8_MULTIPLE = 16
+FP8_MULTIPLE = 16
 
 
 def sizes_to_divide(shape: ModelShape, experts: Experts | None = None) -> dict[str, int]:
-    """The sizes of a model that a tensor-parallel size must divide, by name."""
-    sizes = {
+    """The sizes of a model that a tensor-parallel size must divide, by name; 0 for one that it lacks."""
+    return {
         "heads": shape.num_attention_heads,
         "of the FFN": shape.ffn_hidden_size,
         "of the vocabulary": shape.vocab_size,
+        "of an expert's FFN": 0 if experts is None else experts.ffn_hidden_size,
+        "of the shared expert's FFN": 0 if experts is None else experts.shared_ffn_hidden_size,
     }
-    if experts is not None:
-        sizes["of an expert's FFN"] = experts.ffn_hidden_size
-        sizes["of the shared expert's FFN"] = experts.shared_ffn_hidden_size
-    return sizes
 
 
 def _offers(context: KnobContext) -> list[int]:
@@ -39,14 +37,14 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return f"must divide the {context.rules.slots_per_node} devices of a node"
     if processes % size:
         return f"must divide the {processes} devices"
-    sizes = sizes_to_divide(context.shape, context.rules.job.experts).items()
-    undivided = next((f"must divide the {number} {words}" for words, number in sizes if number % size), None)
-    if undivided is not None:
-        return undivided
     groups = context.shape.num_query_groups
     if groups % size and size % groups:
         return f"must divide the {groups} query groups, or be a multiple of them"
-    return _fault_of_plan(size, context) if context.rules.is_planned else None
+    sizes = sizes_to_divide(context.shape, context.rules.job.experts).items()
+    undivided = next((f"must divide the {number} {words}" for words, number in sizes if number % size), None)
+    if undivided is None and context.rules.is_planned:
+        return _fault_of_plan(size, context)
+    return undivided
 
 
 def _fault_of_plan(size: int, context: KnobContext) -> str | None:
@@ -54,18 +52,23 @@ def _fault_of_plan(size: int, context: KnobContext) -> str | None:
     shape, job = context.shape, context.rules.job
     if shape.seq_length % size:
         return f"must divide sequences of {shape.seq_length}"
-    widths = [shape.hidden_size, shape.attention_size // size, shape.ffn_hidden_size // size]
-    widths += [] if job.experts is None else [job.experts.ffn_hidden_size // size]
-    if "fp8" in job.features and any(width % _FP8_MULTIPLE for width in widths):
-        return f"leaves FP8 products of sizes that are no multiples of {_FP8_MULTIPLE}"
+    if "fp8" in job.features and not fits_fp8(size, shape, job.experts):
+        return f"leaves FP8 products of sizes that are no multiples of {FP8_MULTIPLE}"
     return None
+
+
+def fits_fp8(size: int, shape: ModelShape, experts: Experts | None) -> bool:
+    """Whether the products of a rank have sizes that FP8 takes."""
+    widths = [shape.hidden_size, shape.attention_size // size, shape.ffn_hidden_size // size]
+    widths += [] if experts is None else [experts.ffn_hidden_size // size]
+    return all(width % FP8_MULTIPLE == 0 for width in widths)
 
 
 def _kept(rules: KnobRules) -> str | None:
     if not capabilities(rules.job.framework).changes_tensor_parallel:
         return "the framework's pipelines keep the script's tensor parallelism"
-    # Experts are sharded over the same ranks; another TP would move them.
-    return "moe" if "moe" in rules.job.features else None
+    # Experts that no plan describes may not divide.
+    return "moe" if "moe" in rules.job.features and rules.job.experts is None else None
 
 
 TENSOR_PARALLEL = LayoutKnob(
@@ -75,7 +78,7 @@ TENSOR_PARALLEL = LayoutKnob(
     kind="degree",
     axis=Axis.DEGREES,
     change_class="B",
-    rule="divides heads, FFN, vocabulary and a node's devices, and query groups or is a multiple of them "
+    rule="divides heads, FFNs, vocabulary and a node's devices, and query groups or is a multiple of them "
     "(megatron/core/transformer/transformer_config.py)",
     flag="--tensor-model-parallel-size",
     offers=_offers,

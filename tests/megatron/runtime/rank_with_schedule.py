@@ -8,14 +8,15 @@ a GPU does. `profile` is stock's order with its layers measured as by `quartet p
 rank-0.profile.json.
 
 `--gradient-accumulation-fusion` among ARGS fuses weight gradients, with stand-ins for Apex's kernels;
-`--transformer-impl transformer_engine` brings a stand-in for its layers.
+`--transformer-impl transformer_engine` brings a stand-in for its layers. PARTITION in the environment is the
+label of a tensor partition that the layers get.
 """
 
-import copy
 import json
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,25 +27,52 @@ FUSION, ENGINE_LAYERS = "--gradient-accumulation-fusion", "transformer_engine"
 
 
 def main() -> None:
-    """Install device, runtime and recording, then run the script."""
+    """Prepare this process and train in it."""
+    words = sys.argv[1:]
+    prepare(preparation(words))
+    train(words)
+
+
+def preparation(words: Sequence[str]) -> list[str]:
+    """The words that decide what is imported and replaced, before anything is."""
+    return sorted({FUSION, ENGINE_LAYERS} & set(words))
+
+
+def prepare(flags: Sequence[str]) -> None:
+    """Install the device, and bring the stand-ins that `preparation` has named."""
     from quartet_plugin.megatron import cpu_device
 
     cpu_device.ensure_environment()
-    folder, order, script, *arguments = sys.argv[1:]
-    # The device replaces kernels that need a GPU, unless their stand-ins have been brought.
-    given = set(arguments) - {"--sequence-parallel"}
-    if FUSION in arguments:
+    if FUSION in flags:
         provide(APEX)
+    if ENGINE_LAYERS in flags:
+        provide(ENGINE)
+    cpu_device.install()
+
+
+def import_runtime() -> None:
+    """Import, and compile, what `train` needs beyond Megatron."""
+    from quartet_plugin.megatron.runtime.install import prepare
+    from quartet_plugin.runtime.programs import ScheduleSpec
+    from tests.runtime.pipelines import stage_costs
+
+    prepare(ScheduleSpec(costs=stage_costs((0, 1)), name="zb-h1"), num_microbatches=2)
+
+
+def train(words: Sequence[str]) -> None:
+    """Install runtime and recording, then run the script."""
+    from quartet_plugin.megatron import cpu_device
+
+    folder, order, script, *arguments = words
+    # The device replaces kernels that need a GPU, unless their stand-ins have been brought.
+    given = set(arguments)
+    if FUSION in arguments:
         arguments.remove(FUSION)
         given |= {"--no-gradient-accumulation-fusion"}
     if ENGINE_LAYERS in arguments:
-        provide(ENGINE)
         given |= {"--transformer-impl", "local"}
-    cpu_device.install()
     from tests.megatron.rank_on_cpu import record_steps
 
-    if "--sequence-parallel" in arguments and ENGINE_LAYERS not in arguments:
-        mark_norms()
     if ":nccl" in order or ":troubled" in order:
         simulate_nccl(troubled=":troubled" in order)
     if order == "profile":
@@ -118,9 +146,18 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
     )
     if "tracked" in rest:
         prepared.runtime.measure(on_cpu=False)
-    seams.install(prepared.wrappers)
+    seams.install(prepared.wrappers | partition_wrappers(prepared.gradients))
     record_deferred(folder)
     record_reductions(folder)
+
+
+def partition_wrappers(gradients: Any) -> Any:
+    """What lets layers be cut as PARTITION says, their weight gradients deferred with the others."""
+    from quartet_plugin.megatron.partition.install import PartitionedModels
+    from quartet_plugin.model.tensor_partition import partition_from_label
+
+    partition = partition_from_label(os.environ.get("PARTITION", "stock"))
+    return {} if partition is None else PartitionedModels(partition, gradients=gradients).wrappers
 
 
 def record_deferred(folder: Path) -> None:
@@ -163,30 +200,6 @@ def record_reductions(folder: Path) -> None:
         microbatch_done(self, chunk)
 
     GradReduction.microbatch_done = recorded  # type: ignore[method-assign]
-
-
-def mark_norms() -> None:
-    """A torch norm whose parameters are marked as Transformer Engine's are under sequence parallelism.
-
-    Megatron refuses torch's own norm there only because its gradients would not be reduced without the mark.
-    """
-    import torch
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    original = WrappedTorchNorm.__new__
-
-    def marked(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        norm: torch.nn.Module = original(cls, replace_flag(config), *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    def replace_flag(config: Any) -> Any:
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        return plain
-
-    WrappedTorchNorm.__new__ = marked
 
 
 def num_microbatches(arguments: list[str], placement: tuple[int, ...]) -> int:

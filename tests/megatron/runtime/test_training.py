@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,11 +22,12 @@ from quartet_plugin.schedule.search.refinement import improve_by_insertion
 from tests.cost.runs import ROW
 from tests.cost.runs import run as run_of_row
 from tests.megatron import support
+from tests.megatron.runtime.rank_server import RankServer
+from tests.megatron.runtime.rank_with_schedule import preparation
 from tests.runtime.pipelines import stage_costs
 
 _TOLERANCE = 1e-6
 _TOLERANCE_ACROSS_TP = 5e-6
-_RANK_PROGRAM = Path(__file__).with_name("rank_with_schedule.py")
 # Ten layers fill the twelve stages of a snake with three chunks on four devices.
 _MODEL = "--num-layers 10 --hidden-size 32 --seq-length 32 --max-position-embeddings 32"
 _OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -236,6 +238,7 @@ class References:
     _data: Path | None = None
     _loading: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _runs: dict[str, support.Run] = field(default_factory=dict)
+    _servers: dict[tuple[str, ...], RankServer] = field(default_factory=dict)
 
     def train(self, name: str, program: tuple[str, ...], flags: str, *, num_processes: int) -> support.Run:
         """A run of `program` from the same weights, with the same data."""
@@ -246,14 +249,22 @@ class References:
             *("--train-iters", str(_TRAIN_ITERS), "--data-path", str(self.data)),
             *self.loading(UNTIED if UNTIED in flags else ""),
         ]  # fmt: skip
-        code, output = support.run_processes(
-            support.torchrun(num_processes, str(_RANK_PROGRAM), str(folder), *program, *arguments),
-            timeout_s=240,
-            log=folder / "log",
+        words = [str(folder), *program, *arguments]
+        code, output = self.server(preparation(words)).run(
+            words, num_processes=num_processes, timeout_s=240, log=folder / "log"
         )
         assert code == 0, output[-3000:]
         assert "successfully loaded checkpoint" in output
         return support.Run(exit_code=code, output=output, steps=support.read_steps(folder))
+
+    def server(self, flags: list[str]) -> RankServer:
+        """What forks the ranks, started when first asked for."""
+        return self._servers.get(tuple(flags)) or self._servers.setdefault(tuple(flags), RankServer(flags))
+
+    def close(self) -> None:
+        """End the servers."""
+        for server in self._servers.values():
+            server.close()
 
     @property
     def data(self) -> Path:
@@ -281,8 +292,10 @@ class References:
 
 
 @pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References(tmp_path_factory.mktemp("runtime"))
+def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
+    references = References(tmp_path_factory.mktemp("runtime"))
+    yield references
+    references.close()
 
 
 def check(references: References, name: str, case: Case) -> support.Run:

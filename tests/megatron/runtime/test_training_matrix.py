@@ -1,6 +1,6 @@
-"""The table of docs/gpu.md from pytest's log, with and without workers, of a run that was ended early."""
+"""The table of docs/gpu.md from pytest's logs, with and without workers, of runs that were ended early."""
 
-from tools.training_matrix import BEGIN, DOCUMENT, END, states_of, table
+from tools.training_matrix import BEGIN, DOCUMENT, END, cases_of, states_of, table
 
 FILE = "tests/megatron/runtime/test_training.py"
 CASES = f"""
@@ -16,10 +16,11 @@ LOG = f"""
 [gw0] [ 75%] PASSED {FILE}::test_long_matrix[zb-h1 pp4 engine]
 {FILE}::test_core[zb-v pp2 tied]
 """
+NEXT = f"{FILE}::test_groups_as_strict_as_nccl[interleaved pp4] PASSED [100%]"
 
 
 def test_cases_are_counted_by_layers_and_groups() -> None:
-    lines = table(states_of(CASES, LOG), date="2026-01-02").splitlines()
+    lines = table(states_of(cases_of(CASES), [LOG]), days=["2026-01-02"]).splitlines()
     assert lines[0] == "Made on 2026-01-02 by `make training-matrix`."
     assert lines[4:] == [
         "| Megatron's local | as strict as NCCL | 1 | 0 | 1 | 0 |",
@@ -28,6 +29,17 @@ def test_cases_are_counted_by_layers_and_groups() -> None:
         "",
         "Failed: interleaved pp4 (as strict as NCCL).",
     ]
+
+
+def test_a_run_goes_on_with_what_has_not_passed() -> None:
+    cases = cases_of(CASES)
+    before, after = states_of(cases, [LOG]), states_of(cases, [LOG, NEXT])
+    left = [words.split("::")[1] for case, words in cases.items() if before[case] != "PASSED"]
+    assert left == ["test_core[zb-v pp2 tied]", "test_groups_as_strict_as_nccl[interleaved pp4]"]
+    assert [case for case in cases if after[case] != "PASSED"] == [("gloo", "zb-v pp2 tied")]
+    lines = table(after, days=["2026-01-03", "2026-01-02", "2026-01-03"]).splitlines()
+    assert lines[0] == "Made on 2026-01-02 to 2026-01-03 by `make training-matrix`."
+    assert lines[-1].endswith("| 1 | 1 | 0 | 0 |")
 
 
 def test_the_document_has_the_marks() -> None:

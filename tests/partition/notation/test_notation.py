@@ -156,13 +156,14 @@ def test_layers_divide_or_are_refused(form: str) -> None:
         power = {"grid": 2, "primepar": 2, "2d": 2, "3d": 3}.get(form, 1)
         fits = power == 1 or (isqrt(devices) ** 2 == devices if power == 2 else devices == 8)
         if fits:
-            content = layer_notation("gspmd", linears, form=form, devices=devices, stages=1)
+            cut = [(linear, partition_of(form, linear, devices)) for linear in linears]
+            content = layer_notation("gspmd", cut, form=form, devices=devices, stages=1)
             assert [linear["name"] for linear in content["linears"]] == ["qkv", "proj", "fc1", "fc2"]
             for linear in linears:
                 assert partition_of(form, linear, devices).num_devices == devices
         else:
             with pytest.raises(PlanError, match=f"tensor_parallel {devices}: must be a"):
-                layer_notation("gspmd", linears, form=form, devices=devices, stages=1)
+                partition_of(form, linears[0], devices)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,302 @@
+"""The table of `quartet doctor --nodes`: what nodes have, where they differ, and what to do about it."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+# What `quartet_plugin.probe.node_checks` wrote, by the node's name.
+type NodeFacts = Mapping[str, Mapping[str, Any]]
+
+State = Literal["ok", "warn", "fail"]
+
+LEAST_FREE_BYTES = 2 * 2**30 + 256 * 2**20
+_LEAST = {"open files": 4096, "processes": 4096, "shared memory": 2**30}
+_CLOCK_S, _STORAGE_S = 1.0, 1.0
+# NCCL below the first version without a fault, the fault, and where it is described.
+BROKEN_NCCL: tuple[tuple[tuple[int, int], str], ...] = (
+    ((2, 12), "all-gathers corrupt data where an NVLink is down (NVIDIA/nccl#596)"),
+)
+_NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRow:
+    """One check: what was found, and what to do where it is not well."""
+
+    check: str
+    state: State
+    finding: str
+    fix: str = ""
+
+
+def check_rows(facts: NodeFacts, *, expected: Sequence[str]) -> list[CheckRow]:
+    """The checks of the nodes that answered; `expected` are the names of all of them."""
+    rows = [_nodes(facts, expected)]
+    if facts:
+        rows += [check(facts) for check in _CHECKS]
+    return rows
+
+
+def table_lines(rows: Sequence[CheckRow]) -> list[str]:
+    """The rows as text, what to do below each that needs it."""
+    width = max(len(row.check) for row in rows)
+    lines = []
+    for row in rows:
+        lines.append(f"{row.check:{width}}  {row.state:4}  {row.finding}")
+        if row.fix:
+            lines.append(f"{'':{width}}        {row.fix}")
+    return lines
+
+
+def _nodes(facts: NodeFacts, expected: Sequence[str]) -> CheckRow:
+    missing = [name for name in expected if name not in facts]
+    if missing:
+        return CheckRow(
+            check="nodes",
+            state="fail",
+            finding=f"{len(facts)} of {len(expected)} answered; nothing of {_listed(missing)}",
+            fix="this folder and this python must be there under the same paths (mount, module, container)",
+        )
+    return CheckRow(check="nodes", state="ok", finding=f"{len(facts)} answered")
+
+
+def _packages(facts: NodeFacts) -> CheckRow:
+    names = sorted({name for node in facts.values() for name in node["packages"]})
+    versions = {name: _by_value(facts, partial(_version, package=name)) for name in names}
+    differing = [name for name in names if len(versions[name]) > 1]
+    if differing:
+        return CheckRow(
+            check="packages",
+            state="fail",
+            finding="; ".join(f"{name}: {_groups(versions[name])}" for name in differing),
+            fix="install the same versions on all nodes: ranks of different releases do not agree",
+        )
+    lacking = [name for name in ("quartet-plugin", "torch") if name not in names]
+    finding = ", ".join(f"{name} {next(iter(versions[name]))}" for name in names)
+    if lacking:
+        return CheckRow(
+            check="packages",
+            state="fail",
+            finding=f"no {' and no '.join(lacking)}; {finding}",
+            fix="install it for the python that starts the trials (python: of site.yaml)",
+        )
+    return CheckRow(check="packages", state="ok", finding=finding)
+
+
+def _version(node: Mapping[str, Any], *, package: str) -> str | None:
+    version: str | None = node["packages"].get(package)
+    return version
+
+
+def _devices(facts: NodeFacts) -> CheckRow:
+    groups = _by_value(facts, lambda node: _counted(node["devices"]) or f"{node['num_cores']} cores")
+    if len(groups) > 1:
+        return CheckRow(
+            check="devices",
+            state="fail",
+            finding=_groups(groups),
+            fix="trials need nodes of equal size: leave the others out, or give them back",
+        )
+    finding = next(iter(groups))
+    if not any(node["devices"] for node in facts.values()):
+        return CheckRow(
+            check="devices",
+            state="warn",
+            finding=f"{finding}, no accelerator",
+            fix="ask for accelerators (gpus_per_node of site.yaml), or tune with device: cpu",
+        )
+    return CheckRow(check="devices", state="ok", finding=finding)
+
+
+def _same(
+    check: str, value: Callable[[Mapping[str, Any]], str], *, fix: str
+) -> Callable[[NodeFacts], CheckRow]:
+    """A check that a value is the same on all nodes."""
+
+    def compare(facts: NodeFacts) -> CheckRow:
+        groups = _by_value(facts, value)
+        if len(groups) > 1:
+            return CheckRow(check=check, state="warn", finding=_groups(groups), fix=fix)
+        return CheckRow(check=check, state="ok", finding=str(next(iter(groups))) or "none")
+
+    return compare
+
+
+def _links(facts: NodeFacts) -> CheckRow:
+    down = [
+        f"{name} {port} ({state})"
+        for name, node in facts.items()
+        for port, state in node["ports"].items()
+        if "ACTIVE" not in state
+    ]
+    groups = _by_value(facts, lambda node: f"{len(node['ports'])} InfiniBand or RoCE ports")
+    if down or len(groups) > 1:
+        return CheckRow(
+            check="links",
+            state="warn",
+            finding="; ".join(filter(None, (_listed(down), _groups(groups) if len(groups) > 1 else ""))),
+            fix="a port that is down makes its node slow: ask the site, or leave the node out",
+        )
+    return CheckRow(check="links", state="ok", finding=next(iter(groups)))
+
+
+def _port(facts: NodeFacts) -> CheckRow:
+    lost = {name: node["unreached"] for name, node in facts.items() if "unreached" in node}
+    if lost:
+        return CheckRow(
+            check="port",
+            state="fail",
+            finding="; ".join(f"{name}: {why}" for name, why in lost.items())[:400],
+            fix="open the ports from 20000 to 32000 between nodes, and let node names resolve on each",
+        )
+    ports = {node["port"] for node in facts.values() if node["num_nodes"] > 1}
+    return CheckRow(
+        check="port",
+        state="ok",
+        finding=f"all reach the first node on {_listed(ports)}" if ports else "one node",
+    )
+
+
+def _clock(facts: NodeFacts) -> CheckRow:
+    offsets = {name: node["clock_offset_s"] for name, node in facts.items() if "clock_offset_s" in node}
+    worst = max(offsets, key=lambda name: abs(offsets[name]), default=None)
+    if worst is None:
+        return CheckRow(check="clock", state="ok", finding="nothing to compare")
+    finding = f"at most {abs(offsets[worst]):.3f} s apart"
+    if abs(offsets[worst]) > _CLOCK_S:
+        return CheckRow(
+            check="clock",
+            state="warn",
+            finding=f"{finding} ({worst})",
+            fix="let the nodes follow one clock (chrony, ntp): timelines and leases compare their times",
+        )
+    return CheckRow(check="clock", state="ok", finding=finding)
+
+
+def _storage(facts: NodeFacts) -> CheckRow:
+    seconds = {name: node["storage_s"] for name, node in facts.items()}
+    worst = max(seconds, key=lambda name: seconds[name])
+    finding = (
+        f"a file is written in {statistics.median(seconds.values()):.3f} s, at most {seconds[worst]:.3f} s"
+    )
+    if seconds[worst] > _STORAGE_S:
+        return CheckRow(
+            check="storage",
+            state="warn",
+            finding=f"{finding} ({worst})",
+            fix="put the run folder on a faster file system: --run-dir",
+        )
+    return CheckRow(check="storage", state="ok", finding=finding)
+
+
+def _disk(facts: NodeFacts) -> CheckRow:
+    free = {
+        f"{name} {place}": count
+        for name, node in facts.items()
+        for place, count in node["free_bytes"].items()
+    }
+    least = min(free, key=lambda place: free[place])
+    finding = f"at least {free[least] / 2**30:.1f} GiB free ({least})"
+    if free[least] < LEAST_FREE_BYTES:
+        return CheckRow(
+            check="disk", state="fail", finding=finding, fix="free space there: a trial needs 2.25 GiB"
+        )
+    return CheckRow(check="disk", state="ok", finding=finding)
+
+
+def _limits(facts: NodeFacts) -> CheckRow:
+    low = [
+        f"{host} {name} {node['limits'][name]}"
+        for host, node in facts.items()
+        for name, least in _LEAST.items()
+        if 0 <= node["limits"].get(name, -1) < least
+    ]
+    locked = [
+        f"{host} locked memory {node['limits']['locked memory']}"
+        for host, node in facts.items()
+        if node["ports"] and node["limits"]["locked memory"] >= 0
+    ]
+    if locked:
+        return CheckRow(
+            check="limits",
+            state="fail",
+            finding=_listed([*locked, *low]),
+            fix="ulimit -l unlimited for jobs: InfiniBand registers memory (Slurm: PropagateResourceLimits)",
+        )
+    if low:
+        wanted = ", ".join(f"{name} {least}" for name, least in _LEAST.items())
+        return CheckRow(
+            check="limits", state="warn", finding=_listed(low), fix=f"raise them: at least {wanted}"
+        )
+    return CheckRow(check="limits", state="ok", finding="enough")
+
+
+def _nccl(facts: NodeFacts) -> CheckRow:
+    versions = {
+        node["packages"][name] for node in facts.values() for name in _NCCL if name in node["packages"]
+    }
+    for version in sorted(versions):
+        numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+        for first_well, fault in BROKEN_NCCL:
+            if len(numbers) == 2 and numbers < first_well:
+                return CheckRow(
+                    check="nccl",
+                    state="fail",
+                    finding=f"{version}: {fault}",
+                    fix=f"install {first_well[0]}.{first_well[1]} or later",
+                )
+    return CheckRow(
+        check="nccl", state="ok", finding=_listed(sorted(versions)) or "not installed as a package"
+    )
+
+
+_CHECKS: tuple[Callable[[NodeFacts], CheckRow], ...] = (
+    _packages,
+    _same("python", lambda node: str(node["python"]), fix="take one python on all nodes"),
+    _devices,
+    _same(
+        "driver",
+        lambda node: str(node["driver"]),
+        fix="nodes with another driver may be slower, and fail where a newer CUDA is needed",
+    ),
+    _links,
+    _same(
+        "network", lambda node: _up(node["interfaces"]), fix="NCCL_SOCKET_IFNAME names the one that all have"
+    ),
+    _port,
+    _clock,
+    _storage,
+    _disk,
+    _limits,
+    _nccl,
+    _same("programs", lambda node: ", ".join(node["programs"]), fix="one image on all nodes"),
+    _same(
+        "variables", lambda node: ", ".join(node["nccl_variables"]), fix="NCCL_* must be equal on all nodes"
+    ),
+)
+
+
+def _up(interfaces: Mapping[str, str]) -> str:
+    return ", ".join(name for name, state in interfaces.items() if state != "down")
+
+
+def _counted(names: Sequence[str]) -> str:
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _by_value(facts: NodeFacts, value: Callable[[Mapping[str, Any]], Any]) -> dict[Any, list[str]]:
+    groups: dict[Any, list[str]] = {}
+    for name, node in facts.items():
+        groups.setdefault(value(node), []).append(name)
+    return groups
+
+
+def _groups(groups: Mapping[Any, Sequence[str]]) -> str:
+    return "; ".join(f"{value or 'none'} on {_listed(names)}" for value, names in groups.items())[:400]
+
+
+def _listed(names: Sequence[Any] | set[Any]) -> str:
+    shown = [str(name) for name in names]
+    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")

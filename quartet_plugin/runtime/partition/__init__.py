@@ -1,0 +1,1 @@
+"""Tables of a tensor partition, executed by processes over point-to-point messages (torch alone)."""

@@ -1,0 +1,298 @@
+"""Real Megatron with its layers cut as a plan says: five steps are one process's, checkpoints are stock's."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.tensor_partition import partition_from_label
+from quartet_plugin.partition.layer import linears_of, planned_layer
+from quartet_plugin.partition.traffic import sent_by_tensor
+from tests.megatron import support
+
+_TOLERANCE = 1e-5
+_STEPS = 5
+_PRETRAIN = Path(__file__).with_name("partition_pretrain.py")
+_SCHEDULED = Path(__file__).parents[1] / "runtime" / "rank_with_schedule.py"
+_OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+_LLAMA = (
+    "--num-layers 2 --swiglu --normalization RMSNorm --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --disable-bias-linear --num-attention-heads 8 "
+)
+_MODELS = {
+    "gpt": "--num-layers 2",
+    "gpt with 8 heads": "--num-layers 2 --num-attention-heads 8",
+    "llama": f"{_LLAMA} --group-query-attention --num-query-groups 4",
+    "llama without groups": _LLAMA,
+}
+TP2, TP4, TP8 = (f"--tensor-model-parallel-size {size} --sequence-parallel" for size in (2, 4, 8))
+PP2 = "--pipeline-model-parallel-size 2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run: the partition's label, flags, processes, the model, and a plan's schedule."""
+
+    partition: str
+    flags: str
+    num_processes: int
+    model: str = "gpt"
+    order: str | None = None
+
+
+NEAR = {
+    "rings tp2 pp2 split": Case(partition="rings", flags=f"{TP2} {PP2}", num_processes=4, order="zb-h1:0-1"),
+    "grid tp4 gated": Case(partition="grid", flags=TP4, num_processes=4, model="llama"),
+}
+FAR = {
+    "stock tp4 sequence parallel": Case(partition="stock", flags=TP4, num_processes=4),
+    "grid tp4": Case(partition="grid", flags=TP4, num_processes=4),
+    "rings tp4 gated": Case(partition="rings", flags=TP4, num_processes=4, model="llama"),
+    "rings tp2 dp2 overlaps": Case(partition="rings", flags=f"{TP2} {_OVERLAP}", num_processes=4),
+    "mlp grid alone": Case(partition="attention stock, mlp grid", flags=TP4, num_processes=4),
+    "grid tp4 pp2": Case(partition="grid", flags=f"{TP4} {PP2}", num_processes=8),
+    "grid tp4 dp2 overlaps": Case(partition="grid", flags=f"{TP4} {_OVERLAP}", num_processes=8),
+    "grid tp4 pp2 split": Case(partition="grid", flags=f"{TP4} {PP2}", num_processes=8, order="zb-h1:0-1"),
+    "grid outer tp8": Case(partition="grid outer 2", flags=TP8, num_processes=8, model="gpt with 8 heads"),
+    "grid outer tp8 gated": Case(
+        partition="grid outer 2", flags=TP8, num_processes=8, model="llama without groups"
+    ),
+}
+
+
+@dataclass(slots=True)
+class References:
+    """One process's training of every model, from weights that all layouts load; made when asked for."""
+
+    folder: Path
+    _loading: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _runs: dict[str, support.Run] = field(default_factory=dict)
+
+    def loading(self, model: str) -> tuple[str, ...]:
+        """The flags that start from the model's weights."""
+        if model not in self._loading:
+            folder = self.folder / f"weights-{model}".replace(" ", "-")
+            folder.mkdir()
+            flags = shlex.split(_MODELS[model])
+            self._loading[model] = (*flags, *support.save_weights(folder, *flags, data=self.data))
+        return self._loading[model]
+
+    @property
+    def data(self) -> Path:
+        """A small dataset."""
+        return support.dataset(self.folder)
+
+    def run(self, model: str) -> support.Run:
+        """The model on one process."""
+        if model not in self._runs:
+            self._runs[model] = self.train(f"one-{model}", model, (), num_processes=1)
+        return self._runs[model]
+
+    def train(
+        self,
+        name: str,
+        model: str,
+        flags: tuple[str, ...],
+        *,
+        num_processes: int,
+        order: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        steps: int = _STEPS,
+        is_loaded: bool = True,
+        program: Path = support.PRETRAIN_SCRIPT,
+    ) -> support.Run:
+        """A run with the test's data; `order` is a schedule. Without `is_loaded` weights come by `flags`."""
+        folder = self.folder / name.replace(" ", "-")
+        folder.mkdir()
+        rank = [str(_SCHEDULED), str(folder), order] if order else [str(support._RANK_PROGRAM), str(folder)]
+        arguments = [
+            *support.MODEL_FLAGS, *support.TRAINING_FLAGS, "--train-iters", str(steps),
+            "--data-path", str(self.data),
+            *(self.loading(model) if is_loaded else shlex.split(_MODELS[model])), *flags,
+        ]  # fmt: skip
+        code, output = support.run_processes(
+            support.torchrun(num_processes, *rank, str(program), *arguments),
+            timeout_s=400,
+            log=folder / "log",
+            environment={**support.rank_environment(), **(environment or {})},
+        )
+        assert code == 0, output[-3000:]
+        return support.Run(exit_code=code, output=output, steps=support.read_steps(folder))
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("partitions"))
+
+
+def check(references: References, name: str, case: Case) -> support.Run:
+    """Losses and gradient norms are one process's, and the bytes on the wire are the table's."""
+    run = references.train(
+        name,
+        case.model,
+        tuple(shlex.split(case.flags)),
+        num_processes=case.num_processes,
+        order=case.order,
+        environment={"PARTITION": case.partition},
+        program=_PRETRAIN if case.order is None else support.PRETRAIN_SCRIPT,
+    )
+    loss, norm = support.largest_deviation(run, references.run(case.model))
+    assert loss <= _TOLERANCE
+    assert norm <= _TOLERANCE
+    if case.order is None:
+        check_bytes(run, case)
+    else:
+        folder = references.folder / name.replace(" ", "-")
+        assert len(list(folder.glob("deferred-*"))) == case.num_processes
+    return run
+
+
+def check_bytes(run: support.Run, case: Case) -> None:
+    """Rank 0 sent in its linears what the tables say, in fp32."""
+    found = re.search(r"^sent (\d+) bordered (\d+)$", run.output, re.MULTILINE)
+    assert found is not None
+    partition = partition_from_label(case.partition)
+    if partition is None:
+        assert (found[1], found[2]) == ("0", "0")
+        return
+    words = shlex.split(f"{_MODELS[case.model]} {case.flags}")
+    degree = int(words[words.index("--tensor-model-parallel-size") + 1])
+    stages = 2 if PP2 in case.flags else 1
+    microbatches = 8 // (case.num_processes // (degree * stages))
+    linears = linears_of(shape_of(words), tokens=64)
+    elements = sum(
+        sum(sent_by_tensor(table, linear.sizes).values())
+        for linear, table in zip(linears, planned_layer(partition, linears, degree), strict=True)
+        if table.name.startswith(("ring", "home", "K", "N"))
+    )
+    assert int(found[1]) == elements * 4 * (2 // stages) * microbatches * _STEPS
+    assert (int(found[2]) > 0) == ("grid" in case.partition)
+
+
+def shape_of(words: list[str]) -> ModelShape:
+    """The shape of the tests' model with these flags."""
+    heads = int(words[words.index("--num-attention-heads") + 1]) if "--num-attention-heads" in words else 4
+    groups = [int(words[at + 1]) for at, word in enumerate(words) if word == "--num-query-groups"]
+    return ModelShape(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=int(4 * 64 * 2 / 3 / 64) * 64 if "--swiglu" in words else 256,
+        num_attention_heads=heads,
+        num_query_groups=groups[-1] if groups else heads,
+        kv_channels=64 // heads,
+        seq_length=64,
+        vocab_size=1000,
+        max_position_embeddings=64,
+        gated_ffn="--swiglu" in words,
+        tied_embeddings="--untie-embeddings-and-output-weights" not in words,
+        position_embedding="rope" if "rope" in words else "learned_absolute",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NEAR)
+def test_training_is_that_of_one_process(name: str, references: References) -> None:
+    check(references, name, NEAR[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", FAR)
+def test_training_with_more_layouts(name: str, references: References) -> None:
+    check(references, name, FAR[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_grid_saves_what_sequence_parallelism_saves(references: References) -> None:
+    """The peak of saved tensors is stock's with sequence parallelism to the byte, far below that without."""
+    peaks = {
+        name: peak_of(
+            references.train(
+                f"peak {name}",
+                "gpt",
+                tuple(flags.split()),
+                num_processes=4,
+                steps=1,
+                environment={"PARTITION": partition},
+                program=_PRETRAIN,
+            )
+        )
+        for name, partition, flags in (
+            ("grid", "grid", TP4),
+            ("rings", "rings", TP4),
+            ("stock", "stock", TP4),
+            ("unsplit", "stock", "--tensor-model-parallel-size 4"),
+        )
+    }
+    assert peaks["grid"] == peaks["rings"] == peaks["stock"]
+    assert peaks["grid"] <= 0.75 * peaks["unsplit"]
+
+
+def peak_of(run: support.Run) -> int:
+    """The most bytes that autograd has saved on rank 0."""
+    found = re.search(r"^peak (\d+)$", run.output, re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_initial_weights_are_stocks(model: str, references: References) -> None:
+    """From the CPU's generator every layout draws the same weights; no checkpoint is loaded."""
+    fresh = "--use-cpu-initialization"
+    one = references.train(f"fresh {model}", model, (fresh,), num_processes=1, steps=2, is_loaded=False)
+    grid = references.train(
+        f"fresh grid {model}",
+        model,
+        (fresh, *TP4.split()),
+        num_processes=4,
+        steps=2,
+        is_loaded=False,
+        environment={"PARTITION": "grid"},
+        program=_PRETRAIN,
+    )
+    assert max(support.largest_deviation(grid, one)) <= _TOLERANCE
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [("gpt", "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"), ("llama", "")],
+)
+def test_stock_goes_on_from_a_grids_checkpoint(model: str, optimizer: str, references: References) -> None:
+    """Three steps on the grid, saved with Adam's state; one stock process then trains on just so."""
+    folder = references.folder / f"checkpoint-{model}"
+    kept = (
+        *shlex.split(f"{optimizer} --ckpt-format torch_dist"),
+        "--save-interval",
+        "3",
+        "--lr-decay-iters",
+        "5",
+    )
+    references.train(
+        f"saved {model}",
+        model,
+        (*shlex.split(TP4), *kept, "--save", str(folder)),
+        num_processes=4,
+        steps=3,
+        environment={"PARTITION": "grid"},
+        program=_PRETRAIN,
+    )
+    resumed = references.train(
+        f"resumed {model}",
+        model,
+        (*kept, "--load", str(folder), "--exit-on-missing-checkpoint", "--no-load-rng"),
+        num_processes=1,
+        is_loaded=False,
+    )
+    reference = references.run(model)
+    assert resumed.losses() == pytest.approx(reference.losses()[3:], rel=1e-6)
+    assert resumed.grad_norms() == pytest.approx(reference.grad_norms()[3:], rel=1e-6)

@@ -1,0 +1,78 @@
+"""Plans that spread experts over ranks train as one process does: real Megatron, one checkpoint, on gloo."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.model.plan import Plan, write_plan
+from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan, write_trial
+
+# Megatron's own bias of sequential experts writes into a view, which torch refuses on every device.
+EXPERTS = """
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64
+    --moe-layer-freq ([0]*1+[1]*5) --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+    --moe-token-dispatcher-type alltoall --moe-router-dtype fp32 --disable-bias-linear
+"""
+FLAGS = [*MEGATRON_FLAGS, *shlex.split(EXPERTS)]
+CPU = ("--quartet-device", "cpu")
+
+
+def spread(plan: Plan, *, expert: int = 1, sequence_parallel: bool = False) -> Plan:
+    layout = replace(plan.layout, expert_parallel=expert, sequence_parallel=sequence_parallel)
+    return replace(plan, layout=layout)
+
+
+PLANS = {
+    "dp2 ep2": spread(make_plan(split=(6,), data=2), expert=2),
+    "pp2 dp2 ep2": spread(make_plan(split=(2, 4), pipeline=2, data=2, order=(2, 0, 3, 1)), expert=2),
+    "tp2 dp2 ep2": spread(make_plan(split=(6,), tensor=2, data=2), expert=2, sequence_parallel=True),
+}
+
+
+def train(plan: Plan, *, folder: Path, weights: Path) -> Launch:
+    """Five iterations of the command with the plan, as a trial."""
+    trial = write_trial(folder, measure=5, plan=plan, weights=weights)
+    write_plan(plan, path=folder / "plan.json")
+    flags = [*FLAGS, "--quartet-plan", str(folder / "plan.json"), "--quartet-trial", str(trial), *CPU]
+    done = launch(plan.layout.world_size, flags, folder=folder)
+    assert done.code == 0, done.output[-3000:]
+    assert "successfully loaded checkpoint" in done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts") / "weights"
+    words = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
+    done = launch(1, [*FLAGS, *words, "--no-save-optim", "--no-save-rng", *CPU])
+    assert (folder / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """One process."""
+    return train(make_plan(split=(6,)), folder=tmp_path_factory.mktemp("one"), weights=weights)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("dp2 ep2", marks=pytest.mark.slow),
+        pytest.param("pp2 dp2 ep2", marks=pytest.mark.nightly),
+        pytest.param("tp2 dp2 ep2", marks=pytest.mark.nightly),
+    ],
+)
+def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
+    plan = PLANS[name]
+    done = train(plan, folder=tmp_path, weights=weights)
+    tolerance = 5e-6 if plan.layout.tensor_parallel > 1 else 1e-6
+    assert len(reference.losses()) == 5
+    assert done.losses() == pytest.approx(reference.losses(), rel=tolerance)
+    assert done.grad_norms() == pytest.approx(reference.grad_norms(), rel=tolerance)
+    job = next(content["job"] for content in done.ranks.values() if content["rank"] == 0)
+    assert job["layout"]["expert_parallel"] == plan.layout.expert_parallel
+    assert job["experts"]["num_dense_layers"] == 1
+    assert {"moe", "moe_microbatch_loss"} <= set(job["features"])

@@ -1,0 +1,50 @@
+"""What the scorer predicts again, and what it remembers: what was learned alone decides."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from quartet_plugin.calibration.predictor import PlanPrediction, PlanPredictor
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.planner.plan_scorer import PlanScorer
+from tests.calibration.test_predictor import outcomes, ranker_of, space_of, trial
+from tests.calibration.truth import Truth
+
+
+def test_what_was_measured_is_predicted_once_for_all_that_was_learned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    space = space_of(2)
+    truth = Truth(space.nodes)
+    trials = outcomes(space, truth, num=3)
+    scorer = PlanScorer(space, predictor=ranker_of(truth), objective="tokens_per_s")
+    scorer.predictor.learn(trials)
+    asked: list[int] = []
+    predict = PlanPredictor.predict
+
+    def counting(self: PlanPredictor, plans: Sequence[Plan]) -> list[PlanPrediction]:
+        asked.append(len(plans))
+        return predict(self, plans)
+
+    prediction = scorer.predictor.predict([space.baseline])[0]
+    monkeypatch.setattr(PlanPredictor, "predict", counting)
+    before = [scorer.log_speedup(space.baseline, prediction) for _ in range(3)]
+    assert len(asked) == 1
+    assert len(set(before)) == 1
+    # Another measurement of the best plan, twice as fast: the memory is of what was learned.
+    best = min(trials, key=lambda one: one.record.iteration_s or 0.0)
+    scorer.predictor.learn([trial(7, best.plan, (best.record.iteration_s or 0.0) / 2)])
+    assert scorer.log_speedup(space.baseline, prediction) < before[0]
+    assert len(asked) == 2
+
+
+def test_a_search_that_has_ended_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = space_of(2)
+    truth = Truth(space.nodes)
+    scorer = PlanScorer(space, predictor=ranker_of(truth), objective="tokens_per_s")
+    scorer.predictor.learn(outcomes(space, truth, num=2))
+    scored = scorer.final_plans()
+    assert scored == scorer.scored_plans()
+    assert scorer.final_plans() is scored
+    scorer.predictor.learn(outcomes(space, truth, num=4)[2:])
+    assert scorer.final_plans() is not scored

@@ -1,0 +1,94 @@
+"""What a node says of itself, and how the first node is reached."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.probe.node_checks import infiniband_ports, interfaces, meet, node_facts, storage_s
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_node_says_what_it_has(tmp_path: Path) -> None:
+    facts = node_facts(tmp_path, {"NCCL_DEBUG": "INFO", "HOME": "/"})
+    assert facts["packages"]["torch"]
+    assert facts["num_cores"] == len(os.sched_getaffinity(0))
+    assert facts["nccl_variables"] == ["NCCL_DEBUG"]
+    assert {"open files", "processes", "locked memory"} <= set(facts["limits"])
+    assert facts["free_bytes"][str(tmp_path)] > 0
+    assert json.loads(json.dumps(facts)) == facts
+    assert not list(tmp_path.iterdir()), "what was written to try the storage is gone"
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        storage_s(tmp_path / "absent")
+
+
+def test_ports_and_interfaces_are_read_from_the_system(tmp_path: Path) -> None:
+    for number, state in ((1, "4: ACTIVE"), (2, "1: DOWN")):
+        port = tmp_path / "mlx5_0" / "ports" / str(number)
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    assert infiniband_ports(tmp_path) == {
+        "mlx5_0:1": "4: ACTIVE, 400 Gb/sec (4X NDR)",
+        "mlx5_0:2": "1: DOWN, 400 Gb/sec (4X NDR)",
+    }
+    (tmp_path / "net" / "lo").mkdir(parents=True)
+    (tmp_path / "net" / "eth0").mkdir()
+    (tmp_path / "net" / "eth0" / "operstate").write_text("up\n")
+    assert interfaces(tmp_path / "net") == {"eth0": "up"}
+    assert interfaces(tmp_path / "absent") == {}
+
+
+def test_nodes_meet_at_the_first_one_and_compare_clocks() -> None:
+    port = free_port()
+    environments = [
+        {"NNODES": "3", "NODE_RANK": str(index), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        for index in range(3)
+    ]
+    places: dict[int, dict[str, Any]] = {}
+    threads = [
+        threading.Thread(target=lambda index=index: places.update({index: meet(environments[index])}))
+        for index in (1, 2, 0)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert places[0]["answered"] == 2
+    for index in (1, 2):
+        assert abs(places[index]["clock_offset_s"]) < 30.0
+        assert "unreached" not in places[index]
+
+
+def test_a_port_that_nobody_answers_is_named() -> None:
+    port = free_port()
+    environment = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    place = meet(environment, limit_s=0.1)
+    assert place["unreached"].startswith(f"port {port} of localhost: ")
+    first = meet({**environment, "NODE_RANK": "0"}, limit_s=0.1)
+    assert first["answered"] == 0
+
+
+def test_the_process_of_a_node_writes_its_file(tmp_path: Path) -> None:
+    environment = {**os.environ, "NNODES": "1", "NODE_RANK": "0"}
+    words = [sys.executable, "-m", "quartet_plugin.probe.node_checks", str(tmp_path)]
+    subprocess.run(words, env=environment, check=True, timeout=50)
+    assert json.loads((tmp_path / "node-0.json").read_text())["num_nodes"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["node-0.json"]

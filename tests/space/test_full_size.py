@@ -1,0 +1,74 @@
+"""A trial's plan with all of the training's replicas: what stays, and where its ranks are."""
+
+import random
+
+import pytest
+
+from quartet_plugin.mapping.orders import coordinates, is_legal, slots_of
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.space.full_size import full_nodes, with_all_replicas
+from quartet_plugin.space.param_sources import RandomParams
+from quartet_plugin.space.plan_space import build_space
+from quartet_plugin.tuner.config import parse_config
+from tests.space.jobs import make_job, make_layout, make_nodes
+
+FACTOR = 4
+STOCK = {"schedule": ["no-pipelining", "1f1b", "interleaved"]}
+
+
+def random_plans(count: int, *, seed: int = 0) -> list[Plan]:
+    """Plans for two nodes of two slots, every axis as it comes."""
+    job = make_job(layout=make_layout(pipeline_parallel=2, data_parallel=2))
+    search = parse_config({"search": STOCK}, where="test").search
+    space = build_space(job, nodes=make_nodes(2, 2), search=search, run="r", seed=0)
+    generator = random.Random(seed)
+    return [space.decode(RandomParams(generator), trial=0) for _ in range(count)]
+
+
+def test_a_replica_stays_and_there_are_more_of_them() -> None:
+    for plan in random_plans(40):
+        full = with_all_replicas(plan, factor=FACTOR, nodes=full_nodes(plan.made_for.nodes, factor=FACTOR))
+        assert full.num_microbatches == plan.num_microbatches
+        assert (full.split, full.schedule, full.shape) == (plan.split, plan.schedule, plan.shape)
+        assert full.layout.data_parallel == FACTOR * plan.layout.data_parallel
+        assert full.made_for.global_batch_size == FACTOR * plan.made_for.global_batch_size
+        assert full.made_for.baseline.layout.world_size == full.made_for.world_size
+        assert is_legal(full.mapping.slots, layout=full.layout)
+
+
+def test_the_stock_order_stays_and_another_one_is_that_of_the_trial_in_each_block() -> None:
+    plans = random_plans(60)
+    moved = [plan for plan in plans if not plan.mapping.is_stock]
+    assert moved
+    for plan in moved:
+        nodes = full_nodes(plan.made_for.nodes, factor=FACTOR)
+        full = with_all_replicas(plan, factor=FACTOR, nodes=nodes)
+        # The ranks of the first replicas are where the trial had them.
+        first = {
+            (tp, cp, dp, pp): full.mapping.slots[rank]
+            for rank in range(full.layout.world_size)
+            for tp, cp, dp, pp in [coordinates(rank, layout=full.layout)]
+            if dp < plan.layout.data_parallel
+        }
+        for rank, slot in enumerate(plan.mapping.slots):
+            assert first[coordinates(rank, layout=plan.layout)] == slot
+    stock = next(plan for plan in plans if plan.mapping.is_stock)
+    nodes = full_nodes(stock.made_for.nodes, factor=FACTOR)
+    assert with_all_replicas(stock, factor=FACTOR, nodes=nodes).mapping.slots == slots_of(nodes)
+
+
+def test_nodes_that_no_trial_had_have_placeholders() -> None:
+    nodes = full_nodes(make_nodes(2, 2), factor=2)
+    assert [node.num_slots for node in nodes] == [2, 2, 2, 2]
+    assert len({node.host for node in nodes}) == 4
+    assert nodes[:2] == make_nodes(2, 2)
+
+
+@pytest.mark.parametrize("factor", [2, 8])
+def test_a_plan_keeps_its_digest_of_what_it_is(factor: int) -> None:
+    (plan,) = random_plans(1, seed=3)
+    nodes = full_nodes(plan.made_for.nodes, factor=factor)
+    full = with_all_replicas(plan, factor=factor, nodes=nodes)
+    assert full == with_all_replicas(plan, factor=factor, nodes=nodes)
+    assert full.prediction is None
+    assert full.measurement is None

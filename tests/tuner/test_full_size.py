@@ -1,0 +1,171 @@
+"""Tuning runs whose trials have fewer replicas: what is handed over, and the comparison at full size."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cli.full_size import full_size_lines, full_size_nodes
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.launchers.slurm_batch import SlurmBatchEngine
+from quartet_plugin.model.full_size import Confirmation, FullSize, read_full_size
+from quartet_plugin.model.measurement import Interval
+from quartet_plugin.model.plan import Plan, read_plan
+from quartet_plugin.space.full_size import full_nodes
+from quartet_plugin.tuner.config import parse_config, placement_of, with_launcher
+from quartet_plugin.tuner.full_size import RULE, FullSizeNodes
+from quartet_plugin.tuner.run_folder import TuningRun
+from quartet_plugin.tuner.trial_backend import TrialBackend
+from quartet_plugin.tuner.tune_result import TuneResult, write_best
+from tests.space.jobs import make_job, make_layout, make_nodes
+from tests.tuner.fakes import COMMAND, FakeMachine, Watching, begin, by_formula, tune
+
+NODES = make_nodes(1, 1)
+FACTOR = 4
+CONFIG = {
+    "launcher": "slurm",
+    "device": "cpu",
+    "nodes": 2 * FACTOR,
+    "search": {"schedule": ["1f1b", "no-pipelining"]},
+}
+
+
+def seconds(plan: Plan) -> float:
+    """Micro-batches of one and mappings of another order are slow."""
+    return by_formula(plan) * (1.0 + 0.4 * (plan.layout.micro_batch_size == 1))
+
+
+@dataclass
+class FullNodes:
+    """The same machine on all nodes; `opened` counts how often it was asked for."""
+
+    machine: FakeMachine = field(
+        default_factory=lambda: FakeMachine(
+            job=make_job(layout=make_layout(data_parallel=FACTOR), global_batch_size=32 * FACTOR),
+            cluster=full_nodes(NODES, factor=FACTOR),
+            seconds=seconds,
+        )
+    )
+    opened: int = 0
+
+    @contextmanager
+    def _open(self) -> Iterator[TrialBackend]:
+        self.opened += 1
+        yield self.machine
+
+    @property
+    def nodes(self) -> FullSizeNodes:
+        def opener() -> AbstractContextManager[TrialBackend]:
+            return self._open()
+
+        return FullSizeNodes(command=parse_command(COMMAND, environment={}), open_backend=opener)
+
+
+def run_and_tune(path: Path, **options: Any) -> tuple[TuningRun, TuneResult, Watching]:
+    watching = Watching()
+    run = begin(
+        path, study={"trials": 4, "control": 0, "rounds": 3, "top_k": 1}, trial={"nodes": 2}, **CONFIG
+    )
+    machine = FakeMachine(cluster=NODES, seconds=seconds)
+    return run, tune(run, machine, observer=watching, **options), watching
+
+
+def test_the_winner_is_handed_over_with_all_replicas(tmp_path: Path) -> None:
+    run, result, watching = run_and_tune(tmp_path / "a", full_size="the allocation has 2 nodes")
+    assert result.winner is not None
+    assert result.full_size is not None
+    write_best(result, run=run)
+    small, full = read_plan(run.folder.best_plan), read_plan(run.folder.full_plan)
+    assert full.layout.data_parallel == FACTOR * small.layout.data_parallel
+    assert full.num_microbatches == small.num_microbatches
+    assert len(full.made_for.nodes) == 2 * FACTOR
+    assert full.prediction is not None
+    assert full.prediction.iteration_s is not None
+    said = read_full_size(run.folder.full_prediction)
+    assert said == result.full_size.result
+    assert said.unconfirmed == "the allocation has 2 nodes"
+    assert said.iteration_s.low < said.iteration_s.median < said.iteration_s.high
+    assert f"--nodes {2 * FACTOR}" in run.folder.full_command.read_text()
+    assert "--nodes 2 " in run.folder.best_command.read_text()
+    assert result.choice is not None
+    assert result.choice.rule == RULE
+    assert any(text.startswith("full size: 8 nodes") for text in watching.messages)
+
+
+def test_the_winner_is_compared_once_where_there_are_nodes(tmp_path: Path) -> None:
+    at_full = FullNodes()
+    run, result, _ = run_and_tune(tmp_path / "a", full_size=at_full.nodes)
+    assert result.winner is not None
+    assert result.full_size is not None
+    number = result.winner.trial.number
+    assert at_full.opened == 1
+    assert [name for name, _ in at_full.machine.launched] == [
+        "000000-round-1",
+        f"{number:06d}-round-1",
+        f"{number:06d}-round-2",
+        "000000-round-2",
+    ]
+    keys = [key for _, key in at_full.machine.launched]
+    assert keys[0] is None
+    assert keys[1] == keys[2] == result.full_size.plan.key
+    confirmed = result.full_size.result.confirmation
+    assert confirmed is not None
+    assert len(confirmed.iteration_s) == len(confirmed.baseline_iteration_s) == 2
+    assert confirmed.speedup > 1.0
+    assert any("measured there" in line for line in _lines_of(result, run))
+    # The comparison is not the study's: it measures the winner alone, and no trial is at full size.
+    assert all(len(trial.plan.made_for.nodes) == 2 for trial in result.trials)
+
+
+def _lines_of(result: TuneResult, run: TuningRun) -> list[str]:
+    assert result.full_size is not None
+    return full_size_lines(result.full_size.result, run=run)
+
+
+def test_nodes_are_a_multiple_of_a_trials_and_belong_to_a_launcher() -> None:
+    asked = with_launcher(
+        parse_config({"device": "cpu"}, where="t"), launcher="slurm", trial_nodes=2, site=None, nodes=8
+    )
+    placement = placement_of(asked)
+    parsed = parse_command(["torchrun", "--nproc-per-node", "4", "t.py"], environment={})
+    assert placement.command(parsed).batch_divisor == 4
+    assert placement.at_full_size.command(parsed).batch_divisor == 1
+    assert placement.at_full_size.command(parsed).num_nodes == 8
+    with pytest.raises(ConfigError, match=r"nodes: 8; must be a multiple of trial.nodes \(3\)"):
+        placement_of(asked.model_copy(update={"trial": asked.trial.model_copy(update={"nodes": 3})}))
+    local = parse_config({"nodes": 2}, where="t")
+    with pytest.raises(ConfigError, match="nodes: 2; this machine is one node"):
+        placement_of(local).command(parsed)
+
+
+def test_why_nothing_is_launched_at_full_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["torchrun", "--nproc-per-node", "4", "t.py"]
+    monkeypatch.setattr(SlurmBatchEngine, "divide", lambda self, *, num_nodes, at_once: ((),) * at_once)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+    def why(**changes: Any) -> FullSizeNodes | str:
+        config = parse_config({**CONFIG, "trial": {"nodes": 2}, **changes}, where="t")
+        return full_size_nodes(config, placement=placement_of(config), words=words)
+
+    assert why(confirm="none") == "confirm: none"
+    assert why(launcher="slurm-batch") == "launcher: slurm-batch: a queue would have to give 8 nodes at once"
+    assert "SLURM_JOB_ID is not set" in str(why())
+
+
+def test_a_confirmation_and_its_lack_go_apart() -> None:
+    interval = Interval(median=1.0, low=0.9, high=1.1)
+    result = FullSize(
+        num_nodes=8,
+        num_trial_nodes=2,
+        iteration_s=interval,
+        baseline_iteration_s=interval,
+        speedup=interval,
+        unconfirmed="no time",
+    )
+    confirmed = Confirmation(iteration_s=(1.0,), baseline_iteration_s=(1.2,), speedup=1.2)
+    with pytest.raises(ConfigError, match="exactly without"):
+        replace(result, confirmation=confirmed)
