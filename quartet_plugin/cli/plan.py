@@ -258,7 +258,7 @@ def _release(asked: str | None, words: "Sequence[str] | None") -> str:
 
     from quartet_plugin.cli.plan_checks import megatron_here
     from quartet_plugin.launchers.command import parse_command
-    from quartet_plugin.planner.plans import DEFAULT_RELEASE
+    from quartet_plugin.planner.described_rules import DEFAULT_RELEASE
 
     if asked is None:
         return megatron_here(None if words is None else parse_command(words)) or DEFAULT_RELEASE

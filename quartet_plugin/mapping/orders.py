@@ -66,10 +66,10 @@ def legal_orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[RankOrde
     if len({node.num_slots for node in nodes}) > 1:
         return (_order(STOCK, slots),)
     named = _permutations(slots) if len(slots) <= EXHAUSTIVE_RANKS else _named(layout, slots=slots)
-    by_arrangement: dict[object, RankOrder] = {}
+    by_arrangement: dict[tuple[Slot, ...], RankOrder] = {}
     for name, candidate in named:
         if is_legal(candidate, layout=layout):
-            arrangement = _arrangement(candidate, layout=layout)
+            arrangement = first_equal(candidate, layout=layout)
             by_arrangement.setdefault(arrangement, _order(name, candidate))
     return tuple(by_arrangement.values())
 
@@ -100,6 +100,18 @@ def order_named(name: str, *, layout: Layout, nodes: Sequence[NodeInfo]) -> Rank
     raise PlanError(f"mapping: {name!r}; not an order that {layout.label} can have; known: {known}")
 
 
+def first_equal(slots: Sequence[Slot], *, layout: Layout) -> tuple[Slot, ...]:
+    """The first of the orders of one physical arrangement: each TP group sorted, then the replicas.
+
+    An arrangement is a set of replicas, each a list of stages of CP lists of TP sets.
+    """
+    width = layout.tensor_parallel * layout.context_parallel
+    groups = [sorted(group) for group in itertools.batched(slots, layout.tensor_parallel)]
+    parts = list(itertools.batched(itertools.chain(*groups), width))
+    replicas = sorted(parts[dp :: layout.data_parallel] for dp in range(layout.data_parallel))
+    return tuple(itertools.chain(*itertools.chain(*zip(*replicas, strict=True))))
+
+
 def is_legal(slots: Sequence[Slot], *, layout: Layout) -> bool:
     """Whether RANK 0 is on node 0 and every TP group on one node."""
     groups = itertools.batched(slots, layout.tensor_parallel)
@@ -122,21 +134,6 @@ def rank_of(tp: int, *, cp: int, dp: int, pp: int, layout: Layout) -> int:
 def _order(name: str, slots: Sequence[Slot]) -> RankOrder:
     mapping = Mapping(slots=tuple(slots))
     return RankOrder(name=STOCK if mapping.is_stock else name, mapping=mapping)
-
-
-def _arrangement(slots: Sequence[Slot], *, layout: Layout) -> object:
-    """The physical arrangement: a set of replicas, each a list of stages of CP lists of TP sets."""
-    replicas = []
-    for dp in range(layout.data_parallel):
-        stages = []
-        for pp in range(layout.pipeline_parallel):
-            groups = []
-            for cp in range(layout.context_parallel):
-                first = rank_of(0, cp=cp, dp=dp, pp=pp, layout=layout)
-                groups.append(frozenset(slots[first : first + layout.tensor_parallel]))
-            stages.append(tuple(groups))
-        replicas.append(tuple(stages))
-    return frozenset(replicas)
 
 
 type _Named = tuple[str, tuple[Slot, ...]]

@@ -89,7 +89,7 @@ def _tensor_partition(chunks: Sequence[Any]) -> str | None:
             linear = name.rpartition(".linear_")[2]
             if linear in BLOCK_OF:
                 labels[BLOCK_OF[linear]].add(getattr(module, "block_label", "stock"))
-    if any(len(found) != 1 for found in labels.values()):
+    if any(len(kinds) != 1 for kinds in labels.values()):
         return None
     attention, mlp = (next(iter(labels[block])) for block in ("attention", "mlp"))
     return attention if attention == mlp else f"attention {attention}, mlp {mlp}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from quartet_plugin.calibration.predictor import identity
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan import Mapping, Plan
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.best_moves import best_moves, slot_indices
 from quartet_plugin.planner.split_search import balanced_split
@@ -304,15 +304,38 @@ class _PathParams:
 
 
 class _LayoutParams(_PathParams):
-    """Takes the choices of a shape and a layout, then the first ones."""
+    """Takes the choices of a shape and a layout, and those `chosen` by kind, then the first ones."""
 
-    def __init__(self, shape: ModelShape, layout: Layout, *, space: Space) -> None:
+    def __init__(self, shape: ModelShape, layout: Layout, *, space: Space, **chosen: str) -> None:
         super().__init__((), space=space)
-        self._texts = layout_texts(shape, layout)
+        self._texts = {**layout_texts(shape, layout), **chosen}
 
     def _index(self, name: str, choices: Sequence[str], *, default: int) -> int:
         text = self._texts.get(_kind(name))
-        return default if text is None else list(choices).index(text)
+        if text is None:
+            return default
+        if text not in choices:
+            raise KeyError(name)
+        return list(choices).index(text)
+
+
+def candidate_of(
+    space: Space,
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    schedule: str,
+    group: int | None,
+    split: tuple[int, ...],
+    mapping: Mapping,
+) -> tuple[Params, Plan] | None:
+    """The parameters of a plan by its parts, and the plan; None where the space does not hold it."""
+    source = _LayoutParams(shape, layout, space=space, schedule=schedule, group=str(group))
+    try:
+        plan = space.decode(source, trial=0)
+    except KeyError:
+        return None
+    return moved(space, source.params, plan, split=split, mapping=mapping)
 
 
 def _relative_cost(candidate: Candidate) -> float:

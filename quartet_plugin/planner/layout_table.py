@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 import numpy as np
 
@@ -11,28 +12,31 @@ from quartet_plugin.cost.memory import distinct_numbers
 from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import STOCK
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.model.tensor_partition import TensorPartition
+from quartet_plugin.model.tensor_partition import TensorPartition, partition_from_label
+from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest
-from quartet_plugin.planner.partition_choices import STOCK_ALONE, legal_partitions, partitions_of
 from quartet_plugin.planner.table_rows import RECOMPUTE, layout_of, unique_rows
 from quartet_plugin.planner.table_schedules import KINDS, schedules_of_rows
 from quartet_plugin.space.forbidden import forbidden_rows
+from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER as OPTIMIZER
 from quartet_plugin.space.knobs.divisors import divisors, nearest_words
-from quartet_plugin.space.layouts import is_requested
+from quartet_plugin.space.knobs.knob import KnobContext
+from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
+from quartet_plugin.space.knobs.pipeline_parallel import most_stages
+from quartet_plugin.space.knobs.recompute import RECOMPUTE as RECOMPUTE_KNOB
+from quartet_plugin.space.knobs.tensor_parallel import FP8_MULTIPLE, fits_fp8, sizes_to_divide
+from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
+from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
+from quartet_plugin.space.layouts import choices_by_degrees, is_requested, requested_groups
+from quartet_plugin.space.rules import LayoutRules
 
 # The columns of the table.
 TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED, SCHEDULE, PARTITION = range(12)
-MAX_MICRO_BATCH = 64
 # Values of the column `SPLIT`; larger numbers are the job's written splits in order.
 BALANCED, EVEN, WRITTEN = 0, 1, 2
-# Sizes of FP8 products are multiples of it.
-FP8_MULTIPLE = 16
 GIB = 2**30
-
-# (TP, CP, PP, DP, micro-batch) and the (virtual stages, EP, split) that go with it.
-type _Row = tuple[int, int, int, int, int]
-type _Variant = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,8 @@ class LayoutTable:
     """
 
     columns: IntArray
-    partitions: tuple[TensorPartition | None, ...] = STOCK_ALONE
+    rules: LayoutRules
+    partitions: tuple[TensorPartition | None, ...] = (None,)
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -58,45 +63,65 @@ class LayoutTable:
         """The schedule of one row."""
         return KINDS[int(self.columns[row, SCHEDULE])]
 
+    def groups(self, row: int) -> tuple[int | None, ...]:
+        """The groups that the row's schedule may have, the smallest first; (None,) where it has none."""
+        if self.schedule(row) is not ScheduleKind.INTERLEAVED:
+            return (None,)
+        return tuple(sorted(requested_groups(self.layout(row), rules=self.rules)))
+
 
 def layout_table_of(job: PlanRequest, shape: ModelShape) -> LayoutTable:
     """All layouts and schedules of `shape` that run on Megatron and the job allows, in a fixed order."""
-    search = job.search
-    modes = [index for index, mode in enumerate(RECOMPUTE) if is_requested(search.recompute, mode)]
-    shards = [int(on) for on in (False, True) if is_requested(search.distributed_optimizer, on)]
-    rows = list(_rows(job, shape))
-    bases = np.array([base for base, _ in rows], dtype=np.int64).reshape(-1, 5)
-    counts = [len(variants) for _, variants in rows]
-    rest = np.array([variant for _, variants in rows for variant in variants], dtype=np.int64).reshape(-1, 3)
-    bare = np.column_stack([np.repeat(bases, counts, axis=0), rest])
-    options = np.array([(mode, on) for mode in modes for on in shards], dtype=np.int64).reshape(-1, 2)
-    columns = np.hstack([np.repeat(bare, len(options), axis=0), np.tile(options, (len(bare), 1))])
-    # One replica has nothing to share its optimizer with, unless nothing else was requested.
-    alone = (columns[:, CP] * columns[:, DP] == 1) & (columns[:, SHARDED] == 1)
-    columns = columns[~alone] if 0 in shards else columns
-    kept, kinds = schedules_of_rows(
-        job,
-        pp=columns[:, PP],
-        virtual=columns[:, VIRTUAL],
-        microbatches=num_microbatches(job, columns),
-        modes=columns[:, MODE],
-    )
+    rules = rules_of(job)
+    rows = [
+        _rows(job, layout, [choices[knob] for knob in _OPTIONS])
+        for layout, choices in choices_by_degrees(shape, rules=rules)
+    ]
+    columns = np.concatenate([np.zeros((0, SCHEDULE), dtype=np.int64), *rows])
+    kept, kinds = schedules_of_rows(rules, shape, columns, num_microbatches=num_microbatches(job, columns))
     columns = np.column_stack([columns[kept], kinds])
-    columns = columns[~forbidden_rows(search.forbid, _axes(columns), num_rows=len(columns))]
-    partitions = partitions_of(job)
-    return LayoutTable(columns=_with_partitions(job, shape, columns, partitions), partitions=partitions)
+    forbidden = forbidden_rows(job.search.forbid, _axes(columns), num_rows=len(columns))
+    columns, partitions = _with_partitions(rules, shape, columns[~forbidden])
+    return LayoutTable(columns=columns, rules=rules, partitions=partitions)
+
+
+# The knobs whose choices are columns of a row beside its degrees.
+_OPTIONS = (MICRO_BATCH_SIZE, VIRTUAL_STAGES, RECOMPUTE_KNOB, OPTIMIZER)
+
+
+def _rows(job: PlanRequest, layout: Layout, choices: list[tuple[Any, ...]]) -> IntArray:
+    """The rows of some degrees without schedules: every choice of micro-batch, chunks, split and memory."""
+    sizes, stages, modes, shards = choices
+    chunks = [(v, kind) for v in stages for kind in _splits(job, layout.pipeline_parallel * v)]
+    options = [sizes, chunks, [RECOMPUTE.index(mode) for mode in modes], [int(on) for on in shards]]
+    if not all(options):
+        return np.zeros((0, SCHEDULE), dtype=np.int64)
+    picks = np.indices([len(values) for values in options]).reshape(len(options), -1)
+    size, chunk, mode, sharded = (
+        np.array(values, dtype=np.int64).reshape(len(values), -1)[pick]
+        for values, pick in zip(options, picks, strict=True)
+    )
+    fixed = np.empty((len(size), 4), dtype=np.int64)
+    fixed[:, TP], fixed[:, CP] = layout.tensor_parallel, layout.context_parallel
+    fixed[:, PP], fixed[:, DP] = layout.pipeline_parallel, layout.data_parallel
+    experts = np.full((len(size), 1), layout.expert_parallel, dtype=np.int64)
+    return np.hstack([fixed, size, chunk[:, :1], experts, chunk[:, 1:], mode, sharded])
 
 
 def _with_partitions(
-    job: PlanRequest, shape: ModelShape, columns: IntArray, partitions: tuple[TensorPartition | None, ...]
-) -> IntArray:
-    """The rows once for each partition of a layer that is asked for and legal there."""
+    rules: LayoutRules, shape: ModelShape, columns: IntArray
+) -> tuple[IntArray, tuple[TensorPartition | None, ...]]:
+    """The rows once for each partition of a layer that they may have, and the partitions by number."""
     keys, _, inverse = unique_rows(columns[:, [TP, CP, EP, SIZE]])
-    legal = [legal_partitions(job, shape, partitions, *key) for key in keys.tolist()]
+    layouts = (layout_of(tp, cp, 1, ep, size, 1, 0, 0, ep=ep) for tp, cp, ep, size in keys.tolist())
+    contexts = (KnobContext(layout=layout, shape=shape, rules=rules) for layout in layouts)
+    choices = [TENSOR_PARTITION.choices(context) for context in contexts]
+    labels = list(dict.fromkeys([STOCK, *(str(label) for labels in choices for label in labels)]))
+    legal = [[labels.index(str(label)) for label in choice] for choice in choices]
     counts = np.array([len(cuts) for cuts in legal], dtype=np.int64)
-    of_row = counts[inverse]
-    each = [cut for key in inverse.tolist() for cut in legal[key]]
-    return np.column_stack([np.repeat(columns, of_row, axis=0), np.array(each, dtype=np.int64)])
+    each = np.array([cut for key in inverse.tolist() for cut in legal[key]], dtype=np.int64)
+    partitions = tuple(partition_from_label(label) for label in labels)
+    return np.column_stack([np.repeat(columns, counts[inverse], axis=0), each]), partitions
 
 
 def _axes(columns: IntArray) -> dict[str, IntArray]:
@@ -127,7 +152,7 @@ def written_splits(job: PlanRequest) -> tuple[tuple[int, ...], ...]:
 def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: int) -> str | None:
     """The constraint that refuses these degrees whatever else is chosen; None where they are legal.
 
-    It is written `rule: the fault; nearest: the legal values`.
+    It is written `rule: the fault; nearest: the legal values`, for the rules of the knobs.
     """
     dp = job.machines.num_devices // (tp * cp * pp)
     legal = LegalDegrees(job, shape)
@@ -138,7 +163,7 @@ def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: 
     undivided = fault_of_tensor_parallel(job, shape, tp, legal=legal.tensor_parallel)
     if undivided is not None:
         return undivided
-    if job.precision == "fp8" and any(width % FP8_MULTIPLE for width in _widths(job, shape, tp)):
+    if job.precision == "fp8" and not fits_fp8(tp, shape, job.experts):
         return f"fp8 multiple: TP {tp} leaves FP8 products of sizes that are no multiples of {FP8_MULTIPLE}"
     # Megatron balances causal attention in two chunks a rank; sequence parallelism splits further.
     chunks = (2 * cp if cp > 1 else 1) * tp
@@ -150,8 +175,8 @@ def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: 
             f"CP {cp} with TP {tp} does not cut sequences of {shape.seq_length} into {chunks} equal chunks"
         )
         return f"sequence: {fault}"
-    if pp > shape.num_layers:
-        fault = f"PP {pp} has more stages than {shape.num_layers} layers"
+    if pp > most_stages(shape):
+        fault = f"PP {pp} has more stages than {shape.num_layers} layers, embedding and head"
         return f"layers: {fault}{nearest_words(pp, legal.pipeline_parallel)}"
     if job.global_batch_size % dp:
         fault = f"DP {dp} does not divide a batch of {job.global_batch_size}"
@@ -160,14 +185,15 @@ def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: 
 
 
 def fault_of_tensor_parallel(
-    job: PlanRequest, shape: ModelShape, tp: int, *, legal: Sequence[int], shares_groups: bool = False
+    job: PlanRequest, shape: ModelShape, tp: int, *, legal: Sequence[int]
 ) -> str | None:
     """The first size of the model that `tp` does not divide, with the nearest of the `legal` values.
 
-    With `shares_groups` several ranks may hold one query group, as Megatron lets them.
+    Several ranks may hold one query group, as Megatron lets them.
     """
-    for name, size in _tensor_sizes(job, shape):
-        if size % tp and not (shares_groups and name == "query groups" and tp % size == 0):
+    heads, *others = sizes_to_divide(shape, job.experts).items()
+    for name, size in (heads, ("query groups", shape.num_query_groups), *others):
+        if size % tp and not (name == "query groups" and tp % size == 0):
             rule = name.removeprefix("of ").removeprefix("the ")
             return f"{rule}: TP {tp} does not divide {size} {name}{nearest_words(tp, legal)}"
     return None
@@ -182,10 +208,10 @@ class LegalDegrees:
 
     @property
     def tensor_parallel(self) -> list[int]:
-        """Divisors of all that tensor parallelism divides."""
-        sizes = [size for _, size in _tensor_sizes(self.job, self.shape)]
-        devices = (self.job.machines.num_devices, self.job.largest_tensor_parallel)
-        return divisors(gcd(*devices, *sizes, self.shape.seq_length))
+        """Divisors of the devices and the sequence that cut the model."""
+        job, shape = self.job, self.shape
+        sizes = divisors(gcd(job.machines.num_devices, job.largest_tensor_parallel, shape.seq_length))
+        return [tp for tp in sizes if fault_of_tensor_parallel(job, shape, tp, legal=()) is None]
 
     @property
     def context_parallel(self) -> list[int]:
@@ -195,8 +221,8 @@ class LegalDegrees:
 
     @property
     def pipeline_parallel(self) -> list[int]:
-        """Divisors of the devices, at most one for each layer."""
-        return [pp for pp in divisors(self.job.machines.num_devices) if pp <= self.shape.num_layers]
+        """Divisors of the devices, as far as there are stages to fill."""
+        return [pp for pp in divisors(self.job.machines.num_devices) if pp <= most_stages(self.shape)]
 
     @property
     def data_parallel(self) -> list[int]:
@@ -222,13 +248,6 @@ def degrees(job: PlanRequest) -> Iterator[tuple[int, int, int]]:
                 yield tp, cp, pp
 
 
-def _rows(job: PlanRequest, shape: ModelShape) -> Iterator[tuple[_Row, list[_Variant]]]:
-    """The legal rows of all degrees that the job allows."""
-    for tp, cp, pp in degrees(job):
-        if _is_asked(job, tp, cp, pp) and fault_of_degrees(job, shape, tp, cp, pp) is None:
-            yield from _rows_of_degrees(job, shape, tp, cp, pp, job.machines.num_devices // (tp * cp * pp))
-
-
 def _is_asked(job: PlanRequest, tp: int, cp: int, pp: int) -> bool:
     """Whether the search allows the degrees, and the data parallelism that they leave."""
     search = job.search
@@ -238,50 +257,6 @@ def _is_asked(job: PlanRequest, tp: int, cp: int, pp: int) -> bool:
         and is_requested(search.pipeline_parallel, pp)
         and is_requested(search.data_parallel, job.machines.num_devices // (tp * cp * pp))
     )
-
-
-def _rows_of_degrees(
-    job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: int, dp: int
-) -> Iterator[tuple[_Row, list[_Variant]]]:
-    share = job.global_batch_size // dp
-    sizes = job.search.micro_batch_size or [n for n in divisors(share) if n <= MAX_MICRO_BATCH]
-    experts = _expert_degrees(job, cp * dp)
-    splits = {virtual: _splits(job, pp * virtual) for virtual in _virtual_stages(job, shape, pp)}
-    variants = [(virtual, ep, kind) for virtual, kinds in splits.items() for ep in experts for kind in kinds]
-    for size in sizes:
-        if share % size == 0:
-            yield (tp, cp, pp, dp, size), variants
-
-
-def _tensor_sizes(job: PlanRequest, shape: ModelShape) -> list[tuple[str, int]]:
-    """The sizes that tensor parallelism divides, by name."""
-    sizes = [
-        ("heads", shape.num_attention_heads),
-        ("query groups", shape.num_query_groups),
-        ("of the FFN", shape.ffn_hidden_size),
-        ("of the vocabulary", shape.vocab_size),
-    ]
-    if job.experts is not None:
-        sizes.append(("of an expert's FFN", job.experts.ffn_hidden_size))
-        sizes.append(("of the shared expert's FFN", job.experts.shared_ffn_hidden_size))
-    return sizes
-
-
-def _widths(job: PlanRequest, shape: ModelShape, tp: int) -> list[int]:
-    """Sizes of a rank's products."""
-    sizes = [shape.hidden_size, shape.attention_size // tp, shape.ffn_hidden_size // tp]
-    return sizes if job.experts is None else [*sizes, job.experts.ffn_hidden_size // tp]
-
-
-def _expert_degrees(job: PlanRequest, copies: int) -> list[int]:
-    """Expert-parallel sizes: divisors of the experts and of the ranks that hold equal dense weights."""
-    if job.experts is None:
-        return [1]
-    return [
-        ep
-        for ep in divisors(copies)
-        if job.experts.num_experts % ep == 0 and is_requested(job.search.expert_parallel, ep)
-    ]
 
 
 def _splits(job: PlanRequest, num_stages: int) -> list[int]:
@@ -294,12 +269,6 @@ def _splits(job: PlanRequest, num_stages: int) -> list[int]:
         if len(counts) == num_stages and min(counts[1:-1], default=1) > 0:
             kinds.append(WRITTEN + index)
     return kinds
-
-
-def _virtual_stages(job: PlanRequest, shape: ModelShape, pp: int) -> list[int]:
-    """Chunks a device that the job allows and the layers fill."""
-    most = max(1, shape.num_layers // pp) if pp > 1 else 1
-    return [v for v in job.search.virtual_stages or range(1, most + 1) if v <= most]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,16 +14,14 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, Plan, Provenance, ScheduleChoice, Split
 from quartet_plugin.planner.described_job import description_of
+from quartet_plugin.planner.described_rules import DEFAULT_RELEASE
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.order_search import custom_choice
-from quartet_plugin.planner.ranking import Ranked
+from quartet_plugin.planner.ranking import Ranked, rank
 from quartet_plugin.planner.table_rows import RECOMPUTE
 from quartet_plugin.space.layouts import stock_choice
 from quartet_plugin.split.layers import even_split
-
-# The release that a plan is for where no Megatron is here and none is asked for.
-DEFAULT_RELEASE = "0.19.2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +39,13 @@ class Plain:
     fits: bool = True
 
 
-def plain_layout(job: PlanRequest, *, best: Ranked, constants: Constants | None = None) -> Plain:
+def plain_layout(
+    job: PlanRequest, *, best: Ranked | None = None, constants: Constants | None = None
+) -> Plain:
     """The fewest model-parallel ranks that fit, micro-batch 1, an even split, no virtual stages.
 
-    Recompute only where nothing fits without. Where the job allows none of these, the best plan itself.
+    Recompute only where nothing fits without. Where the job allows none of these, the layout of the `best`
+    plan, which is looked for where it is not given.
     """
     axes: dict[str, object] = {
         "virtual_stages": (1,),
@@ -70,6 +71,7 @@ def plain_layout(job: PlanRequest, *, best: Ranked, constants: Constants | None 
         if peak_memory(run).fits:
             time_s = stock_time_s(job, run, used)
             return Plain(layout=layout, split=split, iteration_s=time_s, schedule=stock_choice(layout))
+    best = best or rank(job, constants=used).best[0]
     split, time_s = best.split, best.iteration_s
     if best.shape != job.shape or best.schedule.is_custom:
         split = even_split(job.shape.num_layers, num_stages=best.layout.num_stages)

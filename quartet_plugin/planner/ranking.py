@@ -45,7 +45,6 @@ from quartet_plugin.planner.layout_table import (
     refused_degrees,
 )
 from quartet_plugin.planner.no_layout import no_layout_words
-from quartet_plugin.planner.table_schedules import groups_of
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 
 # Layouts of a cluster whose mappings are solved with more effort than for ranking.
@@ -264,10 +263,8 @@ def _planned(
     limit_s: float = math.inf,
 ) -> Ranked | NoPlan:
     """The row with its best group's prediction, or why there is none; none over `limit_s` need be made."""
-    layout, schedule = field.table.layout(row), field.table.schedule(row)
     planned = [
-        _planned_with(job, field, row, group, constants, solver, limit_s)
-        for group in groups_of(job, layout, schedule)
+        _planned_with(job, field, row, group, constants, solver, limit_s) for group in field.table.groups(row)
     ]
     able = [ranked for ranked in planned if isinstance(ranked, Ranked)]
     if able:
@@ -354,7 +351,7 @@ def _nearest(job: PlanRequest, fields: list[_Field]) -> str:
         layout = field.table.layout(row)
         split = field.bounds.split(job, field.shape, field.table, row)
         schedule = field.table.schedule(row)
-        group = groups_of(job, layout, schedule)[0]
+        group = field.table.groups(row)[0]
         memory = peak_memory(job.run(field.shape, layout, split, schedule=schedule, group=group))
         if best is None or memory.total < best[0]:
             best = (memory.total, layout, memory)

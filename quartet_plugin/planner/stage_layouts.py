@@ -52,7 +52,7 @@ def check_stages(num_layers: int, *, pipeline: int, chunks: int) -> None:
 
 def check_degrees(request: PlanRequest, *, tensor: int, expert: int) -> None:
     """Raise InfeasibleError, with the nearest sizes that fit, for sizes that the model cannot be cut by."""
-    fault_of = partial(fault_of_tensor_parallel, request, request.shape, shares_groups=True)
+    fault_of = partial(fault_of_tensor_parallel, request, request.shape)
     legal = [tp for tp in divisors(request.shape.num_attention_heads) if fault_of(tp, legal=()) is None]
     fault = fault_of(tensor, legal=legal)
     if fault is not None:

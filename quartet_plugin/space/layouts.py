@@ -1,6 +1,6 @@
 """The parallel layouts a job can have: every choice of the layout's knobs that is legal for the framework."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from quartet_plugin.model.frameworks import capabilities
@@ -13,10 +13,11 @@ from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
 from quartet_plugin.space.knobs.divisors import nearest_words
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
-from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, SettingKnob
+from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, SettingKnob, Value
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, DEGREES, LAYOUT_KNOBS, OPTIONS
 from quartet_plugin.space.knobs.sequence_parallel import divides_sequence
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
+from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
 from quartet_plugin.space.rules import LayoutRules
 from quartet_plugin.space.schedules import custom_schedules_of
 from quartet_plugin.space.written_schedules import WrittenSchedule
@@ -26,11 +27,45 @@ MAX_GROUPS = 8
 
 def legal_layouts(shape: ModelShape, *, rules: LayoutRules) -> tuple[Layout, ...]:
     """Every layout for `shape`, in a fixed order; the baseline's is among them unless it was ruled out."""
+    layouts = (
+        layout
+        for degrees, choices in choices_by_degrees(shape, rules=rules)
+        for layout in _of_choices(degrees, choices, shape, rules)
+    )
+    return tuple(dict.fromkeys(layout for layout in layouts if _runs(layout, shape=shape, rules=rules)))
+
+
+def choices_by_degrees(
+    shape: ModelShape, *, rules: LayoutRules
+) -> Iterator[tuple[Layout, dict[LayoutKnob, tuple[Value | None, ...]]]]:
+    """The legal degrees in a fixed order, each with the choices of other knobs before the schedule.
+
+    They are those whose choices depend on degrees alone, so that a layout takes any of them; the partition of
+    a layer depends on the micro-batch, too.
+    """
     # Chunks need a pipeline, which the degrees are about to decide.
     bare = replace(rules.job.layout, virtual_stages=1)
-    degrees = (_of_degrees(layout, shape, rules) for layout in _chosen([bare], DEGREES, shape, rules))
-    layouts = _chosen(degrees, BEFORE_SCHEDULE, shape, rules)
-    return tuple(dict.fromkeys(layout for layout in layouts if _runs(layout, shape=shape, rules=rules)))
+    knobs = [knob for knob in BEFORE_SCHEDULE if knob is not TENSOR_PARTITION]
+    for degrees in _chosen([bare], DEGREES, shape, rules):
+        layout = _of_degrees(degrees, shape, rules)
+        context = KnobContext(layout=layout, shape=shape, rules=rules)
+        yield layout, {knob: knob.choices(context) for knob in knobs}
+
+
+def _of_choices(
+    degrees: Layout,
+    choices: Mapping[LayoutKnob, Sequence[Value | None]],
+    shape: ModelShape,
+    rules: LayoutRules,
+) -> Iterable[Layout]:
+    """The layouts of some degrees, the last knob varying fastest."""
+    layouts: Iterable[Layout] = [degrees]
+    for knob in BEFORE_SCHEDULE:
+        if knob in choices:
+            layouts = [knob.put(layout, value) for layout in layouts for value in choices[knob]]
+        else:
+            layouts = _chosen(layouts, [knob], shape, rules)
+    return layouts
 
 
 def _chosen(
@@ -116,7 +151,7 @@ def schedules_of(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> tu
     is_custom = not is_kept and not is_grouped and rules.no_custom_schedules is None
     if is_custom and not rules.can_change_objective(layout):
         job = rules.job
-        is_split = job.full_backward is None and "moe" not in job.features
+        is_split = job.full_backward is None and job.experts is None and "moe" not in job.features
         names += custom_schedules_of(
             layout,
             num_microbatches=layout.num_microbatches(rules.job.global_batch_size),

@@ -78,8 +78,7 @@ class Space:
     """All plans of a run, made by `build_space`; `baseline` is the user's own configuration.
 
     With `relative_cost` every plan carries its prediction. `written` are the schedules of the files that the
-    search names, by file name. `scale_up_devices` are the consecutive slots that fast links join, None where
-    no file says it.
+    search names, by file name; `is_planned` and `scale_up_devices` are as in `LayoutRules`.
     """
 
     job: TrainingJob
@@ -94,6 +93,7 @@ class Space:
     no_custom_schedules: str | None = None
     relative_cost: RelativeCost | None = None
     written: MappingABC[str, WrittenSchedule] = field(default_factory=dict)
+    is_planned: bool = False
     scale_up_devices: int | None = None
     _orders: dict[object, tuple[RankOrder, ...]] = field(default_factory=dict)
     _groups: dict[ModelShape, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
@@ -191,6 +191,7 @@ class Space:
             locked=self.locked,
             no_custom_schedules=self.no_custom_schedules,
             written=self.written,
+            is_planned=self.is_planned,
             scale_up_devices=self.scale_up_devices,
         )
 
@@ -380,6 +381,7 @@ def build_space(
     seed: int,
     relative_cost: RelativeCost | None = None,
     written: MappingABC[str, WrittenSchedule] | None = None,
+    is_planned: bool = False,
     scale_up_devices: int | None = None,
 ) -> Space:
     """The space around the user's job; `written` are the schedules of the files that the search names.
@@ -405,6 +407,7 @@ def build_space(
         no_custom_schedules=job.no_custom_schedules,
         relative_cost=relative_cost,
         written=written or {},
+        is_planned=is_planned,
         scale_up_devices=scale_up_devices,
     )
     rules = draft.rules()

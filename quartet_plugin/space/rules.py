@@ -19,8 +19,9 @@ class LayoutRules:
 
     `locked` has the axes that stay at stock, each with the feature that locks it. `no_custom_schedules` is
     the feature that rules custom schedules out, None where they are allowed. `written` are the schedules of
-    the files that the search names, by file name. `scale_up_devices` are the consecutive slots that fast
-    links join, None where no file says it.
+    the files that the search names, by file name. `is_planned`: nothing is launched, so that no command's own
+    value is kept. `scale_up_devices` are the consecutive slots that fast links join, None where no file says
+    it.
     """
 
     job: TrainingJob
@@ -29,17 +30,25 @@ class LayoutRules:
     locked: Mapping[Axis, str] = field(default_factory=dict)
     no_custom_schedules: str | None = None
     written: Mapping[str, WrittenSchedule] = field(default_factory=dict)
+    is_planned: bool = False
     scale_up_devices: int | None = None
 
     @property
     def joined_devices(self) -> int:
         """The number that a group must divide to stay inside fast links: a node's, where no file says it."""
-        return self.scale_up_devices or self.slots_per_node
+        return self.scale_up_devices or self._smallest_node
+
+    @property
+    def _smallest_node(self) -> int:
+        return math.gcd(*(node.num_slots for node in self.nodes))
 
     @property
     def slots_per_node(self) -> int:
-        """The number that a TP group must divide: the greatest common divisor of the nodes' slots."""
-        return math.gcd(*(node.num_slots for node in self.nodes))
+        """The number that a TP group must divide: the greatest common divisor of the nodes' slots.
+
+        Of a planned job it is what fast links join, so that no group leaves its node and domain.
+        """
+        return self.joined_devices if self.is_planned else self._smallest_node
 
     @property
     def prohibitions(self) -> Prohibitions:

@@ -86,6 +86,10 @@ def even_split_with_ends(num_layers: int, *, num_stages: int, embedding: int, he
     while min(counts[1:-1], default=1) == 0 and max(counts) > 1:
         counts[counts.index(max(counts))] -= 1
         counts[1 + counts[1:-1].index(0)] += 1
+    while 0 in counts[1:-1] and max(counts[0], counts[-1]) > 0:
+        # Of as many stages as layers, or more, the ends are empty first.
+        counts[0 if counts[0] else -1] -= 1
+        counts[1 + counts[1:-1].index(0)] += 1
     return tuple(counts)
 
 

@@ -20,10 +20,15 @@ from quartet_plugin.calibration.predictor import PlanPredictor, identity
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, Verdict, score_of_median
+from quartet_plugin.planner.described_space import first_plans
+from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.plan_scorer import PlanScorer, is_samplers_turn
 from quartet_plugin.space.param_sources import FixedParams, Params
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.trial_params import TrialParams
+
+# Plans of a described job that are tried while nothing is measured.
+NUM_FIRST = 20
 
 # What a study's objective returns, and the direction that belongs to it.
 PlanObjective = Literal["iteration_s", "tokens_per_s", "model_flops_per_s_per_device"]
@@ -60,7 +65,8 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
     trial (0: none), the trials for which the planner has no plan left, and every parameter that is not of
     the space. `objective` is what the study's objective returns: seconds an iteration, to be minimized, or a
     rate, to be maximized. A trial that is pruned, or whose constraint is violated, has a plan that does not
-    fit. `machine` is what was measured of the machine before.
+    fit. `machine` is what was measured of the machine before. `job` is the described job that the space was
+    made of (`described_space.space_of`): until a trial is measured, its plans are those of `quartet plan`.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         objective: PlanObjective = "iteration_s",
         explore: int = 5,
         machine: KnownMachine | None = None,
+        job: PlanRequest | None = None,
     ) -> None:
         self._space = space
         self._explorer = optuna.samplers.TPESampler(seed=space.seed) if explorer is None else explorer
@@ -84,6 +91,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
             experts=space.job.experts,
             latent=space.job.latent,
         )
+        self._first = [] if job is None else first_plans(space, job, top=NUM_FIRST)
         self._scorers: dict[int, PlanScorer] = {}
         self._plans: dict[tuple[int, int], Plan | None] = {}
         self._points: dict[tuple[int, int], PlanPoint] = {}
@@ -139,20 +147,23 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
             return None
         others = [other for other in study.get_trials(deepcopy=False) if other.number != trial.number]
         finished = [record for other in others if (record := self._finished_trial(study, other)) is not None]
-        if not finished:
-            params = self._space.params_of(self._space.baseline) if trial.number == 0 else None
-            return None if params is None else self._with_distributions(params)
         scorer = self._scorer_of(study)
         scorer.predictor.learn(finished)
-        if not scorer.predictor.is_ready or is_samplers_turn(finished, explore=self._explore):
+        if not finished and not self._first:
+            params = self._space.params_of(self._space.baseline) if trial.number == 0 else None
+            return None if params is None else self._with_distributions(params)
+        if scorer.predictor.is_ready and is_samplers_turn(finished, explore=self._explore):
             return None
         running = (self._plan_of(other.params) for other in others if other.state == TrialState.RUNNING)
         pending = [plan for plan in running if plan is not None]
         known = {identity(plan) for plan in (*pending, *(record.plan for record in finished))}
-        for scored in scorer.scored_plans(pending):
-            plan = scored.candidate.plan
+        plans = self._first
+        if scorer.predictor.is_ready:
+            candidates = (scored.candidate for scored in scorer.scored_plans(pending))
+            plans = [(candidate.params, candidate.plan) for candidate in candidates]
+        for params, plan in plans:
             if identity(plan) not in known and self._space.refusal_of(plan) is None:
-                return self._with_distributions(scored.candidate.params)
+                return self._with_distributions(params)
         return None
 
     def _scorer_of(self, study: Study) -> PlanScorer:

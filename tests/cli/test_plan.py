@@ -79,7 +79,7 @@ def test_exhaustive_writes_the_same_plan(tmp_path: Path) -> None:
     [
         ("H9000", "", 2, "unknown"),
         ("H100-SXM-80GB", ", scale_up_bandwidth_bytes_per_s: -5.0", 2, "scale_up_bandwidth_bytes_per_s"),
-        ("H100-SXM-80GB", ", memory_bytes: 2000000000", 3, "more than the"),
+        ("H100-SXM-80GB", ", memory_bytes: 2000000000", 3, "GiB that are usable"),
     ],
 )
 def test_one_line_and_an_exit_code(

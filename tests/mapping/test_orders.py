@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.orders import (
     coordinates,
+    first_equal,
     is_legal,
     legal_orders,
     order_named,
@@ -96,6 +97,15 @@ def test_an_arrangement_beside_the_listed_ones_is_equal_to_one_of_them() -> None
     }
     for permutation in itertools.permutations(slots):
         assert frozenset(zip(permutation[:2], permutation[2:], strict=True)) in stages
+
+
+@pytest.mark.parametrize("degrees", [(1, 2, 2), (2, 2, 1), (1, 1, 4), (2, 1, 2), (1, 4, 1)])
+def test_the_first_equal_order_is_the_listed_one(degrees: tuple[int, int, int]) -> None:
+    layout, nodes = layout_of(*degrees), make_nodes(4)
+    listed = {order.mapping.slots for order in legal_orders(layout, nodes=nodes)}
+    equal = [first_equal(order, layout=layout) for order in itertools.permutations(slots_of(nodes))]
+    assert set(equal) == listed
+    assert [first_equal(order, layout=layout) for order in equal] == equal
 
 
 def test_many_processes_have_named_orders() -> None:

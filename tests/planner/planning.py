@@ -7,14 +7,15 @@ from typing import Any
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import LayoutTable
-from quartet_plugin.planner.table_schedules import groups_of
 from tests.model.clusters import make_cluster
+
+DEVICES = ("A100-SXM-80GB", "H100-SXM-80GB")
 
 
 def runs_of(job: PlanRequest, table: LayoutTable, row: int, split: tuple[int, ...]) -> Iterator[TrainingRun]:
     """The runs of a row of the table: one for each group that its schedule may have."""
     layout, schedule = table.layout(row), table.schedule(row)
-    for group in groups_of(job, layout, schedule):
+    for group in table.groups(row):
         yield job.run(job.shape, layout, split, schedule=schedule, group=group)
 
 
@@ -61,3 +62,35 @@ def random_cluster_job(seed: int) -> PlanRequest:
     if draw.random() < 0.3:
         search["context_parallel"] = "auto"
     return cluster_job(cluster, model=model, search=search)
+
+
+def random_job(seed: int) -> PlanRequest:
+    """Up to 16 devices, dense models and experts, with a random part of the search given."""
+    draw = random.Random(seed)
+    if draw.random() < 0.3:
+        return random_cluster_job(seed)
+    model: dict[str, Any] = {
+        "num_layers": draw.choice([5, 8, 12]),
+        "hidden_size": draw.choice([512, 1024, 4096]),
+        "num_query_groups": draw.choice([2, 8, 16]),
+        "gated_ffn": draw.random() < 0.5,
+        "vocab_size": draw.choice([1000, 32_000, 128_000]),
+        "seq_length": draw.choice([512, 1024, 4096]),
+    }
+    if draw.random() < 0.3:
+        model |= {"num_experts": 4, "experts_per_token": 2}
+    requests: dict[str, list[Any]] = {
+        "context_parallel": ["auto"],
+        "schedule": ["stock", ["1f1b", "zb-h1", "interleaved"], ["gpipe", "zb-v", "stock"]],
+        "split": ["even"],
+        "recompute": ["none", ["none", "full"]],
+        "micro_batch_size": [1, [1, 2]],
+        "forbid": [[{"tensor_parallel": 2}], [{"schedule": "1f1b", "micro_batch_size": 2}]],
+    }
+    search = {name: draw.choice(values) for name, values in requests.items() if draw.random() < 0.35}
+    nodes, per_node = draw.choice([(1, 1), (1, 4), (1, 8), (2, 4), (3, 2), (2, 8)])
+    cluster = {"num_nodes": nodes, "devices_per_node": per_node, "device": draw.choice(DEVICES)}
+    batch = {"global_batch_size": draw.choice([8, 16, 48])}
+    if draw.random() < 0.15:
+        search["tensor_partition"] = "auto"
+    return parse_job(job_data(model=model, cluster=cluster, batch=batch, search=search), where="job")

@@ -21,7 +21,6 @@ from quartet_plugin.planner.job import PlanRequest, parse_job, read_job
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import best_plans, rank, refine, slowdown_of
-from quartet_plugin.planner.table_schedules import groups_of
 from tests.model.clusters import make_cluster
 from tests.planner.planning import cluster_job, job_data, random_cluster_job, runs_of
 
@@ -96,7 +95,7 @@ def test_no_placed_prediction_is_under_its_bounds(seed: int) -> None:
             constants=fitted(),
             topology=topology,
             schedule=candidates.schedule(row),
-            group=groups_of(job, layout, candidates.schedule(row))[0],
+            group=candidates.groups(row)[0],
         )
         assignment = assign(problem, effort=QUICK)
         if assignment is not None:

@@ -12,6 +12,7 @@ from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.job_description import LatentAttention
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.planner.bounds import bounds_of
+from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import (
     TooLarge,
@@ -22,7 +23,9 @@ from quartet_plugin.planner.layout_table import (
 )
 from quartet_plugin.planner.ranking import rank, refusals
 from quartet_plugin.planner.table_rows import layout_of
-from tests.planner.planning import job_data, runs_of
+from quartet_plugin.space.knobs.registry import DEGREES
+from quartet_plugin.space.layouts import choices_by_degrees
+from tests.planner.planning import job_data, random_job, runs_of
 
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 2048}
 
@@ -170,7 +173,7 @@ def test_experts_are_not_scaled() -> None:
 
 def test_refused_degrees_and_legal_ones_are_all_degrees() -> None:
     job = parsed(
-        model={"num_attention_heads": 12, "hidden_size": 1536, "num_layers": 6},
+        model={"num_attention_heads": 12, "hidden_size": 1536, "num_layers": 5},
         batch={"global_batch_size": 12},
         search={"context_parallel": "auto"},
     )
@@ -179,15 +182,25 @@ def test_refused_degrees_and_legal_ones_are_all_degrees() -> None:
     assert sum(one.count for one in refused) + len(legal) == len(list(degrees(job)))
     reasons = {one.reason for one in refused}
     assert "heads: TP 8 does not divide 12 heads; nearest: 4" in reasons
-    assert "layers: PP 8 has more stages than 6 layers; nearest: 4" in reasons
+    assert "layers: PP 8 has more stages than 5 layers, embedding and head; nearest: 4" in reasons
     assert "batch: DP 8 does not divide a batch of 12; nearest: 4" in reasons
     assert [one.count for one in refused] == sorted((one.count for one in refused), reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 3))
+def test_what_is_told_of_degrees_is_what_the_knobs_refuse(seed: int) -> None:
+    job = random_job(seed)
+    free = job.search.model_copy(update={knob.name: None for knob in DEGREES})
+    job = replace(job, search=free)
+    layouts = [layout for layout, _ in choices_by_degrees(job.shape, rules=rules_of(job))]
+    legal = {(one.tensor_parallel, one.context_parallel, one.pipeline_parallel) for one in layouts}
+    assert legal == {sizes for sizes in degrees(job) if fault_of_degrees(job, job.shape, *sizes) is None}
 
 
 @pytest.mark.parametrize(
     ("model", "tp", "words"),
     [
-        ({"num_query_groups": 2}, 4, "query groups"),
+        ({"num_query_groups": 6, "num_attention_heads": 12, "hidden_size": 1536}, 4, "query groups"),
         ({"ffn_hidden_size": 1022}, 4, "of the FFN"),
         ({**EXPERTS, "expert_ffn_hidden_size": 1002}, 4, "of an expert's FFN"),
         ({"precision": "fp8", "hidden_size": 1032, "num_attention_heads": 8}, 1, "multiples of 16"),
@@ -210,8 +223,8 @@ def test_memory_refusals_are_grouped_and_counted() -> None:
 
 
 def test_no_legal_layout_names_the_commonest_reason() -> None:
-    with pytest.raises(InfeasibleError, match=r"search\.pipeline_parallel: 2; layers: PP 2 .*; nearest: 1"):
-        rank(parsed(model={"num_layers": 1}, search={"pipeline_parallel": 2}))
+    with pytest.raises(InfeasibleError, match=r"search\.pipeline_parallel: 4; layers: PP 4 .*; nearest: 2"):
+        rank(parsed(model={"num_layers": 1}, search={"pipeline_parallel": 4}))
 
 
 def test_no_legal_layout_is_told_about_the_degree_that_was_asked_for() -> None:

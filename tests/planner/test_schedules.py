@@ -11,14 +11,16 @@ from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.plan import read_plan, write_plan
 from quartet_plugin.planner.bounds import first_forwards, turning_split
+from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.explain import explained, job_of_plan
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.order_search import planned_ranking
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import Ranking, rank
-from quartet_plugin.planner.table_schedules import KINDS, groups_of
+from quartet_plugin.planner.table_schedules import KINDS
 from quartet_plugin.space.config import TABLE_SCHEDULES
+from quartet_plugin.space.layouts import requested_groups
 from tests.planner.planning import job_data
 
 PIPELINE = {"pipeline_parallel": 4, "tensor_parallel": 1, "micro_batch_size": 1, "recompute": "none"}
@@ -72,7 +74,7 @@ def test_a_list_holds_what_it_names() -> None:
 def test_every_legal_group_is_tried_and_the_best_kept() -> None:
     search = {**PIPELINE, "virtual_stages": 2, "schedule": "interleaved"}
     best = rank(parsed(**search)).best[0]
-    groups = groups_of(parsed(**search), best.layout, best.schedule)
+    groups = requested_groups(best.layout, rules=rules_of(parsed(**search)))
     assert groups == (4, 8)
     times = {group: rank(parsed(**search, group=group)).best[0].iteration_s for group in groups}
     assert best.iteration_s == min(times.values())

@@ -137,7 +137,7 @@ def _home_of_device(partition: Partition, tensor: Tensor, device: int) -> HomeOf
     rows = tuple(sorted({row for row, _ in blocks}))
     columns = tuple(sorted({column for _, column in blocks}))
     owners = home.owners()
-    found = HomeOfDevice(
+    device_home = HomeOfDevice(
         tensor=tensor,
         rows=rows,
         columns=columns,
@@ -146,6 +146,6 @@ def _home_of_device(partition: Partition, tensor: Tensor, device: int) -> HomeOf
         owners={block: owners[block] for block in blocks},
     )
     is_one_part = home.parts == 1 or len({owners[block].index(device) for block in blocks}) == 1
-    if not is_one_part or set(found.blocks) != set(blocks):
+    if not is_one_part or set(device_home.blocks) != set(blocks):
         raise PlanError(f"{partition.name}: the blocks of {tensor} on device {device} are no rectangle")
-    return found
+    return device_home

@@ -6,9 +6,8 @@ from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, 
 
 
 def _copies(layout: Layout, rules: KnobRules) -> int:
-    command = rules.job.layout
-    return command.world_size // (
-        command.context_parallel * layout.tensor_parallel * layout.pipeline_parallel
+    return rules.job.layout.world_size // (
+        layout.context_parallel * layout.tensor_parallel * layout.pipeline_parallel
     )
 
 
@@ -21,6 +20,8 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     if value != copies:
         return f"must be {copies}, the devices that TP and PP leave"
     layout, job = context.layout, context.rules.job
+    if job.global_batch_size % copies:
+        return f"must divide a batch of {job.global_batch_size}"
     if (
         "moe" in job.features
         and job.experts is None

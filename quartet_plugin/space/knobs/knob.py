@@ -52,6 +52,10 @@ class KnobRules(Protocol):
     def joined_devices(self) -> int:
         """The number that a group must divide to stay inside fast links."""
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether nothing is launched, so that no command's own value is kept."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobContext:

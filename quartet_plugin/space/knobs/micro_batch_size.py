@@ -4,12 +4,13 @@ from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, Value, degree_of, never_kept
 
-# The largest micro-batch that is offered, over the command's own.
-MAX_FACTOR = 8
+# The largest micro-batch that is offered, over the command's own, and without a command.
+MAX_FACTOR, MAX_PLANNED = 8, 64
 
 
 def _offers(context: KnobContext) -> list[int]:
-    most = context.rules.job.layout.micro_batch_size * MAX_FACTOR
+    is_planned, command = context.rules.is_planned, context.rules.job.layout.micro_batch_size
+    most = MAX_PLANNED if is_planned else command * MAX_FACTOR
     share = context.rules.job.global_batch_size // context.layout.data_parallel
     return [size for size in divisors(share) if size <= most] if share else []
 

@@ -1,15 +1,20 @@
 """Pipeline parallelism: the devices that the layers are spread over."""
 
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, never_kept
 
 
+def most_stages(shape: ModelShape) -> int:
+    """A stage for each layer, and one for the embedding and one for the head alone."""
+    return shape.num_layers + 2
+
+
 def _processes(layout: Layout, rules: KnobRules) -> int:
     """The processes that TP and CP leave."""
-    command = rules.job.layout
-    return command.world_size // command.context_parallel // layout.tensor_parallel
+    return rules.job.layout.world_size // layout.context_parallel // layout.tensor_parallel
 
 
 def _offers(context: KnobContext) -> list[int]:
@@ -17,8 +22,11 @@ def _offers(context: KnobContext) -> list[int]:
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
-    processes = _processes(context.layout, context.rules)
-    return f"must divide the {processes} devices that TP leaves" if processes % int(value) else None
+    ranks, processes = int(value), _processes(context.layout, context.rules)
+    if processes % ranks:
+        return f"must divide the {processes} devices that TP leaves"
+    most = most_stages(context.shape)
+    return f"must be at most {most} for {context.shape.num_layers} layers" if ranks > most else None
 
 
 PIPELINE_PARALLEL = LayoutKnob(

@@ -28,9 +28,9 @@ from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
 # Chosen together, as one parameter of the study: their product is the number of processes.
 DEGREES: tuple[LayoutKnob, ...] = (
     TENSOR_PARALLEL,
+    CONTEXT_PARALLEL,
     PIPELINE_PARALLEL,
     DATA_PARALLEL,
-    CONTEXT_PARALLEL,
     EXPERT_PARALLEL,
 )
 # Chosen one after the other, before the schedule, which depends on them.

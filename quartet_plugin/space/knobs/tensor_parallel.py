@@ -7,6 +7,9 @@ from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
 
+# Sizes of FP8 products are multiples of it.
+FP8_MULTIPLE = 16
+
 
 def sizes_to_divide(shape: ModelShape, experts: Experts | None = None) -> dict[str, int]:
     """The sizes of a model that a tensor-parallel size must divide, by name; 0 for one that it lacks."""
@@ -20,12 +23,12 @@ def sizes_to_divide(shape: ModelShape, experts: Experts | None = None) -> dict[s
 
 
 def _offers(context: KnobContext) -> list[int]:
-    return divisors(context.rules.job.layout.world_size // context.rules.job.layout.context_parallel)
+    return divisors(context.rules.job.layout.world_size // context.layout.context_parallel)
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
     size, command = int(value), context.rules.job.layout.tensor_parallel
-    processes = context.rules.job.layout.world_size // context.rules.job.layout.context_parallel
+    processes = context.rules.job.layout.world_size // context.layout.context_parallel
     if kept := kept_fault(size, command, _kept(context.rules)):
         return kept
     if size == 1 and "tp_comm_overlap" in context.rules.job.features:
@@ -38,7 +41,27 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     if groups % size and size % groups:
         return f"must divide the {groups} query groups, or be a multiple of them"
     sizes = sizes_to_divide(context.shape, context.rules.job.experts).items()
-    return next((f"must divide the {number} {words}" for words, number in sizes if number % size), None)
+    undivided = next((f"must divide the {number} {words}" for words, number in sizes if number % size), None)
+    if undivided is None and context.rules.is_planned:
+        return _fault_of_plan(size, context)
+    return undivided
+
+
+def _fault_of_plan(size: int, context: KnobContext) -> str | None:
+    """The rule that a size breaks in a layout with Transformer Engine's layers and sequence parallelism."""
+    shape, job = context.shape, context.rules.job
+    if shape.seq_length % size:
+        return f"must divide sequences of {shape.seq_length}"
+    if "fp8" in job.features and not fits_fp8(size, shape, job.experts):
+        return f"leaves FP8 products of sizes that are no multiples of {FP8_MULTIPLE}"
+    return None
+
+
+def fits_fp8(size: int, shape: ModelShape, experts: Experts | None) -> bool:
+    """Whether the products of a rank have sizes that FP8 takes."""
+    widths = [shape.hidden_size, shape.attention_size // size, shape.ffn_hidden_size // size]
+    widths += [] if experts is None else [experts.ffn_hidden_size // size]
+    return all(width % FP8_MULTIPLE == 0 for width in widths)
 
 
 def _kept(rules: KnobRules) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.frameworks import MEGATRON
@@ -58,6 +59,13 @@ def partitions_for(devices: int) -> list[TensorPartition]:
     return [TensorPartition(attention=form, mlp=form) for form in forms]
 
 
+def every_pair(devices: int) -> list[TensorPartition]:
+    """The partitions that so many devices can have, with a form of its own for each block, stock left out."""
+    forms = [BlockPartition(form="stock"), BlockPartition(form="rings"), *grids_for(devices)]
+    pairs = list(product(forms, repeat=2))[1:]
+    return [TensorPartition(attention=attention, mlp=mlp) for attention, mlp in pairs]
+
+
 def grids_for(devices: int) -> list[BlockPartition]:
     """The grids that so many devices can be, the largest first."""
     grids = []
@@ -87,7 +95,9 @@ class PartitionKnob(LayoutKnob):
 
 
 def _offers(context: KnobContext) -> list[str]:
-    return [STOCK, *(partition.label for partition in partitions_for(context.layout.tensor_parallel))]
+    devices = context.layout.tensor_parallel
+    partitions = every_pair(devices) if context.rules.is_planned else partitions_for(devices)
+    return [STOCK, *(partition.label for partition in partitions)]
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:

@@ -11,6 +11,8 @@ def _offers(context: KnobContext) -> list[int]:
     if context.layout.pipeline_parallel == 1:
         return [1]
     most = context.shape.num_layers // context.layout.pipeline_parallel
+    if context.rules.is_planned:
+        return list(range(1, max(1, most) + 1))
     even = [
         count
         for count in range(1, most + 1)

@@ -1,0 +1,86 @@
+"""The rules of the space for a job that is described and not run: no command's own value is kept."""
+
+from dataclasses import replace
+
+from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import STOCK, Split
+from quartet_plugin.model.training_job import TrainingJob
+from quartet_plugin.planner.job import PlanRequest, PlanSearch
+from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
+from quartet_plugin.space.knobs.tensor_partition import REFUSED_FEATURES
+from quartet_plugin.space.layouts import stock_choice
+from quartet_plugin.space.rules import LayoutRules
+
+# The release that a plan is for where no Megatron is here and none is asked for.
+DEFAULT_RELEASE = "0.19.2"
+
+# Of one device, micro-batch 1.
+_ONE = Layout(
+    tensor_parallel=1,
+    pipeline_parallel=1,
+    data_parallel=1,
+    virtual_stages=1,
+    context_parallel=1,
+    expert_parallel=1,
+    micro_batch_size=1,
+    sequence_parallel=False,
+    distributed_optimizer=False,
+    recompute="none",
+)
+
+
+def rules_of(job: PlanRequest) -> LayoutRules:
+    """The rules that the planned layouts of a job must satisfy, those of `search.forbid` left out.
+
+    Where it asks for searched orders alone, every layout has its named ones, which the search begins from.
+    """
+    search = described_search(job)
+    schedule = None if search.schedule == (SEARCHED,) else search.schedule
+    return LayoutRules(
+        job=training_job_of(
+            job,
+            layout=replace(_ONE, data_parallel=job.machines.num_devices),
+            split=(job.shape.num_layers,),
+        ),
+        nodes=job.nodes,
+        search=search.model_copy(update={"schedule": schedule, "forbid": ()}),
+        is_planned=True,
+        scale_up_devices=job.largest_tensor_parallel,
+    )
+
+
+def described_search(job: PlanRequest) -> PlanSearch:
+    """The search section; `stock` is the framework's own schedule of every layout: no command has another."""
+    words = [STOCK_NAMES if name == STOCK else (name,) for name in job.search.schedule or ()]
+    names = tuple(dict.fromkeys(name for names in words for name in names))
+    search: PlanSearch = job.search.model_copy(update={"schedule": names or None})
+    return search
+
+
+def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...]) -> TrainingJob:
+    """The job as trial 0 would report it: Transformer Engine's layers in a stock layout of its devices."""
+    return TrainingJob(
+        framework=MEGATRON.framework,
+        framework_version=DEFAULT_RELEASE,
+        torch_version="",
+        shape=job.shape,
+        layout=layout,
+        split=Split(transformer_layers_per_stage=split),
+        schedule=stock_choice(layout),
+        global_batch_size=job.global_batch_size,
+        train_iters=0,
+        precision=job.half,
+        features=("fp8",) if job.precision == "fp8" else (),
+        neutralised=(),
+        layer_impl="transformer_engine",
+        experts=job.experts,
+        latent=job.latent,
+        no_tensor_partition=next((REFUSED_FEATURES[name] for name in _special_layers(job)), None),
+    )
+
+
+def _special_layers(job: PlanRequest) -> list[str]:
+    """The features whose layers have no partition; no axis of a plan is locked by them."""
+    present = {"moe": job.experts is not None, "multi_latent_attention": job.latent is not None}
+    return [name for name, is_there in present.items() if is_there]
