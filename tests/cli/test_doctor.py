@@ -96,7 +96,7 @@ def test_a_schedule_of_ours_needs_its_functions_and_its_receipt(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(receipts, "needs_receipt", lambda plan: True)
+    monkeypatch.setattr(receipts, "needs_runtime", lambda plan: True)
     path = saved(tmp_path)
     assert main(["recheck", path]) == 2
     assert "no parity receipt" in capsys.readouterr().err

@@ -45,9 +45,11 @@ def test_every_published_device_is_known(name: str) -> None:
     assert 0 < device.ceiling("bf16") <= device.peak("bf16")
 
 
-def test_an_unknown_device_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"device 'H1000': unknown.*H100-SXM-80GB"):
+def test_an_unknown_device_is_named_with_the_nearest_or_all_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"device 'H1000': unknown; did you mean h100\?"):
         device_named("H1000")
+    with pytest.raises(ConfigError, match=r"device 'cluster': unknown.*H100-SXM-80GB"):
+        device_named("cluster")
 
 
 def test_a_users_device_goes_first(tmp_path: Path) -> None:
