@@ -108,7 +108,7 @@ class References:
         """A run with the test's data; `order` is a schedule. Without `is_loaded` weights come by `flags`."""
         folder = self.folder / name.replace(" ", "-")
         folder.mkdir()
-        rank = [str(_SCHEDULED), str(folder), order] if order else [str(support._RANK_PROGRAM), str(folder)]
+        rank = [str(_SCHEDULED), str(folder), order] if order else ["-m", support._RANK_PROGRAM, str(folder)]
         arguments = [
             *support.MODEL_FLAGS, *support.TRAINING_FLAGS, "--train-iters", str(steps),
             "--data-path", str(self.data),
