@@ -23,7 +23,7 @@ _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRow:
-    """One check: what was found, and what to do where it is not well."""
+    """One check of a node: what the node has, and what to do where a rule refuses it."""
 
     check: str
     state: State
