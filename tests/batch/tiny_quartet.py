@@ -44,10 +44,11 @@ def main() -> None:
     if marker.exists() and Path(f"/proc/{marker.read_text()}").exists():
         note("doubled", name)
     marker.write_text(str(os.getpid()))
-    note("start", name, str(os.getpid()), " ".join(sys.argv[1:dashes]))
     signal.signal(signal.SIGTERM, lambda number, frame: finish(name, marker, 130, "stopped"))
     run.mkdir(exist_ok=True)
     shutil.copy(GOLDEN / "config.json", run)
+    # Whoever reads the line may stop this tuner at once, and finds a run that has begun.
+    note("start", name, str(os.getpid()), " ".join(sys.argv[1:dashes]))
     if "--hold" in words:
         while not Path(words[words.index("--hold") + 1]).exists():
             time.sleep(0.01)
