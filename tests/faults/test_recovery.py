@@ -128,8 +128,10 @@ def test_processes_that_died_with_the_tuner_are_infra(fake_torchrun: Path, tmp_p
     attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.5", when=measuring)
     for pid in processes(attempt):
         os.kill(pid, signal.SIGKILL)
+    (attempt / ".rank-0.beat.json.1.ab.tmp").write_text('{"phase": "meas')
     results = recover(tmp_path, poll_s=0.02)
     assert [one.outcome for one in results] == [Outcome.INFRA]
+    assert not list(attempt.glob(".*.tmp"))
 
 
 def test_a_tuner_killed_right_after_the_launch_leaves_nothing(fake_torchrun: Path, tmp_path: Path) -> None:
@@ -151,6 +153,7 @@ def test_an_attempt_that_was_never_launched(tmp_path: Path) -> None:
     (tmp_path / "000001" / "attempt-1" / ".trial.json.1.ab.tmp").write_text("{")
     results = recover(tmp_path)
     assert [(one.outcome, one.phase) for one in results] == [(Outcome.INFRA, "launch")]
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_pid_that_is_used_again_is_not_touched(fake_torchrun: Path, tmp_path: Path) -> None:
