@@ -12,6 +12,7 @@ from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.batch import BatchPaths, BatchResults, BatchState, JobResult
 from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.report.formatting import clean
+from quartet_plugin.report.trial_table import label_of
 from quartet_plugin.space.plan_label import plan_label
 from quartet_plugin.tuner.attempts import holder_of
 from quartet_plugin.tuner.history import read_history
@@ -77,7 +78,7 @@ def with_history(result: JobResult, history: RunHistory, *, run: Path) -> JobRes
 
 def _with_row(result: JobResult, row: TrialRow, history: RunHistory) -> JobResult:
     """The result with one trial: the best so far, or the baseline that nothing has beaten."""
-    words = row.label if row.plan is None or row.number == 0 else plan_label(row.plan)
+    words = label_of(row)
     return replace(
         result,
         best=clean(words, limit=_MAX_WORDS),

@@ -68,13 +68,6 @@ class TrialRow:
         is_whole = self.verdict == "measured" and self.outcome != DEPTH_PROXY
         return is_whole and self.iteration_s is not None
 
-    @property
-    def label(self) -> str:
-        """The labels of the plan's parts."""
-        if self.number == 0:
-            return "your own command"
-        return ", ".join(self.labels.get(part, "?") for part in PARTS) if self.labels else "unknown"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finalist:

@@ -17,7 +17,7 @@ from quartet_plugin.report.formatting import (
     speedup_words,
 )
 from quartet_plugin.report.svg import Scale, drawing, element, short, text, title, x_axis, y_axis
-from quartet_plugin.report.trial_table import class_of, outcome_of
+from quartet_plugin.report.trial_table import class_of, label_of, outcome_of
 
 WIDTH = 1060.0
 HALF = 520.0
@@ -159,7 +159,7 @@ def _best_so_far(ratios: Mapping[int, float], x: Scale, y: Scale) -> str:
 
 
 def _point(row: TrialRow, ratio: float | None, x: Scale, y: Scale, strip: float, *, is_best: bool) -> str:
-    words = f"trial {row.number}, {clean(row.label, limit=120)}: {outcome_of(row)}"
+    words = f"trial {row.number}, {clean(label_of(row), limit=120)}: {outcome_of(row)}"
     center = x(row.number)
     if ratio is None:
         cross = f"M{center - 4:.1f} {strip - 4:.1f}l8 8m0 -8l-8 8"
@@ -222,7 +222,7 @@ def predicted_measured(history: RunHistory) -> str | None:
     for row in rows:
         measured, predicted = row.iteration_s or 0.0, row.predicted_iteration_s or 0.0
         words = (
-            f"trial {row.number}, {clean(row.label, limit=120)}: measured {measured:.4g} s, "
+            f"trial {row.number}, {clean(label_of(row), limit=120)}: measured {measured:.4g} s, "
             f"predicted {predicted:.4g} s"
         )
         parts.append(element("circle", title(words), cx=x(measured), cy=y(predicted), r=4.0, cls="measured"))
@@ -307,6 +307,6 @@ def stage_peaks(row: TrialRow) -> list[int]:
     return [max(ordered[first : first + width]) for first in range(0, num_ranks, width)]
 
 
-def label_of(row: TrialRow) -> str:
+def legend_of(row: TrialRow) -> str:
     """A trial's name in a legend."""
     return "your own command" if row.number == 0 else f"trial {row.number}, class {class_of(row)}"

@@ -243,9 +243,9 @@ def _predictions(history: RunHistory) -> str:
 def _memory(history: RunHistory) -> str:
     baseline = history.baseline
     best = history.row(history.winner.provenance.trial) if history.winner else history.best
-    rows = [] if baseline is None else [(figures.label_of(baseline), "baseline", baseline)]
+    rows = [] if baseline is None else [(figures.legend_of(baseline), "baseline", baseline)]
     if best is not None and best.number > 0:
-        rows.append((figures.label_of(best), "won" if history.winner else "other", best))
+        rows.append((figures.legend_of(best), "won" if history.winner else "other", best))
     caption = "The highest of each pipeline rank's processes, as the framework reported it."
     return _drawn("Memory per stage", figures.memory(rows), caption)
 

@@ -6,7 +6,14 @@ from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
 from quartet_plugin.report import markup
 from quartet_plugin.report.formatting import SECONDS_HEAD, SPEEDUP_HEAD, clean, size
 from quartet_plugin.report.tables import OBJECTIVE_WORDS
-from quartet_plugin.report.trial_table import NUMBER_HEADS, class_of, drift_note_of, number_cells, outcome_of
+from quartet_plugin.report.trial_table import (
+    NUMBER_HEADS,
+    class_of,
+    drift_note_of,
+    label_of,
+    number_cells,
+    outcome_of,
+)
 
 MAX_ROWS = 2_000
 # What a narrow window shows of a row without being moved sideways.
@@ -71,7 +78,7 @@ def failed(history: RunHistory) -> str:
             "<tr>"
             + markup.cell(markup.text(str(row.number)))
             + markup.cell(_tag(row))
-            + markup.cell(markup.breakable(clean(row.label, limit=240)))
+            + markup.cell(markup.breakable(clean(label_of(row), limit=240)))
             + markup.cell(markup.text(row.phase))
             + f'<td class="reason">{markup.text(clean(row.reason) + excess)}</td></tr>'
         )

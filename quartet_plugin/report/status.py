@@ -21,6 +21,7 @@ from quartet_plugin.report.formatting import (
 from quartet_plugin.report.launch_words import launch_words
 from quartet_plugin.report.search_expense import expense_lines, expense_of
 from quartet_plugin.report.shape_curve import shape_lines
+from quartet_plugin.report.trial_table import label_of
 from quartet_plugin.space.plan_label import plan_label
 
 _STATES = {
@@ -47,7 +48,7 @@ def status_lines(history: RunHistory) -> list[str]:
     if best is not None and history.winner is None:
         gain = f", {_speedup_of(best, history)}" if best.number else ""
         name = f"trial {best.number}: " if best.number else ""
-        words = best.label if best.plan is None else plan_label(best.plan)
+        words = label_of(best)
         lines.append(f"best      {name}{words}: {iteration_words(best.iteration_s or 0.0)} s/iteration{gain}")
     if history.winner is not None and history.winner.measurement is not None:
         speedup = history.winner.measurement.speedup

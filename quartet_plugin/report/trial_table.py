@@ -22,10 +22,21 @@ from quartet_plugin.report.formatting import (
 )
 from quartet_plugin.report.summary import aligned
 from quartet_plugin.report.tables import changes
+from quartet_plugin.space.plan_label import SEPARATOR, plan_label
 
 # The columns of `number_cells`.
 NUMBER_HEADS = (SECONDS_HEAD, "predicted", "tokens/s", SPEEDUP_HEAD, "FLOP/s/device", MEMORY_HEAD)
 _HEAD = (">trial", "class", "plan", "outcome", *(f">{head}" for head in NUMBER_HEADS))
+
+
+def label_of(row: TrialRow) -> str:
+    """A trial's plan by labelled parts; where its file is gone, by the parts that the study has kept."""
+    if row.number == 0:
+        return "your own command"
+    if row.plan is not None:
+        return plan_label(row.plan)
+    parts = (f"{part} {row.labels[part]}" for part in PARTS if row.labels.get(part))
+    return SEPARATOR.join(parts) or "unknown"
 
 
 def class_of(row: TrialRow) -> str:
@@ -96,7 +107,7 @@ def _cells(row: TrialRow, history: RunHistory) -> list[str]:
     return [
         str(row.number),
         class_of(row),
-        clean(row.label, limit=90),
+        clean(label_of(row), limit=90),
         outcome_of(row),
         *number_cells(row, history),
     ]

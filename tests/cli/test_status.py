@@ -21,6 +21,7 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.rank_files import Heartbeat
+from quartet_plugin.space.plan_label import plan_label
 from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.lease import Lease
 from quartet_plugin.tuner.history import open_run, read_history
@@ -111,6 +112,20 @@ def test_every_trial_is_listed_with_what_came_of_it(run: Path, capsys: pytest.Ca
     failed = [row for row in rows if row["verdict"] == "infeasible" and row["repeats"] is None]
     assert failed
     assert all(row["reason"] and row["memory_excess_bytes"] == 1 << 20 for row in failed)
+
+
+def test_plans_are_listed_by_labelled_parts(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    listed = printed(capsys, "trials", str(path))
+    plans = [row.plan for row in read_history(path).trials if row.number and row.plan is not None]
+    assert plans
+    assert all(plan_label(plan) in listed for plan in plans)
+    (path / "trials/000002/attempt-1/plan.json").unlink()
+    kept = next(row for row in table(capsys, path) if row["trial"] == 2)["plan"]
+    words = " · ".join(f"{part} {label}" for part, label in kept.items())
+    assert words in printed(capsys, "trials", str(path))
 
 
 def test_the_forms_say_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
