@@ -186,7 +186,7 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
     layout, num_microbatches = _layout(row, assumed, warnings)
     _check_divisible(shape, layout, experts)
     _check_partition(shape, layout, is_plain=experts is None and latent is None)
-    half, matmul = _precisions(row, device, assumed)
+    half, matmul = _precisions(row, device, assumed, warnings)
     schedule = _schedule(row, layout, assumed)
     stages = split_layers(shape.num_layers, layout.num_stages)
     zero = row.zero if row.zero is not None else (3 if row.fsdp else 1)
@@ -353,15 +353,19 @@ def _check_divisible(shape: ModelShape, layout: Layout, experts: Experts | None)
 
 
 def _precisions(
-    row: Row, device: DeviceSpec, assumed: dict[str, Any]
+    row: Row, device: DeviceSpec, assumed: dict[str, Any], warnings: list[str]
 ) -> tuple[HalfPrecision, Literal["fp16", "bf16", "fp32", "fp8", "fp4"]]:
     words = _default(row.precision, "bf16", "precision", assumed).lower()
     half: HalfPrecision = "fp16" if words.startswith("fp16") or "bf16" not in device.peak_flops else "bf16"
     if not any(name in words for name in ("fp16", "bf16", "fp8", "fp4")):
         raise ConfigError(f"precision: {words!r}; must be bf16, fp16, fp8 or fp4")
-    if "fp4" in words:
-        return half, "fp4"
-    return half, "fp8" if "fp8" in words else half
+    if "fp4" not in words and "fp8" not in words:
+        return half, half
+    narrow: Literal["fp8", "fp4"] = "fp4" if "fp4" in words else "fp8"
+    if not {narrow, "fp4"} & set(device.peak_flops):
+        wider = "fp8" if "fp8" in device.peak_flops else half
+        warnings.append(f"precision: {row.precision}; {device.name} has no {narrow}: products as in {wider}")
+    return half, narrow
 
 
 def _schedule(row: Row, layout: Layout, assumed: dict[str, Any]) -> ScheduleKind:

@@ -127,3 +127,17 @@ def test_software_rules() -> None:
     assert not software_named("Megatron-LM, TE, no comm overlap").data_overlap
     assert software_named("InternEvo", {"zero1_group": -1}).zero_broadcasts
     assert not software_named("torchtitan", {"torch_compile": False}).fused_elementwise
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "warning"),
+    [
+        ("A100-SXM-80GB", "fp8", "precision: fp8; A100-SXM-80GB has no fp8: products as in bf16"),
+        ("H100-SXM-80GB", "nvfp4", "precision: nvfp4; H100-SXM-80GB has no fp4: products as in fp8"),
+        ("H100-SXM-80GB", "fp8", None),
+        ("A100-SXM-80GB", "bf16", None),
+    ],
+)
+def test_a_precision_that_the_device_lacks_is_named(gpu: str, precision: str, warning: str | None) -> None:
+    found = resolve(read_row({**ROW, "gpu": gpu, "precision": precision})).warnings
+    assert found == ([] if warning is None else [warning])
