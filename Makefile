@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
-EXTRAS := megatron,deepspeed,plots,cluster,dev
+EXTRAS := megatron,deepspeed,plots,cluster,ray,dev
 STAMP := $(VENV)/.installed
 RELEASES := $(VENV)/.releases
 

@@ -73,7 +73,8 @@ def tune_command(
         bool, typer.Option("--oversubscribe", help="Let workers share the cores of a CPU run.")
     ] = False,
     launcher: Annotated[
-        str | None, typer.Option(help="Start trials on nodes: slurm (this allocation), slurm-batch or ssh.")
+        str | None,
+        typer.Option(help="Start trials on nodes: slurm (this allocation), slurm-batch, ssh, ray."),
     ] = None,
     trial_nodes: Annotated[int | None, typer.Option(help="Nodes of one trial, with --launcher.")] = None,
     nodes: Annotated[

@@ -107,11 +107,29 @@ class SshSite(Section):
     )
 
 
+class RaySite(Section):
+    """A Ray that runs already, and what a trial asks of each of its nodes."""
+
+    address: Plain | None = Field(
+        default=None, description="its address, as HOST:PORT; without it RAY_ADDRESS, or the Ray of this host"
+    )
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None, description="GPUs of each node that a trial takes"
+    )
+    cpus_per_node: Annotated[int, Field(ge=1, le=100_000)] = Field(
+        default=1, description="CPUs of each node that a trial takes"
+    )
+    grows: Annotated[bool, Field(strict=True)] = Field(
+        default=False, description="whether Ray adds nodes when they are asked for; if so, a trial waits"
+    )
+
+
 class Site(Section):
     """All of `site.yaml`. `environment` is set for every trial; `python` starts on the nodes."""
 
     slurm: SlurmSite = Field(default=SlurmSite(), description="options of Slurm's jobs and steps")
     ssh: SshSite | None = Field(default=None, description="hosts, for launcher: ssh")
+    ray: RaySite = Field(default=RaySite(), description="nodes of a Ray, for launcher: ray")
     environment: Variables = Field(default={}, description="variables of every trial")
     python: Annotated[str, AfterValidator(_program)] | None = Field(
         default=None, description="the python of the nodes, if it is another"

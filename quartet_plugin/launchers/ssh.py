@@ -4,32 +4,22 @@ The hosts see the run's folder and the installation under the same paths, and ta
 ssh's command line holds is the same for every trial: the command itself goes through its standard input.
 """
 
-import contextlib
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
-from quartet_plugin.launchers.local import open_output
+from quartet_plugin.launchers.held_run import CONNECTIONS_FILE, HeldRun, start_held
 from quartet_plugin.launchers.protocol import NodesHandle
 from quartet_plugin.launchers.site import Site, SshSite
 from quartet_plugin.launchers.ssh_fan_out import UNREACHED_FILE
-from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 
-FAN_OUT, ON_HOST = "quartet_plugin.launchers.ssh_fan_out", "quartet_plugin.launchers.ssh_node"
-# The file beside an attempt's output by which a later tuner finds the connections and the hosts.
-CONNECTIONS_FILE = "connections.json"
+FAN_OUT, ON_HOST = "quartet_plugin.launchers.ssh_fan_out", "quartet_plugin.launchers.connected_node"
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=8")
-_UNKNOWN_EXIT = 1
 _END_S = 60.0
 _MAX_AT_ONCE = 64
 
@@ -41,21 +31,8 @@ def ssh_words(host: str, *words: str, config: str | None, python: str) -> list[s
     return ["ssh", "-T", *file, *options, "--", host, "exec", python, "-m", ON_HOST, *words]
 
 
-class SshRun:
-    """An attempt on hosts. `process` holds the connections; None where another process has started it."""
-
-    def __init__(
-        self, folder: Path, attempt_id: str, process: "subprocess.Popen[bytes] | None" = None
-    ) -> None:
-        self._folder, self._attempt_id, self._process = folder, attempt_id, process
-        self._adopted = None if process is not None else self._find()
-
-    @property
-    def pid(self) -> int:
-        """The process id of what holds the connections; 0 where it has ended."""
-        if self._process is not None:
-            return self._process.pid
-        return self._adopted.pid if self._adopted is not None and self._adopted.is_running() else 0
+class SshRun(HeldRun):
+    """An attempt on hosts."""
 
     @property
     def is_pending(self) -> bool:
@@ -65,45 +42,18 @@ class SshRun:
     @property
     def fault(self) -> str | None:
         """The hosts that ssh could not reach."""
-        with contextlib.suppress(OSError, ValueError):
-            hosts = json.loads((self._folder / UNREACHED_FILE).read_text())
-            return f"ssh has no connection to {', '.join(map(str, hosts))}"
-        return None
-
-    def poll(self) -> int | None:
-        """The exit code; of what another process has started only that it has ended."""
-        if self._process is not None:
-            return self._process.poll()
-        is_alive = self.pid and self._adopted is not None and self._adopted.status() != psutil.STATUS_ZOMBIE
-        return None if is_alive else _UNKNOWN_EXIT
-
-    def terminate(self) -> None:
-        """Ask the command on every host to end."""
-        if self._process is not None:
-            self._process.terminate()
-        elif self._adopted is not None:
-            with contextlib.suppress(psutil.Error):
-                self._adopted.terminate()
-
-    def kill(self) -> None:
-        """Cut the connections, which ends the command on every host that notices."""
-        if self._process is not None:
-            self._process.kill()
-        elif self._adopted is not None:
-            with contextlib.suppress(psutil.Error):
-                self._adopted.kill()
+        hosts = self.read(UNREACHED_FILE)
+        return f"ssh has no connection to {', '.join(map(str, hosts))}" if hosts else None
 
     def end_on_nodes(self) -> tuple[str, ...]:
         """Cut the connections, and kill on every host what carries the attempt's id."""
-        self.kill()
-        if self._process is not None:
-            self._process.wait()
-        content = self._content()
+        self.cut()
+        content = self.read(CONNECTIONS_FILE)
         hosts = content.get("hosts", [])
 
         def end(host: str) -> str | None:
             words = ssh_words(
-                host, "--end", self._attempt_id, config=content["config"], python=content["python"]
+                host, "--end", self.attempt_id, config=content["config"], python=content["python"]
             )
             try:
                 done = subprocess.run(
@@ -116,22 +66,6 @@ class SshRun:
         with ThreadPoolExecutor(max_workers=_MAX_AT_ONCE) as pool:
             left = [host for host in pool.map(end, hosts) if host is not None]
         return tuple(f"host {host}" for host in left)
-
-    def _content(self) -> dict[str, Any]:
-        """What the start has written of the connections; nothing where it did not come so far."""
-        with contextlib.suppress(OSError, ValueError):
-            content: dict[str, Any] = json.loads((self._folder / CONNECTIONS_FILE).read_text())
-            return content
-        return {}
-
-    def _find(self) -> psutil.Process | None:
-        """The process of another tuner's that holds the connections, if it still runs."""
-        content = self._content()
-        with contextlib.suppress(psutil.Error, KeyError, TypeError, ValueError):
-            process = psutil.Process(int(str(content["pid"])))
-            if abs(process.create_time() - float(str(content["process_start"]))) < 1.0:
-                return process
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,32 +96,12 @@ class SshLauncher:
             "ssh": [self._ssh(host) for host in self.hosts],
             "folder": str(stdout.parent),
         }
-        output = open_output(stdout)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", FAN_OUT],
-                env=dict(env),
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise InfrastructureError(f"ssh: cannot start: {error.strerror}") from error
-        finally:
-            os.close(output)
-        content = {
-            "schema_version": 1,
-            "pid": process.pid,
-            "process_start": psutil.Process(process.pid).create_time(),
+        connections = {
             "hosts": list(self.hosts),
             "config": self._config,
             "python": self.site.python or sys.executable,
         }
-        write_json_atomic(stdout.parent / CONNECTIONS_FILE, content)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-            pipe.write(json.dumps(request).encode())
+        process = start_held(FAN_OUT, request, env=env, stdout=stdout, connections=connections)
         return SshRun(stdout.parent, env[ATTEMPT_ID], process)
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from quartet_plugin.launchers.ssh_node import TERMINATE
+from quartet_plugin.launchers.connected_node import TERMINATE
 
 # The file with the hosts that could not be reached, beside the attempt's output.
 UNREACHED_FILE = "unreached-hosts.json"

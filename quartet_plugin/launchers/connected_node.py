@@ -1,10 +1,11 @@
-"""The process that ssh starts on a host: runs what a request on its standard input says, or ends an attempt.
+"""The process of a trial on a node that a connection holds: runs what a request on its standard input says.
 
-    python -m quartet_plugin.launchers.ssh_node             # the first line of the input is the request
-    python -m quartet_plugin.launchers.ssh_node --end ID    # ends every process of an attempt on this host
+    python -m quartet_plugin.launchers.connected_node           # the first line of the input is the request
+    python -m quartet_plugin.launchers.connected_node --end ID  # ends every process of an attempt here
 
-So no value of the user's is on ssh's command line, which a shell reads. The input stays open as long as the
-launcher lives: its end ends the command. Nothing beside the standard library is imported.
+ssh or an actor of Ray starts it. No value of the user's is on a command line, which ssh's shell would read.
+The input stays open as long as the launcher lives: its end ends the command. Nothing beside the standard
+library is imported.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ def _first_line() -> bytes:
     while not line.endswith(b"\n"):
         part = os.read(0, 1)
         if not part:
-            raise SystemExit("ssh_node: the launcher has sent no request")
+            raise SystemExit("connected_node: the launcher has sent no request")
         line += part
     return bytes(line)
 

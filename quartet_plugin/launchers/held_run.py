@@ -1,0 +1,128 @@
+"""An attempt on nodes that one process of this host holds: the end of that process ends the attempt.
+
+The process outlives the tuner. A file beside the attempt's output says which it is and what it is connected
+to, so that a later tuner finds it.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from quartet_plugin.errors import InfrastructureError
+from quartet_plugin.launchers.local import open_output
+from quartet_plugin.model.files import write_json_atomic
+
+CONNECTIONS_FILE = "connections.json"
+_UNKNOWN_EXIT = 1
+
+
+class HeldRun:
+    """The holding process as a handle. `process` is None where another process has started it."""
+
+    def __init__(
+        self, folder: Path, attempt_id: str, process: "subprocess.Popen[bytes] | None" = None
+    ) -> None:
+        self.attempt_id = attempt_id
+        self._folder, self._process = folder, process
+        self._adopted = None if process is not None else self._find()
+
+    @property
+    def pid(self) -> int:
+        """The process id of what holds the connections; 0 where it has ended."""
+        if self._process is not None:
+            return self._process.pid
+        return self._adopted.pid if self._adopted is not None and self._adopted.is_running() else 0
+
+    def poll(self) -> int | None:
+        """The exit code; of what another process has started only that it has ended."""
+        if self._process is not None:
+            return self._process.poll()
+        is_alive = self.pid and self._adopted is not None and self._adopted.status() != psutil.STATUS_ZOMBIE
+        return None if is_alive else _UNKNOWN_EXIT
+
+    def terminate(self) -> None:
+        """Ask the command on every node to end."""
+        if self._process is not None:
+            self._process.terminate()
+        elif self._adopted is not None:
+            with contextlib.suppress(psutil.Error):
+                self._adopted.terminate()
+
+    def kill(self) -> None:
+        """Cut the connections, which ends the command on every node that notices."""
+        if self._process is not None:
+            self._process.kill()
+        elif self._adopted is not None:
+            with contextlib.suppress(psutil.Error):
+                self._adopted.kill()
+
+    def cut(self) -> None:
+        """Cut the connections, and wait for the end of what held them."""
+        self.kill()
+        if self._process is not None:
+            self._process.wait()
+        elif self._adopted is not None:
+            with contextlib.suppress(psutil.Error):
+                self._adopted.wait(timeout=10.0)
+
+    def read(self, name: str) -> Any:
+        """The content of a file of the start or of the holding process; empty where there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self._folder / name).read_text())
+        return {}
+
+    def _find(self) -> psutil.Process | None:
+        """The process of another tuner's that holds the connections, if it still runs."""
+        content = self.read(CONNECTIONS_FILE)
+        with contextlib.suppress(psutil.Error, KeyError, TypeError, ValueError):
+            process = psutil.Process(int(str(content["pid"])))
+            if abs(process.create_time() - float(str(content["process_start"]))) < 1.0:
+                return process
+        return None
+
+
+def start_held(
+    module: str,
+    request: Mapping[str, Any],
+    *,
+    env: Mapping[str, str],
+    stdout: Path,
+    connections: Mapping[str, Any],
+) -> "subprocess.Popen[bytes]":
+    """Start `module`, which holds the connections, with `request` on its standard input.
+
+    `connections` goes into the file by which a later tuner ends what runs on the nodes. Raises
+    InfrastructureError where the process cannot start.
+    """
+    output = open_output(stdout)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            env=dict(env),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise InfrastructureError(f"{module}: cannot start: {error.strerror}") from error
+    finally:
+        os.close(output)
+    content = {
+        "schema_version": 1,
+        "pid": process.pid,
+        "process_start": psutil.Process(process.pid).create_time(),
+        **connections,
+    }
+    write_json_atomic(stdout.parent / CONNECTIONS_FILE, content)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(json.dumps(request).encode())
+    return process

@@ -1,0 +1,267 @@
+"""The driver of an attempt on Ray: one actor a node, each of which holds the command's process there.
+
+    python -m quartet_plugin.launchers.ray_driver        # the request of a start is on its standard input
+    python -m quartet_plugin.launchers.ray_driver --end  # ends an attempt; prints where it could not
+
+Ray ends the actors when the driver ends. The first node that fails ends the others.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from quartet_plugin.launchers.connected_node import TERMINATE, end_attempt
+
+ON_NODE = "quartet_plugin.launchers.connected_node"
+# Beside the attempt's output: the nodes of the placement group, and why Ray and no plan is to blame.
+PLACED_FILE, FAULT_FILE = "placed-nodes.json", "ray-fault.json"
+# No exit code of a command, as ssh's for a connection that is lost.
+_FAULT_EXIT = 255
+_STOPPED_EXIT = 130
+_GRACE_S = 5.0
+_POLL_S = 0.1
+_END_S = 60.0
+
+
+class RayLostError(Exception):
+    """Ray, and no plan, is the reason that the command did not run to its end."""
+
+
+class NodeActor:
+    """What holds the command's process on a node: the end of its pipe ends the command."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def place(self) -> dict[str, str]:
+        """Ray's id of the node, and its address."""
+        import ray
+
+        return {
+            "id": ray.get_runtime_context().get_node_id(),
+            "address": ray.util.get_node_ip_address(),
+        }
+
+    def run(self, request: dict[str, Any]) -> int:
+        """Run the command to its end; its exit code."""
+        import ray
+
+        if gpus := ray.get_gpu_ids():
+            request["env"]["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        with Path(request["stdout"]).open("ab") as output:
+            self._process = subprocess.Popen(
+                [request["python"] or sys.executable, "-m", ON_NODE],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        content = {name: request[name] for name in ("argv", "env", "cwd", "nodes", "index")}
+        self._send(json.dumps(content).encode() + b"\n")
+        return self._process.wait()
+
+    def terminate(self) -> None:
+        """Ask the command to end."""
+        self._send(TERMINATE)
+
+    def close(self) -> None:
+        """End the command, whatever it ignores."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+    def _send(self, content: bytes) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._process.stdin.write(content)
+                self._process.stdin.flush()
+
+
+class RayAttempt:
+    """The command on all nodes of a placement group, until it has ended on each."""
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self._request = request
+        self._folder = Path(request["stdout"]).parent
+        self._is_ending = False
+
+    def run(self) -> int:
+        """The highest exit code of the nodes. Raises RayLostError where Ray fails."""
+        # Ray sets a handler of its own when it begins.
+        signal.signal(signal.SIGTERM, self._end)
+        connect(self._request["address"])
+        signal.signal(signal.SIGTERM, self._end)
+        group = self._place()
+        if group is None:
+            return _STOPPED_EXIT
+        actors = self._actors(group)
+        places = self._places(actors)
+        _write(self._folder / PLACED_FILE, {"nodes": places})
+        return self._watch(actors, [place["address"] for place in places])
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._is_ending = True
+
+    @property
+    def _bundle(self) -> dict[str, float]:
+        asked = {"CPU": self._request["cpus_per_node"], "GPU": self._request["gpus_per_node"]}
+        return {name: float(number) for name, number in asked.items() if number}
+
+    def _place(self) -> Any:
+        """The placement group once it has nodes; None when asked to end before."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        number, bundle = self._request["num_nodes"], self._bundle
+        able = sum(
+            node["Alive"] and all(node["Resources"].get(name, 0.0) >= bundle[name] for name in bundle)
+            for node in ray.nodes()
+        )
+        if able < number and not self._request["grows"]:
+            asked = " and ".join(f"{count:g} {name}" for name, count in bundle.items())
+            raise RayLostError(
+                f"Ray has {able} nodes of {asked} or more, and the trial needs {number}; ask for fewer, or "
+                "write ray: {grows: true} where Ray adds nodes"
+            )
+        group = placement_group([bundle] * number, strategy="STRICT_SPREAD")
+        ready = group.ready()
+        while not ray.wait([ready], timeout=_POLL_S)[0]:
+            if self._is_ending:
+                return None
+        return group
+
+    def _actors(self, group: Any) -> list[Any]:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        remote = ray.remote(NodeActor)
+        return [
+            remote.options(
+                num_cpus=self._bundle["CPU"],
+                num_gpus=self._bundle.get("GPU", 0.0),
+                # A call that waits for the command, and one that ends it.
+                max_concurrency=2,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=group, placement_group_bundle_index=index
+                ),
+            ).remote()
+            for index in range(self._request["num_nodes"])
+        ]
+
+    @staticmethod
+    def _places(actors: Sequence[Any]) -> list[dict[str, str]]:
+        import ray
+
+        try:
+            places: list[dict[str, str]] = ray.get([actor.place.remote() for actor in actors])
+        except ray.exceptions.RayError as error:
+            raise RayLostError(f"Ray has lost a node: {type(error).__name__}") from error
+        return places
+
+    def _watch(self, actors: Sequence[Any], addresses: Sequence[str]) -> int:
+        """Follow the command to its end on every node, and end it where it fails on one."""
+        import ray
+
+        running = {
+            actor.run.remote({**self._request, "nodes": list(addresses), "index": index}): index
+            for index, actor in enumerate(actors)
+        }
+        codes: list[int] = []
+        lost: list[str] = []
+        begun_s: float | None = None
+        is_closed = False
+        while running:
+            for call in ray.wait(list(running), timeout=_POLL_S)[0]:
+                index = running.pop(call)
+                try:
+                    codes.append(ray.get(call))
+                except ray.exceptions.RayError:
+                    lost.append(addresses[index])
+            self._is_ending = self._is_ending or bool(lost) or any(codes)
+            if self._is_ending and begun_s is None:
+                begun_s = time.monotonic()
+                for index in running.values():
+                    actors[index].terminate.remote()
+            if begun_s is not None and time.monotonic() > begun_s + _GRACE_S and not is_closed:
+                is_closed = True
+                for index in running.values():
+                    actors[index].close.remote()
+        if lost:
+            raise RayLostError(f"Ray has lost {', '.join(lost)}")
+        return max(code if code >= 0 else 128 - code for code in codes)
+
+
+def connect(address: str | None) -> None:
+    """Join the Ray at `address`, else of RAY_ADDRESS or of this host. Raises RayLostError without one."""
+    import ray
+
+    where = address or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        ray.init(address=where, namespace="quartet_plugin", log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        named = "on this host" if where == "auto" else f"at {where}"
+        raise RayLostError(f"no Ray answers {named}: start one, or name it under ray.address") from error
+
+
+def end_on_nodes(request: Mapping[str, Any]) -> list[str]:
+    """End the attempt on its nodes that are alive; the addresses of those where something is left."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    connect(request["address"])
+    remote = ray.remote(end_attempt)
+    left = []
+    calls = [
+        remote.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["id"], soft=False)
+        ).remote(request["attempt_id"])
+        for node in request["nodes"]
+    ]
+    for node, call in zip(request["nodes"], calls, strict=True):
+        try:
+            is_left = bool(ray.get(call, timeout=_END_S))
+        except ray.exceptions.RayError:
+            is_left = node["id"] in _alive()
+        if is_left:
+            left.append(node["address"])
+    return left
+
+
+def _alive() -> set[str]:
+    """The ids of the nodes that Ray has."""
+    import ray
+
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(json.dumps(content))
+    draft.rename(path)
+
+
+def main(words: Sequence[str]) -> int:
+    """One of the two."""
+    request = json.loads(sys.stdin.buffer.read())
+    if list(words) == ["--end"]:
+        print(json.dumps(end_on_nodes(request)))
+        return 0
+    try:
+        return RayAttempt(request).run()
+    except RayLostError as error:
+        _write(Path(request["stdout"]).parent / FAULT_FILE, {"reason": str(error)})
+        return _FAULT_EXIT
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
