@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ _STOPPED_EXIT = 130
 _GRACE_S = 5.0
 _POLL_S = 0.1
 _END_S = 60.0
+_CONNECT_S = 10.0
 
 
 class RayLostError(Exception):
@@ -207,10 +209,16 @@ def connect(address: str | None) -> None:
 
     where = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
+        if where != "auto":
+            # Ray itself tries for minutes.
+            host, _, port = where.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         ray.init(address=where, namespace="quartet_plugin", log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         named = "on this host" if where == "auto" else f"at {where}"
-        raise RayLostError(f"no Ray answers {named}: start one, or name it under ray.address") from error
+        raise RayLostError(
+            f"no Ray answers {named}: start one, or name it as HOST:PORT under ray.address"
+        ) from error
 
 
 def end_on_nodes(request: Mapping[str, Any]) -> list[str]:

@@ -61,8 +61,7 @@ class TestNodes(LauncherConformance):
     def test_more_nodes_than_ray_has_are_said(self, tmp_path: Path) -> None:
         """Then the plan is not to blame."""
         handle = started(self.engine(), tmp_path / "r", num_nodes=3)
-        while handle.poll() is None:
-            time.sleep(0.05)
+        wait_until(lambda: handle.poll() is not None, what="the end")
         assert handle.fault == (
             "Ray has 2 nodes of 1 CPU or more, and the trial needs 3; ask for fewer, or write "
             "ray: {grows: true} where Ray adds nodes"
@@ -128,8 +127,7 @@ def test_a_node_that_is_lost_is_named(tmp_path: Path) -> None:
         handle = started(ray.engine(site), tmp_path / "r", num_nodes=2)
         await_placed(handle)
         nodes.kill_a_node()
-        while handle.poll() is None:
-            time.sleep(0.05)
+        wait_until(lambda: handle.poll() is not None, what="the end")
         assert handle.fault is not None
         assert handle.fault.startswith("Ray has lost ")
         assert handle.end_on_nodes() == ()
@@ -139,9 +137,10 @@ def test_a_node_that_is_lost_is_named(tmp_path: Path) -> None:
 def test_where_no_ray_answers_it_says_so(tmp_path: Path) -> None:
     engine = ray.engine(Site(ray=RaySite(address="127.0.0.1:1")))
     handle = started(engine, tmp_path / "r", num_nodes=1)
-    while handle.poll() is None:
-        time.sleep(0.05)
-    assert handle.fault == "no Ray answers at 127.0.0.1:1: start one, or name it under ray.address"
+    wait_until(lambda: handle.poll() is not None, what="the end")
+    assert (
+        handle.fault == "no Ray answers at 127.0.0.1:1: start one, or name it as HOST:PORT under ray.address"
+    )
 
 
 def test_without_ray_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
