@@ -9,7 +9,7 @@ import pytest
 from quartet_plugin.launchers.site import read_site
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-SCRIPTS = sorted(LAUNCH.glob("slurm/*"))
+SCRIPTS = sorted(path for engine in ("slurm", "ray") for path in LAUNCH.glob(f"{engine}/*"))
 BEGIN, END = "# ---- edit", "# ---- end of what is to be edited"
 
 
