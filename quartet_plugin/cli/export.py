@@ -303,7 +303,7 @@ def left_out(plan: "Plan") -> list[str]:
 
 
 def lines(content: dict[str, Any]) -> list[str]:
-    """The flags one a line, ready for a shell, and the order of RANKs as comments; or a ds_config."""
+    """The flags one a line, ready for a shell, and an order of RANKs other than the launcher's; or a ds_config."""
     rows = []
     if "ds_config" in content:
         counts = "+".join(str(count) for count in content["split"])
@@ -319,9 +319,10 @@ def lines(content: dict[str, Any]) -> list[str]:
         "the launcher's own" if content["is_stock_order"] else "not the launcher's: set RANK before the start"
     )
     rows.append(f"# order of RANKs: {order}")
-    rows += [
-        f"# RANK {row['rank']}: {row['host']}, LOCAL_RANK {row['local_rank']}" for row in content["ranks"]
-    ]
+    if not content["is_stock_order"]:
+        rows += [
+            f"# RANK {row['rank']}: {row['host']}, LOCAL_RANK {row['local_rank']}" for row in content["ranks"]
+        ]
     return rows
 
 

@@ -35,6 +35,9 @@ def test_flags_say_what_the_plan_says(tmp_path: Path, capsys: pytest.CaptureFixt
     assert content["flags"]["--num-layers"] == 8
     assert [row["local_rank"] for row in content["ranks"]] == [1, 0]
     assert content["is_stock_order"] is False
+    write_plan(replace(PLAN, mapping=Mapping(slots=tuple(sorted(PLAN.mapping.slots)))), path=path)
+    assert main(["export", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "# order of RANKs: the launcher's own"
 
 
 def test_switches_and_the_group() -> None:
