@@ -303,7 +303,7 @@ def left_out(plan: "Plan") -> list[str]:
 
 
 def lines(content: dict[str, Any]) -> list[str]:
-    """The flags one a line, ready for a shell, and an order of RANKs other than the launcher's; or a ds_config."""
+    """The flags one a line, ready for a shell, and the order of RANKs where it is another; or a ds_config."""
     rows = []
     if "ds_config" in content:
         counts = "+".join(str(count) for count in content["split"])
