@@ -55,8 +55,9 @@ def mapping_key(mapping: Mapping) -> bytes:
 def legal_orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[RankOrder, ...]:
     """The orders for `layout`, `stock` first where it is legal, each physical arrangement once.
 
-    Up to four processes these are all permutations but for equivalent ones: the order inside a TP group and
-    the numbering of data-parallel replicas change nothing. With more processes they are the named orders.
+    Up to four processes these are all permutations but for equivalent ones: the order inside a TP group
+    changes nothing, nor does the numbering of data-parallel replicas, as far as it leaves the
+    expert-parallel groups and their copies. With more processes they are the named orders.
     Nodes of unequal size keep the stock order: RANKs could not be assigned at launch. Raises PlanError when
     `nodes` do not have one slot a process.
     """
@@ -103,13 +104,41 @@ def order_named(name: str, *, layout: Layout, nodes: Sequence[NodeInfo]) -> Rank
 def first_equal(slots: Sequence[Slot], *, layout: Layout) -> tuple[Slot, ...]:
     """The first of the orders of one physical arrangement: each TP group sorted, then the replicas.
 
-    An arrangement is a set of replicas, each a list of stages of CP lists of TP sets.
+    An arrangement is a set of replicas, each a list of stages of CP lists of TP sets. Replicas that share
+    experts are told apart by the part of these that each holds.
     """
     width = layout.tensor_parallel * layout.context_parallel
     groups = [sorted(group) for group in itertools.batched(slots, layout.tensor_parallel)]
     parts = list(itertools.batched(itertools.chain(*groups), width))
-    replicas = sorted(parts[dp :: layout.data_parallel] for dp in range(layout.data_parallel))
-    return tuple(itertools.chain(*itertools.chain(*zip(*replicas, strict=True))))
+    replicas = [parts[dp :: layout.data_parallel] for dp in range(layout.data_parallel)]
+    renumbered = _renumbered(replicas, num_sharing=_num_sharing_experts(layout))
+    return tuple(itertools.chain(*itertools.chain(*zip(*renumbered, strict=True))))
+
+
+def _num_sharing_experts(layout: Layout) -> int | None:
+    """The number of replicas that hold the experts together; None where a group ends inside a replica.
+
+    An expert-parallel group is so many consecutive ranks, CP counted before DP.
+    """
+    experts, context = layout.expert_parallel, layout.context_parallel
+    if context % experts == 0:
+        return 1
+    return None if experts % context else experts // context
+
+
+def _renumbered[T](replicas: Sequence[Sequence[T]], *, num_sharing: int | None) -> Sequence[Sequence[T]]:
+    """The first of the numberings that leave every expert-parallel group, and its copies, what they are.
+
+    Groups are rows of `num_sharing` replicas. A column holds the same experts in every row, so that rows may
+    be exchanged, and columns as a whole.
+    """
+    if num_sharing is None:
+        return replicas
+    rows = list(itertools.batched(replicas, num_sharing))
+    first = min(rows, key=min)
+    columns = sorted(range(num_sharing), key=first.__getitem__)
+    rows = sorted(tuple(row[column] for column in columns) for row in rows)
+    return list(itertools.chain(*rows))
 
 
 def is_legal(slots: Sequence[Slot], *, layout: Layout) -> bool:

@@ -55,13 +55,8 @@ def plan_in_space(space: Space, ranked: Ranked) -> tuple[Params, Plan] | None:
     slots = slots_of(space.nodes)
     order = slots if ranked.slots is None else tuple(slots[slot] for slot in ranked.slots)
     made = _with_order(space, ranked, order)
-    # Of orders that only exchange replicas a space of few processes has the first. Experts that are shared by
-    # some of the replicas tell these apart.
-    layout = ranked.layout
-    copies = layout.data_parallel * layout.context_parallel
-    if made is None and layout.expert_parallel in (1, copies):
-        made = _with_order(space, ranked, first_equal(order, layout=layout))
-    return made
+    # Of orders that only exchange replicas a space of few processes has the first.
+    return made or _with_order(space, ranked, first_equal(order, layout=ranked.layout))
 
 
 def _with_order(space: Space, ranked: Ranked, order: tuple[Slot, ...]) -> tuple[Params, Plan] | None:

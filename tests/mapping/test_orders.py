@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -18,13 +19,17 @@ from quartet_plugin.mapping.orders import (
     slots_of,
 )
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.model.plan import NodeInfo, Slot
 from tests.space.jobs import make_layout, make_nodes
 
 
-def layout_of(tensor: int, pipeline: int, data: int, context: int = 1) -> Layout:
+def layout_of(tensor: int, pipeline: int, data: int, context: int = 1, experts: int = 1) -> Layout:
     return make_layout(
-        tensor_parallel=tensor, pipeline_parallel=pipeline, data_parallel=data, context_parallel=context
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        data_parallel=data,
+        context_parallel=context,
+        expert_parallel=experts,
     )
 
 
@@ -97,6 +102,43 @@ def test_an_arrangement_beside_the_listed_ones_is_equal_to_one_of_them() -> None
     }
     for permutation in itertools.permutations(slots):
         assert frozenset(zip(permutation[:2], permutation[2:], strict=True)) in stages
+
+
+def communicating(slots: Sequence[Slot], layout: Layout) -> object:
+    """What tells arrangements apart: pipelines with the positions in CP, and the groups of the experts."""
+    tensor, copies = layout.tensor_parallel, layout.context_parallel * layout.data_parallel
+    groups = [frozenset(group) for group in itertools.batched(slots, tensor)]
+    stages = list(itertools.batched(groups, copies))
+    width, experts = layout.context_parallel, layout.expert_parallel
+    replicas = frozenset(
+        tuple(stage[dp * width : (dp + 1) * width] for stage in stages) for dp in range(layout.data_parallel)
+    )
+    shared = [frozenset(frozenset(part) for part in itertools.batched(stage, experts)) for stage in stages]
+    same = [frozenset(frozenset(stage[part::experts]) for part in range(experts)) for stage in stages]
+    return replicas, tuple(shared), tuple(same)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "num"),
+    [
+        ((1, 1, 4, 1, 1), 1),
+        ((1, 1, 4, 1, 4), 1),
+        ((1, 1, 4, 1, 2), 6),  # three ways to share the experts, two copies of each
+        ((1, 1, 2, 2, 2), 12),  # a group is a replica
+        ((1, 1, 2, 2, 4), 12),
+        ((1, 2, 2, 1, 2), 12),
+    ],
+)
+def test_orders_are_equal_only_where_the_groups_of_experts_are(
+    degrees: tuple[int, int, int, int, int], num: int
+) -> None:
+    layout, nodes = layout_of(*degrees), make_nodes(4)
+    kinds: dict[object, set[tuple[Slot, ...]]] = {}
+    for order in itertools.permutations(slots_of(nodes)):
+        kinds.setdefault(communicating(order, layout), set()).add(first_equal(order, layout=layout))
+    assert all(len(first) == 1 for first in kinds.values())
+    assert len(set.union(*kinds.values())) == len(kinds) == num
+    assert len(legal_orders(layout, nodes=nodes)) == num
 
 
 @pytest.mark.parametrize("degrees", [(1, 2, 2), (2, 2, 1), (1, 1, 4), (2, 1, 2), (1, 4, 1)])
