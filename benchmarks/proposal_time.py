@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from quartet_plugin.calibration.machine_prior import machine_model_of
+from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of
 from quartet_plugin.calibration.predictor import PlanPredictor
 from quartet_plugin.cost.coefficients import INDEX, Coefficient
 from quartet_plugin.cost.iteration.cache import IterationModelCache
@@ -24,6 +24,7 @@ from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.planner.plan_scorer import PlanScorer
+from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.split.layers import even_split
@@ -100,7 +101,10 @@ def main() -> None:
     truth[len(INDEX) :] = np.random.default_rng(0).normal(0.0, 0.05, len(truth) - len(INDEX))
     models = IterationModelCache(machine_model)
     scorer = PlanScorer(
-        space, predictor=PlanPredictor(machine_model, num_iterations=10), objective="tokens_per_s"
+        space,
+        predictor=PlanPredictor(machine_model, num_iterations=10),
+        objective="tokens_per_s",
+        request=request_of_space(space, machine=KnownMachine()),
     )
     trials: list[FinishedTrial] = []
     plan = space.baseline

@@ -13,9 +13,9 @@ import numpy as np
 from quartet_plugin.calibration.constants_fit import ASSUMED, Calibration
 from quartet_plugin.cost.cluster import ResolvedCluster, look_up, uniform_cluster_of, with_measured_hop
 from quartet_plugin.cost.coefficients import COEFFICIENTS, Coefficient, MachineModel
-from quartet_plugin.cost.constants import ClusterConstants, fitted
+from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, library
-from quartet_plugin.cost.run import HalfPrecision, uniform_cluster_of_device
+from quartet_plugin.cost.run import HalfPrecision, UniformCluster, uniform_cluster_of_device
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.cluster import Cluster
@@ -88,6 +88,39 @@ class KnownMachine:
     cluster: Cluster | None = None
     calibration: Calibration | None = None
 
+    @property
+    def constants(self) -> Constants | None:
+        """The calibration's constants."""
+        return None if self.calibration is None else self.calibration.constants
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KnownDevices:
+    """The devices of a run as equal ones, and its cluster where a user gave it.
+
+    `is_known`: the library has the device that the ranks name.
+    """
+
+    machines: UniformCluster
+    cluster: ResolvedCluster | None
+    constants: Constants
+    is_known: bool
+
+
+def devices_of(nodes: Sequence[NodeInfo], *, precision: HalfPrecision, machine: KnownMachine) -> KnownDevices:
+    """The devices that `nodes` name, or those of `machine`. Raises ConfigError where it has other nodes."""
+    name = nodes[0].node_class.rpartition(" x")[0]
+    on_cpu = nodes[0].has_no_accelerator
+    device, is_known = (PROCESSOR_CORE, False) if on_cpu else library_device(name)
+    sizes = [node.num_slots for node in nodes]
+    machines = uniform_cluster_of_device(device, num_devices=sum(sizes), devices_per_node=max(sizes))
+    resolved = None if machine.cluster is None else _resolved(machine.cluster, nodes, precision=precision)
+    constants = machine.constants or fitted()
+    if resolved is not None:
+        measured = constants if machine.calibration else with_measured_hop(constants, resolved.cluster)
+        machines = uniform_cluster_of(resolved, measured)
+    return KnownDevices(machines=machines, cluster=resolved, constants=constants, is_known=is_known)
+
 
 def machine_model_of(
     nodes: Sequence[NodeInfo],
@@ -105,20 +138,15 @@ def machine_model_of(
     Raises ConfigError where `machine` has other nodes.
     """
     machine = machine or KnownMachine()
-    name = nodes[0].node_class.rpartition(" x")[0]
-    on_cpu = nodes[0].has_no_accelerator
-    device, is_known = (PROCESSOR_CORE, False) if on_cpu else library_device(name)
-    num_devices = sum(node.num_slots for node in nodes)
-    machines = uniform_cluster_of_device(
-        device, num_devices=num_devices, devices_per_node=max(n.num_slots for n in nodes)
-    )
-    constants = fitted() if machine.calibration is None else machine.calibration.constants
-    resolved = None if machine.cluster is None else _resolved(machine.cluster, nodes, precision=precision)
-    if resolved is not None:
-        constants = constants if machine.calibration else with_measured_hop(constants, resolved.cluster)
-        machines, is_known = uniform_cluster_of(resolved, constants), is_known or not on_cpu
+    known = devices_of(nodes, precision=precision, machine=machine)
+    constants, resolved = known.constants, known.cluster
+    if resolved is not None and machine.calibration is None:
+        constants = with_measured_hop(constants, resolved.cluster)
     if machine.calibration is None:
         constants = replace(ClusterConstants.of(constants), action_s=ASSUMED["action_s"])
+    on_cpu = nodes[0].has_no_accelerator
+    is_known = known.is_known or (resolved is not None and not on_cpu)
+    machines, num_devices = known.machines, known.machines.num_devices
     slowdowns = _slowdown_numbers(nodes)
     shares_cores = any(node.crowds for node in nodes)
     return MachineModel(

@@ -115,6 +115,10 @@ def first_equal(slots: Sequence[Slot], *, layout: Layout) -> tuple[Slot, ...]:
     return tuple(itertools.chain(*itertools.chain(*zip(*renumbered, strict=True))))
 
 
+# The slots of each stage of a replica.
+type _Replica = list[tuple[Slot, ...]]
+
+
 def _num_sharing_experts(layout: Layout) -> int | None:
     """The number of replicas that hold the experts together; None where a group ends inside a replica.
 
@@ -126,7 +130,7 @@ def _num_sharing_experts(layout: Layout) -> int | None:
     return None if experts % context else experts // context
 
 
-def _renumbered[T](replicas: Sequence[Sequence[T]], *, num_sharing: int | None) -> Sequence[Sequence[T]]:
+def _renumbered(replicas: list[_Replica], *, num_sharing: int | None) -> list[_Replica]:
     """The first of the numberings that leave every expert-parallel group, and its copies, what they are.
 
     Groups are rows of `num_sharing` replicas. A column holds the same experts in every row, so that rows may
@@ -135,8 +139,8 @@ def _renumbered[T](replicas: Sequence[Sequence[T]], *, num_sharing: int | None) 
     if num_sharing is None:
         return replicas
     rows = list(itertools.batched(replicas, num_sharing))
-    first = min(rows, key=min)
-    columns = sorted(range(num_sharing), key=first.__getitem__)
+    first = min(rows, key=lambda row: min(row))
+    columns = sorted(range(num_sharing), key=lambda column: first[column])
     rows = sorted(tuple(row[column] for column in columns) for row in rows)
     return list(itertools.chain(*rows))
 

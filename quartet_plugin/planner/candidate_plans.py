@@ -6,15 +6,19 @@ that balances its pipeline; then splits and mappings are searched together, for 
 to be slower than an earlier plan (`best_moves`).
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from quartet_plugin.calibration.predictor import identity
+from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, Plan
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.best_moves import best_moves, slot_indices
+from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.planner.layout_bounds import least_seconds_of
 from quartet_plugin.planner.split_search import balanced_split
 from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE
@@ -67,14 +71,18 @@ class Candidate:
 class PlanCandidates:
     """The candidates of a space; those that do not depend on predictions are made once."""
 
-    def __init__(self, space: Space, *, knows: Knows) -> None:
+    def __init__(
+        self, space: Space, *, knows: Knows, request: PlanRequest, constants: Constants | None = None
+    ) -> None:
         self._space = space
         self._knows = knows
+        self._request = request
+        self._constants = constants
         self._layouts: tuple[Candidate, ...] | None = None
         self._opened: dict[tuple[int, ...], tuple[Candidate, ...]] = {}
         self._balanced_plans: dict[tuple[tuple[int, ...], tuple[int, ...]], Candidate] = {}
         self._limits: tuple[str, ...] = ()
-        self._num_layouts = 0
+        self._limits_of_layouts: tuple[str, ...] = ()
         # Paths of layouts whose choices are more than the limit.
         self._cut: set[tuple[int, ...]] = set()
 
@@ -107,9 +115,13 @@ class PlanCandidates:
         """What limits cut off when the candidates were last made, one line each."""
         return self._limits
 
+    @property
+    def limits_of_layouts(self) -> tuple[str, ...]:
+        """Which layouts are left out of a large space, in a line: the same ones in every proposal."""
+        return self._limits_of_layouts
+
     def _limits_of(self, layouts: Sequence[Candidate]) -> Iterator[str]:
-        if self._num_layouts > len(layouts):
-            yield f"layouts: {len(layouts)} of {self._num_layouts} are predicted, the cheapest by FLOPs"
+        yield from self._limits_of_layouts
         if len(layouts) > MAX_OPENED:
             yield (
                 f"choices beside the layout: of the {MAX_OPENED} layouts predicted fastest, of {len(layouts)}"
@@ -124,7 +136,7 @@ class PlanCandidates:
 
     @property
     def layouts(self) -> tuple[Candidate, ...]:
-        """Every layout of every shape once, other choices at their first; of too many, the cheapest by FLOPs.
+        """Every layout of every shape once, other choices at their first; of too many, those of least bounds.
 
         Layouts that a searched order alone can run are there only where nothing else is left.
         """
@@ -133,13 +145,26 @@ class PlanCandidates:
             names = [set(self._space.schedules_of(layout, shape=shape)) for shape, layout in every]
             named = [pair for pair, offered in zip(every, names, strict=True) if offered != {SEARCHED}]
             is_stock = any(offered & set(STOCK_NAMES) for offered in names)
-            most = MAX_LAYOUTS if is_stock else MAX_LAYOUTS_CUSTOM
-            candidates = self._distinct(self._of_layout(*pair) for pair in named or every[:most])
-            if len(candidates) > most:
-                candidates.sort(key=_relative_cost)
-            self._layouts = tuple(candidates[:most])
-            self._num_layouts = len(candidates) if named else len(every)
+            kept = self._of_least_bounds(named or every, most=MAX_LAYOUTS if is_stock else MAX_LAYOUTS_CUSTOM)
+            self._layouts = tuple(self._distinct(self._of_layout(*pair) for pair in kept))
         return self._layouts
+
+    def _of_least_bounds(
+        self, layouts: list[tuple[ModelShape, Layout]], *, most: int
+    ) -> list[tuple[ModelShape, Layout]]:
+        """At most so many layouts in their order: those that may be fastest by the planner's bounds."""
+        if len(layouts) <= most:
+            return layouts
+        bounds = least_seconds_of(layouts, request=self._request, constants=self._constants)
+        order = sorted(range(len(layouts)), key=bounds.__getitem__)
+        first, left = bounds[order[0]], bounds[order[most]]
+        why = "do not fit" if math.isinf(left) else "have none"
+        if 0.0 < first < math.inf and left < math.inf:
+            why = f"are bounded by {left / first:.2f} times the least, or more"
+        self._limits_of_layouts = (
+            f"layouts: {most} of {len(layouts)} are predicted, those of the least bounds; the others {why}",
+        )
+        return [layouts[index] for index in sorted(order[:most])]
 
     def _of_layout(self, shape: ModelShape, layout: Layout) -> Candidate:
         """A layout with every other choice at its first."""
@@ -336,11 +361,6 @@ def candidate_of(
     except KeyError:
         return None
     return moved(space, source.params, plan, split=split, mapping=mapping)
-
-
-def _relative_cost(candidate: Candidate) -> float:
-    prediction = candidate.plan.prediction
-    return 0.0 if prediction is None else prediction.relative_cost or 0.0
 
 
 def _kind(name: str) -> str:

@@ -35,6 +35,8 @@ def rules_of(job: PlanRequest) -> LayoutRules:
 
     Where it asks for searched orders alone, every layout has its named ones, which the search begins from.
     """
+    if job.rules is not None:
+        return job.rules
     search = described_search(job)
     schedule = None if search.schedule == (SEARCHED,) else search.schedule
     return LayoutRules(

@@ -4,6 +4,7 @@ Layouts are enumerated by the same knobs as those that are ranked, so the space 
 """
 
 from quartet_plugin.cost.constants import Constants, fitted
+from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.mapping.orders import first_equal, slots_of
 from quartet_plugin.model.plan import Mapping, Plan, Slot
 from quartet_plugin.planner.candidate_plans import candidate_of
@@ -42,10 +43,13 @@ def first_plans(
 ) -> list[tuple[Params, Plan]]:
     """The plans that are tried first while nothing is measured: those of `quartet plan`, in its order.
 
-    Each with the parameters that lead to it. Searched orders are left to trials: they are made for measured
-    costs.
+    Each with the parameters that lead to it; none where no layout is predicted to fit. Searched orders are
+    left to trials: they are made for measured costs.
     """
-    ranking = planned_ranking(job, top=top, has_search=False, constants=constants or fitted())
+    try:
+        ranking = planned_ranking(job, top=top, has_search=False, constants=constants or fitted())
+    except InfeasibleError:
+        return []
     plans = (plan_in_space(space, ranked) for ranked in ranking.best)
     return [made for made in plans if made is not None]
 

@@ -52,6 +52,7 @@ from quartet_plugin.space.forbidden import check_table_rules
 from quartet_plugin.space.knobs.registry import OPTIONS
 from quartet_plugin.space.knobs.sequence_parallel import SEQUENCE_PARALLEL
 from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
+from quartet_plugin.space.rules import LayoutRules
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
 Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
@@ -179,6 +180,7 @@ class PlanRequest:
     `vocab_size` where that is known.
 
     `machines` are equal devices; where `cluster` is given they have its fastest device and slowest link.
+    `rules` are those of a study's space, None for a job that is described and not run.
     """
 
     shape: ModelShape
@@ -191,6 +193,7 @@ class PlanRequest:
     cluster: ResolvedCluster | None = None
     cost: CostSection = field(default_factory=CostSection)
     vocab_size: int | None = None
+    rules: LayoutRules | None = None
 
     @property
     def half(self) -> HalfPrecision:

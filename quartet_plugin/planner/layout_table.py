@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -26,9 +26,11 @@ from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
 from quartet_plugin.space.knobs.pipeline_parallel import most_stages
 from quartet_plugin.space.knobs.recompute import RECOMPUTE as RECOMPUTE_KNOB
+from quartet_plugin.space.knobs.sequence_parallel import SEQUENCE_PARALLEL
 from quartet_plugin.space.knobs.tensor_parallel import FP8_MULTIPLE, fits_fp8, sizes_to_divide
 from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
 from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
+from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
 from quartet_plugin.space.layouts import choices_by_degrees, is_requested, requested_groups
 from quartet_plugin.space.rules import LayoutRules
 
@@ -43,11 +45,13 @@ GIB = 2**30
 class LayoutTable:
     """One row a layout and schedule; the columns are `TP` to `PARTITION`.
 
-    `SCHEDULE` is a number of `KINDS`, `PARTITION` one of `partitions`.
+    `SCHEDULE` is a number of `KINDS`, `PARTITION` one of `partitions`. Layouts of the TP and CP in
+    `sequence_parallel` have sequence parallelism.
     """
 
     columns: IntArray
     rules: LayoutRules
+    sequence_parallel: frozenset[tuple[int, int]]
     partitions: tuple[TensorPartition | None, ...] = (None,)
 
     def __len__(self) -> int:
@@ -57,7 +61,9 @@ class LayoutTable:
         """The layout of one row."""
         tp, cp, pp, dp, size, virtual, ep, _, mode, sharded, _, cut = (int(x) for x in self.columns[row])
         partition = self.partitions[cut]
-        return layout_of(tp, cp, pp, dp, size, virtual, mode, sharded, ep=ep, partition=partition)
+        layout = layout_of(tp, cp, pp, dp, size, virtual, mode, sharded, ep=ep, partition=partition)
+        has_it = (tp, cp) in self.sequence_parallel
+        return layout if layout.sequence_parallel == has_it else replace(layout, sequence_parallel=has_it)
 
     def schedule(self, row: int) -> ScheduleKind:
         """The schedule of one row."""
@@ -73,20 +79,28 @@ class LayoutTable:
 def layout_table_of(job: PlanRequest, shape: ModelShape) -> LayoutTable:
     """All layouts and schedules of `shape` that run on Megatron and the job allows, in a fixed order."""
     rules = rules_of(job)
-    rows = [
-        _rows(job, layout, [choices[knob] for knob in _OPTIONS])
-        for layout, choices in choices_by_degrees(shape, rules=rules)
-    ]
+    sharding = OPTIMIZER if OPTIMIZER.is_of(rules.job.framework) else ZERO_STAGE
+    rows, sequence_parallel = [], set()
+    for layout, choices in choices_by_degrees(shape, rules=rules):
+        offered = [choices.get(knob, (knob.in_layout(layout),)) for knob in (*_OPTIONS, sharding)]
+        rows.append(_rows(job, layout, offered))
+        if True in choices.get(SEQUENCE_PARALLEL, (layout.sequence_parallel,)):
+            sequence_parallel.add((layout.tensor_parallel, layout.context_parallel))
     columns = np.concatenate([np.zeros((0, SCHEDULE), dtype=np.int64), *rows])
     kept, kinds = schedules_of_rows(rules, shape, columns, num_microbatches=num_microbatches(job, columns))
     columns = np.column_stack([columns[kept], kinds])
     forbidden = forbidden_rows(job.search.forbid, _axes(columns), num_rows=len(columns))
     columns, partitions = _with_partitions(rules, shape, columns[~forbidden])
-    return LayoutTable(columns=columns, rules=rules, partitions=partitions)
+    return LayoutTable(
+        columns=columns,
+        rules=rules,
+        sequence_parallel=frozenset(sequence_parallel),
+        partitions=partitions,
+    )
 
 
-# The knobs whose choices are columns of a row beside its degrees.
-_OPTIONS = (MICRO_BATCH_SIZE, VIRTUAL_STAGES, RECOMPUTE_KNOB, OPTIMIZER)
+# The knobs whose choices are columns of a row beside its degrees, the sharding of the optimizer left out.
+_OPTIONS = (MICRO_BATCH_SIZE, VIRTUAL_STAGES, RECOMPUTE_KNOB)
 
 
 def _rows(job: PlanRequest, layout: Layout, choices: list[tuple[Any, ...]]) -> IntArray:

@@ -1,22 +1,29 @@
 """The score of every plan that is worth trying: its expected improvement over the best measured plan.
 
 The predictor learns the finished trials in their order, and every candidate is predicted anew, so that a
-score follows from the finished trials alone. The tuner's proposer and Optuna's sampler of plans share it.
+score follows from the finished trials alone. Until something is measured, the plans are those of `quartet
+plan`. The tuner's proposer and Optuna's sampler of plans share it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.calibration.predictor import PlanPrediction, PlanPredictor
+from quartet_plugin.cost.constants import Constants
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, score_of_median
 from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
+from quartet_plugin.planner.described_space import first_plans
+from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.space.param_sources import Params
 from quartet_plugin.space.plan_space import Space
 
 # A plan counts as an improvement only beyond this part of the best one.
 LEAST_GAIN = 0.002
+# Plans that are tried while nothing is measured.
+NUM_FIRST = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +39,51 @@ class ScoredPlan:
     expected_improvement: float
 
 
-class PlanScorer:
-    """Scores the candidates of a space by what `predictor` has learned."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanToTry:
+    """A plan and the parameters that lead to it; `scored` is None where nothing was measured yet."""
 
-    def __init__(self, space: Space, *, predictor: PlanPredictor, objective: Objective) -> None:
+    params: Params
+    plan: Plan
+    scored: ScoredPlan | None = None
+
+
+class PlanScorer:
+    """Scores the candidates of a space by what `predictor` has learned.
+
+    `request` is what `quartet plan` would be asked for the space, under `constants` (None: the fitted ones).
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        predictor: PlanPredictor,
+        objective: Objective,
+        request: PlanRequest,
+        constants: Constants | None = None,
+    ) -> None:
         self.predictor = predictor
+        self._space = space
         self._objective = objective
-        self._candidates = PlanCandidates(space, knows=predictor.knows)
+        self._request, self._constants = request, constants
+        self._candidates = PlanCandidates(space, knows=predictor.knows, request=request, constants=constants)
+        self._first: list[PlanToTry] | None = None
         # Of the predictor's state when they were made.
         self._means: tuple[int, dict[int, float]] | None = None
         self._final: tuple[int, list[ScoredPlan]] | None = None
+
+    def plans_to_try(self, pending: Sequence[Plan] = ()) -> Iterator[PlanToTry]:
+        """The plans in the order in which they are worth a trial; known ones are among them."""
+        if not self.predictor.is_ready:
+            if self._first is None:
+                made = first_plans(self._space, self._request, top=NUM_FIRST, constants=self._constants)
+                self._first = [PlanToTry(params=params, plan=plan) for params, plan in made]
+            yield from self._first
+            return
+        for scored in self.scored_plans(pending):
+            candidate = scored.candidate
+            yield PlanToTry(params=candidate.params, plan=candidate.plan, scored=scored)
 
     def scored_plans(self, pending: Sequence[Plan] = ()) -> list[ScoredPlan]:
         """Every candidate, the most promising first. Something must have been measured."""
@@ -73,6 +115,11 @@ class PlanScorer:
     def limits(self) -> tuple[str, ...]:
         """What limits cut off when the plans were last scored, one line each."""
         return self._candidates.limits
+
+    @property
+    def limits_of_layouts(self) -> tuple[str, ...]:
+        """Which layouts are never scored, in a line; known once the plans were scored."""
+        return self._candidates.limits_of_layouts
 
     def posterior_means(self, trials: Sequence[FinishedTrial]) -> dict[int, float]:
         """The objective of every measured plan by its trial's number, as the posterior has it."""

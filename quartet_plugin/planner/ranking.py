@@ -6,7 +6,7 @@ is ranked with a mapping of its own, solved with little effort. `refine` then so
 
 import bisect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -235,6 +235,19 @@ def _field(job: PlanRequest, shape: ModelShape, constants: Constants) -> _Field:
         ),
         scale=job.shape.model_flops_per_sequence / shape.model_flops_per_sequence,
     )
+
+
+def least_seconds(
+    job: PlanRequest, *, constants: Constants
+) -> Iterator[tuple[ModelShape, LayoutTable, FloatArray]]:
+    """Each shape with its table, and seconds for equal work that no plan of a row is under.
+
+    They are infinite for the rows that do not fit in memory.
+    """
+    for shape in shapes_of(job):
+        field = _field(job, shape, constants)
+        fits = field.bounds.memory_bytes <= _available(job)
+        yield shape, field.table, np.where(fits, field.bounds.time_s * field.scale, np.inf)
 
 
 def slowdown_of(job: PlanRequest) -> FloatArray | None:

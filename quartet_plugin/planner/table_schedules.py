@@ -9,6 +9,7 @@ from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.table_rows import layout_of, unique_rows
 from quartet_plugin.schedule.placement import PlacementKind
 from quartet_plugin.space.config import SEARCHED, STOCK_NAMES, TABLE_SCHEDULES
+from quartet_plugin.space.features import objective_axes
 from quartet_plugin.space.layouts import is_requested, schedules_of
 from quartet_plugin.space.rules import LayoutRules
 
@@ -36,8 +37,10 @@ def schedules_of_rows(
 
     `columns` are those of the table without schedules. The stock schedule of a row comes first.
     """
-    # What schedules depend on: PP, virtual stages, microbatches and recompute.
-    keys = np.column_stack([columns[:, [2, 5, 8]], num_microbatches])
+    # What schedules depend on: PP, virtual stages, microbatches and recompute; in a job whose loss depends on
+    # its microbatches also DP and the micro-batch.
+    depends = [2, 5, 8, 3, 4] if objective_axes(rules.job.features) else [2, 5, 8]
+    keys = np.column_stack([columns[:, depends], num_microbatches])
     _, first, inverse = unique_rows(keys)
     offered = []
     for row in first.tolist():

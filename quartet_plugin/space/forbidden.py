@@ -114,18 +114,29 @@ def _equals(value: Value | None) -> Callable[[Any], bool]:
 def check_table_rules(rules: Sequence[Forbidden]) -> None:
     """Raises ConfigError for a rule over what a plan without a run does not choose."""
     for rule in rules:
-        for axis, values in rule.axes.items():
-            if axis not in (*_COLUMNS, "schedule"):
-                raise ConfigError(
-                    f"search.forbid: {rule.label}: {axis}; a plan without a run is forbidden by "
-                    f"{', '.join(_COLUMNS)} and schedule; others are for `quartet tune`"
-                )
-            unknown = [value for value in values if axis == "schedule" and value not in TABLE_SCHEDULES]
-            if unknown:
-                raise ConfigError(
-                    f"search.forbid: {rule.label}: {unknown[0]}; a plan without a run has "
-                    f"{', '.join(TABLE_SCHEDULES[:-1])} or {TABLE_SCHEDULES[-1]}"
-                )
+        fault = _fault_in_table(rule)
+        if fault is not None:
+            raise ConfigError(f"search.forbid: {rule.label}: {fault}")
+
+
+def table_rules(rules: Sequence[Forbidden]) -> tuple[Forbidden, ...]:
+    """The rules over nothing but what a plan without a run chooses."""
+    return tuple(rule for rule in rules if _fault_in_table(rule) is None)
+
+
+def _fault_in_table(rule: Forbidden) -> str | None:
+    """What in a rule a plan without a run does not choose, and what it does; None where it has nothing."""
+    for axis, values in rule.axes.items():
+        if axis not in (*_COLUMNS, "schedule"):
+            return (
+                f"{axis}; a plan without a run is forbidden by {', '.join(_COLUMNS)} and schedule; others "
+                "are for `quartet tune`"
+            )
+        unknown = [value for value in values if axis == "schedule" and value not in TABLE_SCHEDULES]
+        if unknown:
+            named = f"{', '.join(TABLE_SCHEDULES[:-1])} or {TABLE_SCHEDULES[-1]}"
+            return f"{unknown[0]}; a plan without a run has {named}"
+    return None
 
 
 def forbidden_rows(

@@ -41,11 +41,12 @@ def choices_by_degrees(
     """The legal degrees in a fixed order, each with the choices of other knobs before the schedule.
 
     They are those whose choices depend on degrees alone, so that a layout takes any of them; the partition of
-    a layer depends on the micro-batch, too.
+    a layer depends on the micro-batch, too. Knobs that the framework does not have are not there.
     """
     # Chunks need a pipeline, which the degrees are about to decide.
     bare = replace(rules.job.layout, virtual_stages=1)
-    knobs = [knob for knob in BEFORE_SCHEDULE if knob is not TENSOR_PARTITION]
+    has = [knob for knob in BEFORE_SCHEDULE if knob.is_of(rules.job.framework)]
+    knobs = [knob for knob in has if knob is not TENSOR_PARTITION]
     for degrees in _chosen([bare], DEGREES, shape, rules):
         layout = _of_degrees(degrees, shape, rules)
         context = KnobContext(layout=layout, shape=shape, rules=rules)

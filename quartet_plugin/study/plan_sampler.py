@@ -20,15 +20,12 @@ from quartet_plugin.calibration.predictor import PlanPredictor, identity
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, Verdict, score_of_median
-from quartet_plugin.planner.described_space import first_plans
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.plan_scorer import PlanScorer, is_samplers_turn
+from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.space.param_sources import FixedParams, Params
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.trial_params import TrialParams
-
-# Plans of a described job that are tried while nothing is measured.
-NUM_FIRST = 20
 
 # What a study's objective returns, and the direction that belongs to it.
 PlanObjective = Literal["iteration_s", "tokens_per_s", "model_flops_per_s_per_device"]
@@ -65,8 +62,9 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
     trial (0: none), the trials for which the planner has no plan left, and every parameter that is not of
     the space. `objective` is what the study's objective returns: seconds an iteration, to be minimized, or a
     rate, to be maximized. A trial that is pruned, or whose constraint is violated, has a plan that does not
-    fit. `machine` is what was measured of the machine before. `job` is the described job that the space was
-    made of (`described_space.space_of`): until a trial is measured, its plans are those of `quartet plan`.
+    fit. `machine` is what was measured of the machine before. Until a trial is measured, the plans are those
+    of `quartet plan`. `job` is the described job that the space was made of (`described_space.space_of`),
+    which has no baseline to begin with.
     """
 
     def __init__(
@@ -83,15 +81,18 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         self._explorer = optuna.samplers.TPESampler(seed=space.seed) if explorer is None else explorer
         self._objective = objective
         self._explore = explore
+        known = machine or KnownMachine()
         self._machine_model = machine_model_of(
             space.nodes,
             precision=space.job.precision,
-            machine=machine,
+            machine=known,
             settings=space.job.settings or (),
             experts=space.job.experts,
             latent=space.job.latent,
         )
-        self._first = [] if job is None else first_plans(space, job, top=NUM_FIRST)
+        self._begins_with_baseline = job is None
+        self._request = request_of_space(space, machine=known) if job is None else job
+        self._constants = known.constants
         self._scorers: dict[int, PlanScorer] = {}
         self._plans: dict[tuple[int, int], Plan | None] = {}
         self._points: dict[tuple[int, int], PlanPoint] = {}
@@ -149,21 +150,17 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         finished = [record for other in others if (record := self._finished_trial(study, other)) is not None]
         scorer = self._scorer_of(study)
         scorer.predictor.learn(finished)
-        if not finished and not self._first:
-            params = self._space.params_of(self._space.baseline) if trial.number == 0 else None
+        if trial.number == 0 and self._begins_with_baseline:
+            params = self._space.params_of(self._space.baseline)
             return None if params is None else self._with_distributions(params)
         if scorer.predictor.is_ready and is_samplers_turn(finished, explore=self._explore):
             return None
         running = (self._plan_of(other.params) for other in others if other.state == TrialState.RUNNING)
         pending = [plan for plan in running if plan is not None]
         known = {identity(plan) for plan in (*pending, *(record.plan for record in finished))}
-        plans = self._first
-        if scorer.predictor.is_ready:
-            candidates = (scored.candidate for scored in scorer.scored_plans(pending))
-            plans = [(candidate.params, candidate.plan) for candidate in candidates]
-        for params, plan in plans:
-            if identity(plan) not in known and self._space.refusal_of(plan) is None:
-                return self._with_distributions(params)
+        for point in scorer.plans_to_try(pending):
+            if identity(point.plan) not in known and self._space.refusal_of(point.plan) is None:
+                return self._with_distributions(point.params)
         return None
 
     def _scorer_of(self, study: Study) -> PlanScorer:
@@ -171,7 +168,13 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         if study._study_id not in self._scorers:
             objective = "tokens_per_s" if self._objective == "iteration_s" else self._objective
             predictor = PlanPredictor(self._machine_model, num_iterations=1)
-            self._scorers[study._study_id] = PlanScorer(self._space, predictor=predictor, objective=objective)
+            self._scorers[study._study_id] = PlanScorer(
+                self._space,
+                predictor=predictor,
+                objective=objective,
+                request=self._request,
+                constants=self._constants,
+            )
         return self._scorers[study._study_id]
 
     def _finished_trial(self, study: Study, trial: FrozenTrial) -> FinishedTrial | None:

@@ -1,4 +1,6 @@
-"""The next trial of a calibrated study: the plan with the largest expected improvement, ranked anew always.
+"""The next trial of a study: the plan with the largest expected improvement, ranked anew always.
+
+Until something is measured it is the best of `quartet plan` that was not tried.
 
 Nothing is remembered but the finished trials: the predictor learns them in their order, every candidate is
 predicted anew, and one point is put before the study just before it is asked. Every few trials the choice is
@@ -13,12 +15,15 @@ from pathlib import Path
 from quartet_plugin.calibration.constants_fit import read_calibration
 from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of
 from quartet_plugin.calibration.predictor import PlanPredictor
+from quartet_plugin.cost.constants import Constants
 from quartet_plugin.model.cluster import read_cluster
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.measurement import Objective, Prediction
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.plan_scorer import PlanScorer, ScoredPlan, is_samplers_turn
+from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
 from quartet_plugin.tuner.config import MachineConfig
@@ -29,10 +34,13 @@ def proposer_of(space: Space, *, run: TuningRun, objective: Objective) -> "Propo
     """The proposer of a run; None where its sampler is to be left alone."""
     if run.config.study.starts == "none":
         return None
+    machine = kept_machine(run.folder)
     return Proposer(
         space,
         predictor=predictor_of(space, run=run),
         objective=objective,
+        request=request_of_space(space, machine=machine),
+        constants=machine.constants,
         explore=run.config.study.explore,
     )
 
@@ -56,9 +64,21 @@ def predictor_of(space: Space, *, run: TuningRun) -> PlanPredictor:
 class Proposer(PlanScorer):
     """Puts the most promising plan before the study; every `explore`-th trial (0: none) is the sampler's."""
 
-    def __init__(self, space: Space, *, predictor: PlanPredictor, objective: Objective, explore: int) -> None:
-        super().__init__(space, predictor=predictor, objective=objective)
+    def __init__(
+        self,
+        space: Space,
+        *,
+        predictor: PlanPredictor,
+        objective: Objective,
+        request: PlanRequest,
+        constants: Constants | None,
+        explore: int,
+    ) -> None:
+        super().__init__(
+            space, predictor=predictor, objective=objective, request=request, constants=constants
+        )
         self._explore = explore
+        self._said: set[str] = set()
 
     def prepare(
         self,
@@ -68,23 +88,27 @@ class Proposer(PlanScorer):
         is_known: Callable[[Plan], bool],
         pending: Sequence[Plan] = (),
     ) -> ScoredPlan | None:
-        """Put a point before the study where it is the predictor's turn and none waits; the point, if any.
+        """Put a point before the study where it is the planner's turn and none waits; its score, if any.
 
         Plans that `is_known` were tried, are under way, or are refused: they are not proposed. Plans like
-        the `pending` ones score less: what those measure will be known soon.
+        the `pending` ones score less: what those measure will be known soon. The sampler has its turns once
+        something is measured.
         """
         self.predictor.learn(trials)
-        if (
-            study.has_waiting
-            or not self.predictor.is_ready
-            or is_samplers_turn(trials, explore=self._explore)
-        ):
+        is_explored = self.predictor.is_ready and is_samplers_turn(trials, explore=self._explore)
+        if study.has_waiting or is_explored:
             return None
-        scored = self.scored_plans(pending)
-        best = next((plan for plan in scored if not is_known(plan.candidate.plan)), None)
-        if best is not None:
-            study.enqueue(best.candidate.params, best.candidate.plan)
-        return best
+        best = next((point for point in self.plans_to_try(pending) if not is_known(point.plan)), None)
+        if best is None:
+            return None
+        study.enqueue(best.params, best.plan)
+        return best.scored
+
+    def unsaid_limits(self) -> list[str]:
+        """Which layouts are never proposed, for the user to read once."""
+        lines = [line for line in self.limits_of_layouts if line not in self._said]
+        self._said.update(lines)
+        return lines
 
     def predict(self, proposal: Proposal, trials: Sequence[FinishedTrial]) -> Proposal:
         """The proposal with its predicted iteration in its plan, and how sure that is."""

@@ -111,6 +111,8 @@ class SequentialSearch:
                 "gain": scored.expected_improvement,
                 "cut_off": list(self.proposer.limits),
             }
+            for line in self.proposer.unsaid_limits():
+                self.context.observer.message(f"the space is too large to predict all of it: {line}")
         self.context.events.add("proposed", trial=proposal.number, **by_model, params=proposal.params)
         return proposal
 

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quartet_plugin.calibration.machine_prior import KnownMachine
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits
 from quartet_plugin.mapping.orders import is_legal, slots_of
 from quartet_plugin.model.plan import Mapping, Plan, Split
 from quartet_plugin.planner import best_moves as module
 from quartet_plugin.planner.candidate_plans import PlanCandidates
+from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.planner.split_search import best_splits
 from quartet_plugin.space.order_exchanges import RUN
 from quartet_plugin.space.param_sources import FixedParams
@@ -60,7 +62,9 @@ def candidates_of(space: Space, truth: Truth) -> tuple[float, Plan, PlanCandidat
     def rate(plans: Sequence[Plan]) -> list[float]:
         return [truth(plan) for plan in plans]
 
-    candidates = PlanCandidates(space, knows=lambda plan: True)
+    candidates = PlanCandidates(
+        space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+    )
     found = candidates.best(
         rate=rate,
         ends_of=lambda plan: truth._iteration_models.end_loads(plan, truth.theta),

@@ -5,10 +5,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from quartet_plugin.calibration.machine_prior import KnownMachine
 from quartet_plugin.calibration.predictor import identity
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits
 from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.planner import candidate_plans
 from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
+from quartet_plugin.planner.layout_bounds import least_seconds_of
+from quartet_plugin.planner.ranking import rank
+from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.planner.split_search import NUM_SPLITS
 from quartet_plugin.space.param_sources import FixedParams, RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
@@ -41,7 +48,9 @@ def no_splits(plan: Plan) -> None:
 
 
 def found_in(space: Space) -> list[Candidate]:
-    candidates = PlanCandidates(space, knows=lambda plan: True)
+    candidates = PlanCandidates(
+        space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+    )
     return candidates.best(rate=rates, ends_of=flat_ends, splits_of=no_splits)
 
 
@@ -83,9 +92,9 @@ def test_beside_the_best_split_the_next_best_are_there() -> None:
     def splits_of(plan: Plan) -> CalibratedSplits:
         return CalibratedSplits(model=truth._iteration_models.split_model(plan), point=truth.theta)
 
-    found = PlanCandidates(space, knows=lambda plan: True).best(
-        rate=lambda plans: [truth(plan) for plan in plans], ends_of=flat_ends, splits_of=splits_of
-    )
+    found = PlanCandidates(
+        space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+    ).best(rate=lambda plans: [truth(plan) for plan in plans], ends_of=flat_ends, splits_of=splits_of)
     chosen = min(found, key=lambda one: truth(one.plan)).plan
     alike = [one.plan.split.label for one in found if one.plan.layout == chosen.layout]
     every = {
@@ -106,21 +115,52 @@ def test_the_schedule_of_a_file_is_there_although_its_layout_is_the_slowest(tmp_
     def slow_where_it_fits(plans: Sequence[Plan]) -> list[float]:
         return [1e3 if plan.layout.virtual_stages == 2 else by_formula(plan) for plan in plans]
 
-    candidates = PlanCandidates(space, knows=lambda plan: True)
+    candidates = PlanCandidates(
+        space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+    )
     found = candidates.best(rate=slow_where_it_fits, ends_of=flat_ends, splits_of=no_splits)
     assert any(one.plan.split.transformer_layers_per_stage == (3, 1, 2, 2) for one in found)
 
 
 def test_a_large_space_is_cut_to_what_can_be_ranked() -> None:
     space = space_of({"schedule": "stock"}, 8, 8, 8, 8, pipeline_parallel=4, data_parallel=8)
-    candidates = PlanCandidates(space, knows=lambda plan: True)
+    candidates = PlanCandidates(
+        space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+    )
     assert len(candidates.layouts) <= 400
     assert len(candidates.best(rate=rates, ends_of=flat_ends, splits_of=no_splits)) <= 4000
 
 
+@pytest.mark.parametrize("schedule", ["stock", "zb-h1"])
+def test_of_too_many_layouts_those_that_may_be_fastest_are_predicted(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 12
+    monkeypatch.setattr(candidate_plans, "MAX_LAYOUTS", most)
+    monkeypatch.setattr(candidate_plans, "MAX_LAYOUTS_CUSTOM", most)
+    space = space_of({"schedule": schedule}, 8, 8, pipeline_parallel=4, data_parallel=4)
+    request = request_of_space(space, machine=KnownMachine())
+    candidates = PlanCandidates(space, knows=lambda plan: True, request=request)
+    every = [(shape, layout) for shape, layouts in space.layouts.items() for layout in layouts]
+    bounds = dict(zip(every, least_seconds_of(every, request=request, constants=None), strict=True))
+    kept = {(candidate.plan.shape, candidate.plan.layout) for candidate in candidates.layouts}
+    assert len(kept) == most < len(every)
+    assert max(bounds[pair] for pair in kept) <= min(bounds[pair] for pair in bounds.keys() - kept)
+    fastest = rank(request).best[0]
+    assert (fastest.shape, fastest.layout) in kept
+    assert bounds[fastest.shape, fastest.layout] <= fastest.equal_work_s
+    candidates.best(rate=rates, ends_of=flat_ends, splits_of=no_splits)
+    (words,) = [line for line in candidates.limits if line.startswith("layouts: ")]
+    assert words.startswith(f"layouts: {most} of {len(every)} are predicted, those of the least bounds; ")
+
+
 def test_plans_that_cannot_be_predicted_are_left_out() -> None:
     space = space_of({"schedule": "stock"}, 2)
-    candidates = PlanCandidates(space, knows=lambda plan: plan.layout.data_parallel == 1)
+    candidates = PlanCandidates(
+        space,
+        knows=lambda plan: plan.layout.data_parallel == 1,
+        request=request_of_space(space, machine=KnownMachine()),
+    )
     found = candidates.best(rate=rates, ends_of=flat_ends, splits_of=no_splits)
     assert found
     assert all(one.plan.layout.data_parallel == 1 for one in found)

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from quartet_plugin.calibration.machine_prior import KnownMachine
 from quartet_plugin.calibration.predictor import PlanPrediction, PlanPredictor
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.planner.plan_scorer import PlanScorer
+from quartet_plugin.planner.space_request import request_of_space
 from tests.calibration.test_predictor import outcomes, ranker_of, space_of, trial
 from tests.calibration.truth import Truth
 
@@ -17,7 +19,12 @@ def test_what_was_measured_is_predicted_once_for_all_that_was_learned(
     space = space_of(2)
     truth = Truth(space.nodes)
     trials = outcomes(space, truth, num=3)
-    scorer = PlanScorer(space, predictor=ranker_of(truth), objective="tokens_per_s")
+    scorer = PlanScorer(
+        space,
+        predictor=ranker_of(truth),
+        objective="tokens_per_s",
+        request=request_of_space(space, machine=KnownMachine()),
+    )
     scorer.predictor.learn(trials)
     asked: list[int] = []
     predict = PlanPredictor.predict
@@ -41,7 +48,12 @@ def test_what_was_measured_is_predicted_once_for_all_that_was_learned(
 def test_a_search_that_has_ended_is_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
     space = space_of(2)
     truth = Truth(space.nodes)
-    scorer = PlanScorer(space, predictor=ranker_of(truth), objective="tokens_per_s")
+    scorer = PlanScorer(
+        space,
+        predictor=ranker_of(truth),
+        objective="tokens_per_s",
+        request=request_of_space(space, machine=KnownMachine()),
+    )
     scorer.predictor.learn(outcomes(space, truth, num=2))
     scored = scorer.final_plans()
     assert scored == scorer.scored_plans()

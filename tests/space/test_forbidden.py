@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quartet_plugin.calibration.machine_prior import KnownMachine
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.planner.candidate_plans import PlanCandidates
+from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.split.layers import EndLoads, even_split
@@ -122,7 +124,11 @@ def test_a_forbidden_schedule_is_no_choice() -> None:
 
 def test_the_cost_models_candidates_leave_out_what_is_forbidden() -> None:
     space = forbidding([{"mapping": "1,0"}, {"split": "even", "schedule": "1f1b"}])
-    candidates = PlanCandidates(space, knows=lambda plan: plan.schedule.custom is None)
+    candidates = PlanCandidates(
+        space,
+        knows=lambda plan: plan.schedule.custom is None,
+        request=request_of_space(space, machine=KnownMachine()),
+    )
     found = candidates.best(
         rate=lambda plans: [0.0] * len(plans), ends_of=lambda _: EndLoads(), splits_of=lambda _: None
     )

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quartet_plugin.calibration.machine_prior import KnownMachine
 from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.plan import Plan, ScheduleName
 from quartet_plugin.planner.candidate_plans import PlanCandidates
+from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.runtime.programs import make_schedule, schedule_spec_of
 from quartet_plugin.schedule.choice import relative_costs
 from quartet_plugin.schedule.placement import PlacementKind, kind_of
@@ -254,7 +256,9 @@ def test_schedules_of_ours_are_among_the_candidates_of_a_study() -> None:
 
     for batch in (8, 32):
         space = space_of({"pipeline_parallel": 2}, global_batch_size=batch)
-        candidates = PlanCandidates(space, knows=lambda plan: True)
+        candidates = PlanCandidates(
+            space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+        )
         found = candidates.best(rate=rate, ends_of=ends, splits_of=lambda plan: None)
         own = {one.plan.schedule.label for one in found if one.plan.schedule.custom is not None}
         assert len(own) > 1

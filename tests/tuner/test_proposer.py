@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.planner import candidate_plans
 from quartet_plugin.planner.plan_scorer import expected_improvement
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
@@ -19,7 +20,7 @@ from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.tune_result import TuneResult
 from tests.calibration.truth import Truth
 from tests.space.jobs import make_job, make_layout, make_nodes
-from tests.tuner.fakes import FakeMachine, Killed, begin, by_formula, resume, tune
+from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
 
 WRONG = {"speed": 3.0, "head": 3.0, "transfer": 10.0, "network": 10.0, "embedding": 2.0, "launch": 0.5}
 SEARCH = {"schedule": ["no-pipelining", "1f1b", "interleaved"]}
@@ -163,6 +164,15 @@ def test_without_turns_for_the_sampler_every_trial_is_the_rankers(tmp_path: Path
     result = tune(run, machine)
     assert all(trial.record.predicted_s is not None for trial in result.trials[1:])
     assert all(trial.record.repeats is None for trial in result.trials)
+
+
+def test_which_layouts_are_left_out_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidate_plans, "MAX_LAYOUTS", 3)
+    machine, watching = machine_of(2, **WRONG)[0], Watching()
+    study = {"trials": 2, "explore": 0, "rounds": 3, "top_k": 1}
+    tune(begin(tmp_path / "r", search={"schedule": "1f1b"}, study=study), machine, observer=watching)
+    (line,) = [line for line in watching.messages if "too large" in line]
+    assert "layouts: 3 of " in line
 
 
 def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:

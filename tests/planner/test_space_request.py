@@ -1,0 +1,54 @@
+"""The request to plan of a study's space: its table holds the space's layouts and schedules, no others."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quartet_plugin.calibration.machine_prior import KnownMachine
+from quartet_plugin.planner.layout_table import layout_table_of
+from quartet_plugin.planner.space_request import request_of_space
+from quartet_plugin.planner.table_schedules import KINDS
+from quartet_plugin.space.config import SEARCHED, TABLE_SCHEDULES
+from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.tuner.config import parse_config
+from tests.space.jobs import make_job, make_layout, make_nodes
+
+FEW = {"micro_batch_size": [1, 2, 4], "virtual_stages": [1, 2]}
+
+
+def space_of(
+    search: dict[str, Any], *, framework: str = "megatron-core", features: tuple[str, ...] = (), **layout: Any
+) -> Space:
+    degrees = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 2, **layout}
+    job = replace(make_job(layout=make_layout(**degrees), features=features), framework=framework)
+    config = parse_config({"search": {**FEW, **search}}, where="test").search
+    return build_space(job, nodes=make_nodes(4, 4), search=config, run="r", seed=0)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        pytest.param(space_of({}), id="all"),
+        pytest.param(space_of({}, sequence_parallel=True), id="sequence parallel"),
+        pytest.param(space_of({"recompute": "auto", "distributed_optimizer": "auto"}), id="memory"),
+        pytest.param(space_of({}, features=("moe_microbatch_loss",)), id="kept schedules"),
+        pytest.param(space_of({"change_class": "C"}, features=("moe_microbatch_loss",)), id="objective"),
+        pytest.param(space_of({"forbid": {"schedule": "zb-v", "data_parallel": 2}}), id="forbidden"),
+        pytest.param(space_of({"tensor_partition": ["stock", "rings"]}, sequence_parallel=True), id="rings"),
+        pytest.param(space_of({}, framework="deepspeed"), id="deepspeed"),
+    ],
+)
+def test_the_table_holds_what_the_space_does(space: Space) -> None:
+    request = request_of_space(space, machine=KnownMachine())
+    table = layout_table_of(request, space.job.shape)
+    ranked = {
+        (table.layout(row), TABLE_SCHEDULES[KINDS.index(table.schedule(row))]) for row in range(len(table))
+    }
+    tried = {
+        (layout, name)
+        for layout in space.layouts[space.job.shape]
+        for name in space.schedules_of(layout, shape=space.job.shape)
+        if name != SEARCHED
+    }
+    assert ranked == tried
