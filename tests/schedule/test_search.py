@@ -224,7 +224,7 @@ def test_compilation_time_counts_compiling_only() -> None:
 
 def test_what_a_search_does_not_run_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     # As a kernel would be that is compiled where it is first called.
-    for kernel in ("refinement.improve_orders", "problem.climb_family", "named_starts.climb_split"):
+    for kernel in ("refinement.improve_orders", "problem.climb_family"):
         monkeypatch.setattr(f"quartet_plugin.schedule.search.{kernel}", None)
     monkeypatch.setattr("quartet_plugin.schedule.exact.expand", None)
     costs = costs_for(2, 4, seed=0)
