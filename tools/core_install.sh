@@ -24,9 +24,9 @@ cat > costs.json <<'COSTS'
  {"name": "layer.1", "forward_s": 1.0, "input_grad_s": 1.0, "weight_grad_s": 1.0, "activation_bytes": 1.0}]}
 COSTS
 answer() {
-    local began=$SECONDS
-    "$folder/venv/bin/quartet" "$@" > answer.txt
-    echo "quartet $1: $((SECONDS - began)) s; $(head -1 answer.txt)"
+    local TIMEFORMAT="quartet $1 $2: %1R s, %1U s of processor time"
+    time "$folder/venv/bin/quartet" "$@" > answer.txt
+    head -1 answer.txt
 }
 answer layout --model llama3-8b --pp 8 --vpp 2 --tp 2
 answer plan --model llama3-8b --cluster H100 --devices 64 --global-batch 512 --named-only

@@ -115,7 +115,6 @@ def search(
     from quartet_plugin.report.summary import schedule_summary
     from quartet_plugin.schedule.compilation import compilation_time
     from quartet_plugin.schedule.files import read_costs, write_schedule
-    from quartet_plugin.schedule.search import compile_kernels
     from quartet_plugin.schedule.search import search as run_search
 
     table = read_costs(costs)
@@ -124,7 +123,6 @@ def search(
         counts = layers_of(counts, table, num_stages(table, fixed, count), allow_empty=allow_empty)
     clock = CommandClock(invocation(ctx).started_s, time_limit)
     with compilation_time() as compiling:
-        compile_kernels()
         proven = quick_bound(table, fixed, counts, count, allow_empty=allow_empty)
     limit = clock.left_s(compiled_s=compiling())
     progress, is_interrupted = SearchProgress(proven), False

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
-from numba.core.event import TimingListener, install_listener
+from numba.core.event import Event, Listener, install_listener
 
 # What a process waits for another's compilation of the kernel that it needs, before it compiles it too.
 OTHERS_LIMIT_S = 60.0
@@ -106,7 +106,16 @@ class _KernelCache(FunctionCache):  # type: ignore[misc] # numba has no types
 
 def compiled[Function: Callable[..., Any]](function: Function) -> Function:
     """Compile with numba, keep the machine code beside the file, release the GIL."""
-    dispatcher = njit(nogil=True)(function)
+    return _kept(function, njit(nogil=True, no_cfunc_wrapper=True)(function))
+
+
+def inner[Function: Callable[..., Any]](function: Function) -> Function:
+    """Compile as `compiled` does, for kernels alone to call: without the way in for Python."""
+    return _kept(function, njit(nogil=True, no_cfunc_wrapper=True, no_cpython_wrapper=True)(function))
+
+
+def _kept[Function: Callable[..., Any]](function: Function, dispatcher: Any) -> Function:
+    """The dispatcher, with our cache on disk."""
     dispatcher._cache = _KernelCache(function)
     return cast(Function, dispatcher)
 
@@ -116,12 +125,37 @@ def inlined[Function: Callable[..., Any]](function: Function) -> Function:
     return cast(Function, njit(nogil=True, inline="always")(function))
 
 
+class _Compilations(Listener):  # type: ignore[misc] # numba has no types
+    """The seconds of compilations, of one that is still running too; numba runs one at a time."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._began_s = 0.0
+        self._ended_s = 0.0
+
+    def on_start(self, _event: Event) -> None:
+        """A kernel is compiled, perhaps for another one."""
+        if self._depth == 0:
+            self._began_s = time.monotonic()
+        self._depth += 1
+
+    def on_end(self, _event: Event) -> None:
+        """A kernel is compiled or has failed to be."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._ended_s += time.monotonic() - self._began_s
+
+    def seconds(self) -> float:
+        """The seconds so far."""
+        return self._ended_s + (time.monotonic() - self._began_s if self._depth else 0.0)
+
+
 @contextmanager
 def compilation_time() -> Iterator[Callable[[], float]]:
     """Watch this process's compilations while the block runs.
 
     What it yields tells their seconds so far; 0 where all machine code came from the cache.
     """
-    listener = TimingListener()
+    listener = _Compilations()
     with install_listener("numba:compile", listener):
-        yield lambda: float(listener.duration) if listener.done else 0.0
+        yield listener.seconds

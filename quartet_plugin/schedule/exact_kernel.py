@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.compilation import compiled, inner
 from quartet_plugin.schedule.kernel import MEMORY_TOLERANCE
 from quartet_plugin.schedule.relaxation import (
     Classes,
@@ -72,7 +72,7 @@ def empty_level(capacity: int, *, num_stages: int, num_microbatches: int, num_de
     )
 
 
-@compiled
+@inner
 def _fits(problem: ExactProblem, counts: CountArray, s: int) -> bool:
     """Whether one more forward of stage s fits its device's limit."""
     d = problem.relaxed.device[s]
@@ -87,7 +87,7 @@ def _fits(problem: ExactProblem, counts: CountArray, s: int) -> bool:
     return bool(total <= problem.limit[d] * (1 + MEMORY_TOLERANCE))
 
 
-@compiled
+@inner
 def _can_start(problem: ExactProblem, state: Level, row: int, s: int, k: int) -> float:
     """Earliest start of the class's next action in this state, or -1 when it cannot be scheduled yet."""
     counts, relaxed = state.counts[row], problem.relaxed
@@ -112,7 +112,7 @@ def _can_start(problem: ExactProblem, state: Level, row: int, s: int, k: int) ->
     return start
 
 
-@compiled
+@inner
 def _dominates(relaxed: Relaxation, level: Level, a: int, b: int) -> bool:
     """Whether all that is to come can happen in state a no later than in b; both did the same actions."""
     stages = len(relaxed.device)
@@ -134,7 +134,7 @@ def _dominates(relaxed: Relaxation, level: Level, a: int, b: int) -> bool:
     return True
 
 
-@compiled
+@inner
 def _same_actions(level: Level, a: int, b: int) -> bool:
     for s in range(level.counts.shape[1]):
         if level.waiting[a, s] != level.waiting[b, s]:
@@ -145,7 +145,7 @@ def _same_actions(level: Level, a: int, b: int) -> bool:
     return True
 
 
-@compiled
+@inner
 def _bucket(level: Level, row: int, num_buckets: int) -> int:
     """Where states with the same actions meet; `num_buckets` is a power of two."""
     value = np.uint64(1469598103934665603)
@@ -157,19 +157,24 @@ def _bucket(level: Level, row: int, num_buckets: int) -> int:
     return int(value & np.uint64(num_buckets - 1))
 
 
-@compiled
+@inner
 def _copy(source_level: Level, source: int, target_level: Level, target: int) -> None:
-    target_level.counts[target] = source_level.counts[source]
-    target_level.ready[target] = source_level.ready[source]
-    target_level.end_f[target] = source_level.end_f[source]
-    target_level.end_i[target] = source_level.end_i[source]
-    target_level.waiting[target] = source_level.waiting[source]
+    # Element by element, here and elsewhere: to compile an assignment of a row takes numba long.
+    for device in range(source_level.ready.shape[1]):
+        target_level.ready[target, device] = source_level.ready[source, device]
+    for stage in range(source_level.counts.shape[1]):
+        target_level.waiting[target, stage] = source_level.waiting[source, stage]
+        for kind in range(3):
+            target_level.counts[target, stage, kind] = source_level.counts[source, stage, kind]
+        for i in range(source_level.end_f.shape[2]):
+            target_level.end_f[target, stage, i] = source_level.end_f[source, stage, i]
+            target_level.end_i[target, stage, i] = source_level.end_i[source, stage, i]
     target_level.bound[target] = source_level.bound[source]
     target_level.parent[target] = source_level.parent[source]
     target_level.action[target] = source_level.action[source]
 
 
-@compiled
+@inner
 def _add_action(problem: ExactProblem, child: Level, row: int, s: int, k: int, start: float) -> None:
     """Do the class's next action at `start` in the state `row`."""
     d = problem.relaxed.device[s]
@@ -186,13 +191,15 @@ def _add_action(problem: ExactProblem, child: Level, row: int, s: int, k: int, s
     child.action[row] = s * 3 + k
 
 
-@compiled
+@inner
 def _set_bound(problem: ExactProblem, child: Level, row: int, end: Classes) -> None:
     """Bound the state; also move each device's free time up to the earliest start of its next action."""
     relaxed, counts = problem.relaxed, child.counts[row]
-    end.f[:] = child.end_f[row]
-    end.i[:] = child.end_i[row]
-    end.w[:] = 0.0
+    for s in range(len(relaxed.device)):
+        for i in range(relaxed.num_microbatches):
+            end.f[s, i] = child.end_f[row, s, i]
+            end.i[s, i] = child.end_i[row, s, i]
+            end.w[s, i] = 0.0
     heads(relaxed, counts, child.ready[row], end)
     bound = 0.0
     earliest = np.full(relaxed.num_devices, np.inf)
@@ -212,7 +219,7 @@ def _set_bound(problem: ExactProblem, child: Level, row: int, end: Classes) -> N
     child.bound[row] = bound
 
 
-@compiled
+@inner
 def _keep(relaxed: Relaxation, child: Level, num: int, buckets: IntArray, chain: IntArray) -> int:
     """Keep row `num` unless a state with the same actions dominates it; returns the new number of rows."""
     slot = _bucket(child, num, len(buckets))
@@ -230,7 +237,7 @@ def _keep(relaxed: Relaxation, child: Level, num: int, buckets: IntArray, chain:
     return num + 1
 
 
-@compiled
+@inner
 def _first_to_end(
     problem: ExactProblem, level: Level, row: int, starts: FloatArray
 ) -> tuple[int, int, float]:
@@ -269,20 +276,23 @@ def expand(
     relaxed = problem.relaxed
     shape = (len(relaxed.device), relaxed.num_microbatches)
     starts = np.zeros((shape[0], 3))
+    kept_waiting = np.empty(shape[0], dtype=np.bool_)
     end = Classes(np.zeros(shape), np.zeros(shape), np.zeros(shape))
     for row in range(first, last):
         if num + shape[0] * shape[0] * 3 + 1 >= len(child.bound):
             return num, row
-        kept_waiting = level.waiting[row].copy()
+        for s in range(shape[0]):
+            kept_waiting[s] = level.waiting[row, s]
         while True:
             best_s, best_k, best_end = _first_to_end(problem, level, row, starts)
             if best_s < 0:
                 break
             d = relaxed.device[best_s]
-            for s in np.nonzero(relaxed.device == d)[0]:
+            for s in range(shape[0]):
                 for k in range(3):
                     chosen = s == best_s and k == best_k
-                    if starts[s, k] < 0 or (not chosen and starts[s, k] >= best_end - TIME_TOLERANCE):
+                    late = not chosen and starts[s, k] >= best_end - TIME_TOLERANCE
+                    if relaxed.device[s] != d or starts[s, k] < 0 or late:
                         continue
                     _copy(level, row, child, num)
                     child.parent[num] = row
@@ -292,8 +302,9 @@ def expand(
                         num = _keep(relaxed, child, num, buckets, chain)
             if best_k != 0 or not problem.may_wait[d]:
                 break
-            for s in np.nonzero(relaxed.device == d)[0]:
-                if s == best_s or 0 <= starts[s, 0] < best_end:
+            for s in range(shape[0]):
+                if relaxed.device[s] == d and (s == best_s or 0 <= starts[s, 0] < best_end):
                     level.waiting[row, s] = True
-        level.waiting[row] = kept_waiting
+        for s in range(shape[0]):
+            level.waiting[row, s] = kept_waiting[s]
     return num, last

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.compilation import compiled, inner
 from quartet_plugin.schedule.kernel import Lanes
 
 # Scalars in a vector of parameters, after the 4 v numbers of the chunks.
@@ -31,7 +31,7 @@ class Keys(NamedTuple):
     progress: FloatArray
 
 
-@compiled
+@inner
 def _keys_of(params: FloatArray, full_backward: IntArray, chunk: IntArray, lanes: Lanes, beat: float) -> Keys:
     """The keys that a vector of parameters makes for one copy of the model.
 
@@ -61,7 +61,7 @@ def _keys_of(params: FloatArray, full_backward: IntArray, chunk: IntArray, lanes
     return Keys(forward_key, backward_key, progress)
 
 
-@compiled
+@inner
 def _safe(
     lane: int,
     room: float,
@@ -95,7 +95,7 @@ def _safe(
     return True
 
 
-@compiled
+@inner
 def _lanes_by_device(lane_device: IntArray, num_devices: int) -> tuple[IntArray, IntArray]:
     """All lanes grouped by device, and where each device's begin [num_devices + 1]."""
     first_lane = np.zeros(num_devices + 1, dtype=np.int64)
@@ -104,7 +104,9 @@ def _lanes_by_device(lane_device: IntArray, num_devices: int) -> tuple[IntArray,
     for device in range(num_devices):
         first_lane[device + 1] += first_lane[device]
     lanes = np.empty(len(lane_device), dtype=np.int64)
-    fill = first_lane[:-1].copy()
+    fill = np.empty(num_devices, dtype=np.int64)
+    for device in range(num_devices):
+        fill[device] = first_lane[device]
     for lane in range(len(lane_device)):
         device = lane_device[lane]
         lanes[fill[device]] = lane
@@ -164,7 +166,7 @@ def generate_orders(
     used = np.zeros(num_devices)
     pending = np.zeros(num_devices, dtype=np.int64)
     pending_bytes = np.zeros(num_devices)
-    position = offsets[:-1].copy()
+    position = np.empty(num_devices, dtype=np.int64)
     w_release = np.empty(num_lanes)
     tolerance = np.empty(num_devices)
     may_start = np.zeros(num_lanes, dtype=np.bool_)
@@ -173,10 +175,12 @@ def generate_orders(
     for lane in range(num_lanes):
         total += lane_count[lane] * (2 if full_backward[lane] else 3)
         if lane % num_stages == 0:
-            f_arrival[lane * width : lane * width + lane_count[lane]] = 0.0
+            for i in range(lane_count[lane]):
+                f_arrival[lane * width + i] = 0.0
         share[lane_device[lane]] += lane_bytes[lane]
         w_release[lane] = 0.0 if full_backward[lane] else lane_bytes[lane] * lanes.held_fraction
     for device in range(num_devices):
+        position[device] = offsets[device]
         tolerance[device] = cap[device] * (1.0 + 1e-9)
 
     # The loop stays in one piece: handing its arrays to helpers, even inlined, costs a quarter of the speed.
@@ -364,7 +368,9 @@ def orders_of_params(
         share[device] += lanes.num_bytes[stage]
         offsets[device + 1] += lanes.num_microbatches * (2 if full_backward[stage] else 3)
     # The busiest device's seconds a microbatch.
-    beat = float(load.max())
+    beat = 0.0
+    for device in range(num_devices):
+        beat = max(beat, load[device])
     if beat <= 0.0:
         beat = 1.0
     cap = np.empty(num_devices)

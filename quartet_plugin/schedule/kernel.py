@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.compilation import compiled, inner
 
 F, I, W, B = 0, 1, 2, 3  # noqa: E741 - the field's letter for the input gradient
 MEMORY_TOLERANCE = 1e-9
@@ -40,7 +40,8 @@ def are_complete(orders: IntArray, offsets: IntArray, lanes: Lanes) -> bool:
     num_units = num_stages * num_microbatches
     seen = np.zeros(num_units, dtype=np.uint8)
     for device in range(len(offsets) - 1):
-        for code in orders[offsets[device] : offsets[device + 1]]:
+        for position in range(offsets[device], offsets[device + 1]):
+            code = orders[position]
             if code < 0 or code >= num_units * 4:
                 return False
             unit = code >> 2
@@ -50,7 +51,10 @@ def are_complete(orders: IntArray, offsets: IntArray, lanes: Lanes) -> bool:
                 return False
             seen[unit] |= bit
     # F with B, or F with I and W.
-    return bool(np.all((seen == 9) | (seen == 7)))
+    num_whole = 0
+    for unit in range(num_units):
+        num_whole += seen[unit] in (9, 7)
+    return num_whole == num_units
 
 
 @compiled
@@ -107,11 +111,12 @@ def run_orders(
     forward_end = np.full(num_units, -1.0)
     gradient_end = np.full(num_units, -1.0)
     free = np.zeros(num_devices)
-    following = offsets[:-1].copy()
+    following = np.empty(num_devices, dtype=np.int64)
     waits_for = np.full(num_devices, -1)
     stack = np.empty(num_devices, dtype=np.int64)
     height = num_devices
     for device in range(num_devices):
+        following[device] = offsets[device]
         stack[device] = num_devices - 1 - device
     ran = 0
     while height > 0:
@@ -175,7 +180,7 @@ def run_orders(
     return ran, start, end, sequence
 
 
-@compiled
+@inner
 def _repeat(
     orders: IntArray,
     sequence: IntArray,
@@ -237,7 +242,7 @@ def steady_period(
     offsets: IntArray,
     sequence: IntArray,
     lanes: Lanes,
-    tries: int,
+    tries: int | np.int64,
 ) -> float:
     """The interval at which the lists repeat without a barrier: a max-plus eigenvalue.
 
@@ -247,13 +252,15 @@ def steady_period(
     num_devices = len(offsets) - 1
     device_of = np.empty(len(orders), dtype=np.int64)
     for device in range(num_devices):
-        device_of[offsets[device] : offsets[device + 1]] = device
+        for position in range(offsets[device], offsets[device + 1]):
+            device_of[position] = device
     ends = np.zeros((2, lanes.num_stages * lanes.num_microbatches))
     free = np.zeros(num_devices)
     history = np.zeros((tries + 1, num_devices))
     for k in range(1, tries + 1):
         _repeat(orders, sequence, device_of, lanes, free, ends)
-        history[k] = free
+        for device in range(num_devices):
+            history[k, device] = free[device]
         for back in range(1, k + 1):
             low, high = np.inf, -np.inf
             for device in range(num_devices):
@@ -265,9 +272,13 @@ def steady_period(
     weights = np.empty((num_devices, num_devices))
     never = -1e300
     for source in range(num_devices):
-        free[:] = never
+        for device in range(num_devices):
+            free[device] = never
         free[source] = 0.0
-        ends[:] = never
+        for unit in range(ends.shape[1]):
+            ends[0, unit] = never
+            ends[1, unit] = never
         _repeat(orders, sequence, device_of, lanes, free, ends)
-        weights[source] = free
+        for device in range(num_devices):
+            weights[source, device] = free[device]
     return _largest_cycle_mean(weights)

@@ -20,10 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet_plugin.model.costs import Costs, FloatArray, IntArray, StageCosts
-from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.compilation import compiled, inner
 from quartet_plugin.schedule.kernel import MEMORY_TOLERANCE
 
 CountArray = NDArray[np.int16]
+# Steps to the stages before and behind; ints that are written out would be compiled for one by one.
+_BEFORE, _BEHIND = np.int64(-1), np.int64(1)
 
 
 class Relaxation(NamedTuple):
@@ -135,17 +137,17 @@ def tails(relaxed: Relaxation) -> Classes:
         for s in range(stages):
             if s > 0:
                 tail_i[s, i] = max(tail_i[s, i], relaxed.send_i_s[s] + i_s[s - 1] + tail_i[s - 1, i])
-            tail_i[s, i] = max(tail_i[s, i], _load_behind(relaxed, s, -1, i, tail_i))
+            tail_i[s, i] = max(tail_i[s, i], _load_behind(relaxed, s, _BEFORE, i, tail_i))
         for s in range(stages - 1, -1, -1):
             tail_f[s, i] = max(tail_f[s, i], i_s[s] + tail_i[s, i])
             if s + 1 < stages:
                 tail_f[s, i] = max(tail_f[s, i], relaxed.send_f_s[s] + f_s[s + 1] + tail_f[s + 1, i])
-            tail_f[s, i] = max(tail_f[s, i], _load_behind(relaxed, s, 1, i, tail_i))
+            tail_f[s, i] = max(tail_f[s, i], _load_behind(relaxed, s, _BEHIND, i, tail_i))
     return tail
 
 
-@compiled
-def _load_behind(relaxed: Relaxation, s: int, step: int, i: int, tail_i: FloatArray) -> float:
+@inner
+def _load_behind(relaxed: Relaxation, s: int, step: np.int64, i: int, tail_i: FloatArray) -> float:
     """Seconds of load after F(s, i), with `step` 1, or after I(s, i), with `step` -1, on the busiest device.
 
     After F(s, i) every later stage still has all its work for the microbatches from i on, after I(s, i)
@@ -209,7 +211,7 @@ def heads(relaxed: Relaxation, counts: CountArray, ready: FloatArray, end: Class
                 end.w[s, i] = start + relaxed.w_s[s]
 
 
-@compiled
+@inner
 def class_duration(relaxed: Relaxation, s: int, k: int) -> float:
     """Seconds of F (k = 0), I (1) or W (2) on stage s."""
     if k == 0:
@@ -225,18 +227,25 @@ def one_machine(relaxed: Relaxation, d: int, counts: CountArray, end: Classes, t
     action can be the one to run.
     """
     m, device = relaxed.num_microbatches, relaxed.device
-    stages = np.nonzero(device == d)[0]
-    position = counts.copy()
-    left = np.zeros((len(device), 3))
+    stages = np.empty(len(device), dtype=np.int64)
+    position = np.empty((len(device), 3), dtype=np.int64)
+    left = np.empty((len(device), 3))
+    num_stages = 0
     num_left = 0
-    for s in stages:
+    for s in range(len(device)):
+        if device[s] != d:
+            continue
+        stages[num_stages] = s
+        num_stages += 1
         for k in range(3):
+            position[s, k] = counts[s, k]
             left[s, k] = class_duration(relaxed, s, k)
         num_left += 3 * m - counts[s, 0] - counts[s, 1] - counts[s, 2]
     now, bound = 0.0, 0.0
     while num_left > 0:
         best_s, best_k, best_tail, next_release = -1, -1, -1.0, np.inf
-        for s in stages:
+        for index in range(num_stages):
+            s = stages[index]
             for k in range(3):
                 i = position[s, k]
                 if i >= m:

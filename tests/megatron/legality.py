@@ -88,16 +88,19 @@ def _random_experts(generator: random.Random, num_devices: int) -> list[str]:
     """Flags of routed experts, some of them spread over devices."""
     num_experts = generator.choice((4, 6, 8, 64))
     spread = [number for number in (1, 2, 4) if num_experts % number == num_devices % number == 0]
+    top_k = generator.choice((1, 2))
     flags = {
         "--num-experts": num_experts,
-        "--moe-router-topk": generator.choice((1, 2)),
+        "--moe-router-topk": top_k,
         "--moe-ffn-hidden-size": generator.choice((96, 512)),
         "--expert-model-parallel-size": generator.choice(spread),
         "--moe-router-load-balancing-type": generator.choice(("aux_loss", "seq_aux_loss", "none")),
         "--moe-aux-loss-coeff": generator.choice((0.0, 0.01)),
         "--moe-token-dispatcher-type": generator.choice(("allgather", "alltoall")),
     }
-    return ["--disable-bias-linear", *(word for name, value in flags.items() for word in (name, str(value)))]
+    words = ["--disable-bias-linear", *(word for name, value in flags.items() for word in (name, str(value)))]
+    # TransformerConfig.__post_init__ of every release: "Please use --moe-router-pre-softmax when topk is 1."
+    return [*words, "--moe-router-pre-softmax"] if top_k == 1 else words
 
 
 @functools.cache
@@ -199,6 +202,9 @@ def check_command(command: ProductionCommand, generator: random.Random, num: int
     flags = native_flags()
     result: dict[str, Any] = {"accepted": 0, "refused": 0, "disagreements": []}
     with hopper(command):
+        # A plan of a command that does not run as it is written says nothing of our rules.
+        own = refusal_of(command.words)
+        assert own is None, f"Megatron refuses the command itself: {own}"
         job = job_of(command)
         spaces = [space_of(command, job, search) for search in ({}, FREE)]
         user: Namespace = flags.values(command.words)

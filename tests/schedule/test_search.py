@@ -20,7 +20,7 @@ from quartet_plugin.schedule.exact import exact_optimum
 from quartet_plugin.schedule.files import costs_from_json
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.search import SearchResult, compile_kernels, search
+from quartet_plugin.schedule.search import SearchResult, search
 from quartet_plugin.schedule.search.insertion import improve_orders
 from quartet_plugin.schedule.search.refinement import NoisyCosts
 from quartet_plugin.schedule.simulate import flatten, lanes_of, simulate, simulate_costs
@@ -213,13 +213,24 @@ def test_the_proven_optimum_of_a_fixed_split_is_a_bound_and_of_a_free_one_is_not
 
 
 def test_compilation_time_counts_compiling_only() -> None:
+    kernel = njit(lambda x: x + 1)
     with compilation_time() as watched:
-        compile_kernels()
-        compile_kernels()
-        before = watched()
-        njit(lambda x: x + 1)(1)
-    assert before >= 0.0
-    assert watched() > before
+        assert watched() == 0.0
+        kernel(1)
+        once = watched()
+        kernel(1)
+    assert watched() == once > 0.0
+
+
+def test_what_a_search_does_not_run_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As a kernel would be that is compiled where it is first called.
+    for kernel in ("refinement.improve_orders", "problem.climb_family"):
+        monkeypatch.setattr(f"quartet_plugin.schedule.search.{kernel}", None)
+    monkeypatch.setattr("quartet_plugin.schedule.exact.expand", None)
+    costs = costs_for(2, 4, seed=0)
+    bound = search(costs, placement="linear", split="even", evaluations=1).best_score_s
+    ended = search(costs, placement="linear", split="even", evaluations=5_000, lower_bound_s=bound)
+    assert ended.best_score_s == bound
 
 
 def test_a_found_order_must_win_under_noise() -> None:

@@ -25,7 +25,7 @@ SAME = 1e-9
 # the plugin's own send asynchronously.
 BLOCKABLE = (ScheduleKind.INTERLEAVED, ScheduleKind.GPIPE)
 # Rounds after which the steady interval of an order that repeats is computed exactly.
-_PERIOD_ROUNDS = 24
+_PERIOD_ROUNDS = np.int64(24)
 
 
 def blocks_on_sends(run: TrainingRun) -> bool:

@@ -1,11 +1,12 @@
 """The compiled hill climbs: over the family's parameters and the split, and over a fixed order's split."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.compilation import compiled, inner
 from quartet_plugin.schedule.generator import (
     GROUP,
     MEMORY_CAP,
@@ -27,7 +28,8 @@ _PATIENCE = np.array([0.0, 0.0, 0.1, 0.25, 0.5, 1.0])
 
 
 TOO_LARGE = 1e30
-_PERIOD_ROUNDS = 8
+# Not an int: a kernel is compiled once more for each int that is written out where it is called.
+_PERIOD_ROUNDS = np.int64(8)
 
 
 class PlacedCosts(NamedTuple):
@@ -48,7 +50,7 @@ class PlacedCosts(NamedTuple):
     want_period: bool
 
 
-@compiled
+@inner
 def lanes_of_split(counts: IntArray, placed: PlacedCosts) -> Lanes:
     """The stages of a split of `counts` entries; the same numbers as `costs.stage_costs`."""
     placement, prefix, transfer = placed.placement, placed.prefix, placed.transfer
@@ -70,7 +72,7 @@ def lanes_of_split(counts: IntArray, placed: PlacedCosts) -> Lanes:
     return Lanes(num_stages, placed.num_microbatches, placement, cost, send, sizes, placed.held, route)
 
 
-@compiled
+@inner
 def order_score(orders: IntArray, offsets: IntArray, counts: IntArray, placed: PlacedCosts) -> float:
     """Seconds of a fixed order under a split; over 1e30 by the excess when memory does not fit."""
     num_devices = len(placed.slowdown)
@@ -88,7 +90,17 @@ def order_score(orders: IntArray, offsets: IntArray, counts: IntArray, placed: P
         return np.inf
     if placed.want_period:
         return steady_period(orders, offsets, sequence, lanes, _PERIOD_ROUNDS)
-    return end.max()
+    last = 0.0
+    for position in range(len(end)):
+        last = max(last, end[position])
+    return last
+
+
+@inner
+def _take(target: NDArray[Any], source: NDArray[Any]) -> None:
+    """Fill one list of numbers with another; to compile an assignment of arrays takes numba long."""
+    for index in range(len(source)):
+        target[index] = source[index]
 
 
 @compiled
@@ -106,12 +118,12 @@ def climb_split(
     score = order_score(orders, offsets, counts, placed)
     trial = counts.copy()
     for _ in range(steps):
-        trial[:] = counts
+        _take(trial, counts)
         _move_layers(trial, least)
         trial_score = order_score(orders, offsets, trial, placed)
         if trial_score <= score:
             score = trial_score
-            counts[:] = trial
+            _take(counts, trial)
     return score
 
 
@@ -126,7 +138,7 @@ def family_score(params: FloatArray, full_backward: IntArray, counts: IntArray, 
     return steady_period(orders, offsets, sequence, lanes, _PERIOD_ROUNDS)
 
 
-@compiled
+@inner
 def _mutate(params: FloatArray, num_devices: int, num_microbatches: int) -> None:
     """Change one to three parameters in place."""
     v = (len(params) - NUM_SCALARS) // 4
@@ -164,7 +176,7 @@ def _mutate(params: FloatArray, num_devices: int, num_microbatches: int) -> None
             params[3] += shift * 0.5
 
 
-@compiled
+@inner
 def _move_layers(counts: IntArray, least: IntArray) -> None:
     """Move one entry from a random stage to another, now and then two."""
     num_stages = len(counts)
@@ -207,9 +219,9 @@ def climb_family(
     for _ in range(steps):
         if score <= target:
             break
-        trial[:] = params
-        trial_counts[:] = counts
-        trial_backward[:] = full_backward
+        _take(trial, params)
+        _take(trial_counts, counts)
+        _take(trial_backward, full_backward)
         if np.random.random() < split_rate:
             _move_layers(trial_counts, least)
             if np.random.random() < 0.3:
@@ -222,7 +234,7 @@ def climb_family(
         trial_score = family_score(trial, trial_backward, trial_counts, placed)
         if trial_score <= score * (1.0 + 1e-12):
             score = trial_score
-            params[:] = trial
-            counts[:] = trial_counts
-            full_backward[:] = trial_backward
+            _take(params, trial)
+            _take(counts, trial_counts)
+            _take(full_backward, trial_backward)
     return score

@@ -28,7 +28,8 @@ class OutOfTimeError(Exception):
 class Effort:
     """A search's budget, in seconds or in evaluations, and what is used of it.
 
-    `goal_s` is a proven lower bound of the score, 0 for none; the search ends where it is reached.
+    Compilations are not counted: `compiling` tells their seconds. `goal_s` is a proven lower bound of the
+    score, 0 for none; the search ends where it is reached.
     """
 
     clock: Callable[[], float]
@@ -36,6 +37,7 @@ class Effort:
     time_limit_s: float | None
     evaluations: int | None
     goal_s: float = 0.0
+    compiling: Callable[[], float] = float
     used: int = 0
     is_met: bool = False
 
@@ -50,8 +52,8 @@ class Effort:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the start."""
-        return self.clock() - self.started_s
+        """Seconds since the start, but for compilations."""
+        return self.clock() - self.started_s - self.compiling()
 
     def allows(self, evaluations: float) -> bool:
         """Whether the budget has room for a round of `evaluations`, and the goal is not reached."""

@@ -8,13 +8,12 @@ only replaced by an order that is shorter: more evaluations or more seconds neve
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Literal
 
 import numpy as np
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
-from quartet_plugin.model.costs import Costs, LayerCost
+from quartet_plugin.model.costs import Costs
 from quartet_plugin.schedule.compilation import compilation_time
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.search.effort import FIRST_ROUND, GROWTH, Effort, OutOfTimeError, num_cores
@@ -82,41 +81,22 @@ def search(
         evaluations = default_evaluations(costs)
     begin = clock()
     with compilation_time() as compiling:
-        compile_kernels()
-    effort = Effort(
-        clock=clock,
-        started_s=begin + compiling(),
-        time_limit_s=time_limit_s,
-        evaluations=evaluations,
-        goal_s=0.0 if problem.want_period else lower_bound_s,
-    )
-    options = {shape: splits_for(costs, shape, split, allow_empty=allow_empty) for shape in shapes}
-    return _run(problem, effort, options, seed, on_round)
+        effort = Effort(
+            clock=clock,
+            started_s=begin,
+            time_limit_s=time_limit_s,
+            evaluations=evaluations,
+            compiling=compiling,
+            goal_s=0.0 if problem.want_period else lower_bound_s,
+        )
+        options = {shape: splits_for(costs, shape, split, allow_empty=allow_empty) for shape in shapes}
+        return _run(problem, effort, options, seed, on_round)
 
 
 def default_evaluations(costs: Costs) -> int:
     """The evaluations of a search that no limit is given: fewer where orders are long."""
     typical = 3 * 2 * costs.num_devices * costs.num_microbatches
     return max(1, min(_MAX_DEFAULT_EVALUATIONS, _DEFAULT_WORK // typical))
-
-
-@cache
-def compile_kernels() -> None:
-    """Compile all the search runs, or load it from the cache, by searching a tiny pipeline once."""
-    layer = LayerCost(name="layer", forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, activation_bytes=1.0)
-    costs = Costs(
-        num_devices=2,
-        num_microbatches=2,
-        layers=(layer,) * 5,
-        device_slowdown=np.array([1.0, 1.5]),
-        transfer_s=np.zeros((2, 2)),
-        memory_limit_bytes=None,
-        weight_grad_held_fraction=1.0,
-        backward_fused_s=None,
-    )
-    problem = ScheduleProblem.of(costs, want_period=False, allow_empty=False, free_split=True)
-    effort = Effort(clock=time.monotonic, started_s=0.0, time_limit_s=None, evaluations=600)
-    _run(problem, effort, {(0, 1): [(2, 3)], (0, 1, 1, 0): [(1, 1, 1, 2)]}, 0)
 
 
 def _run(

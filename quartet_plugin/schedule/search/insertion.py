@@ -7,7 +7,7 @@ this is its tabu search: of the moves in `moves` the one of lowest estimate is t
 import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.compilation import compiled, inner
 from quartet_plugin.schedule.kernel import Lanes
 from quartet_plugin.schedule.search.job_shop import (
     ActionTable,
@@ -23,7 +23,7 @@ from quartet_plugin.schedule.search.moves import REACH, best_move, farthest, try
 _TOLERANCE = 1e-9
 
 
-@compiled
+@inner
 def _last_critical(shop: JobShop, table: ActionTable, makespan: float, eps: float) -> int:
     """One of the actions that end last, picked at random."""
     chosen = -1
@@ -38,7 +38,7 @@ def _last_critical(shop: JobShop, table: ActionTable, makespan: float, eps: floa
     return chosen
 
 
-@compiled
+@inner
 def _critical_before(shop: JobShop, table: ActionTable, x: int, eps: float) -> int:
     """One of the actions that x had to wait for, picked at random; -1 if none."""
     row = 3 * shop.num_microbatches
@@ -69,7 +69,7 @@ def _critical_before(shop: JobShop, table: ActionTable, x: int, eps: float) -> i
     return chosen
 
 
-@compiled
+@inner
 def _critical_blocks(shop: JobShop, table: ActionTable, makespan: float, eps: float, blocks: IntArray) -> int:
     """Fill `blocks` [n, 2] with first and last positions of one critical path's blocks; their number."""
     x = _last_critical(shop, table, makespan, eps)
@@ -92,7 +92,7 @@ def _critical_blocks(shop: JobShop, table: ActionTable, makespan: float, eps: fl
         last = k
 
 
-@compiled
+@inner
 def _kick(shop: JobShop, table: ActionTable, moves: int) -> None:
     """A few random legal shifts."""
     for _ in range(moves):
@@ -151,13 +151,15 @@ def improve_orders(
             stall += 1
             if makespan < best * (1.0 - 1e-12):
                 best = makespan
-                best_seq[:] = table.seq
+                for k in range(total):
+                    best_seq[k] = table.seq[k]
                 stall = 0
                 kicks = 0
         if stall >= patience:
             stall = 0
             kicks += 1
-            tabu[:] = 0
+            for k in range(len(tabu)):
+                tabu[k] = 0
             reset_order(shop, table, best_seq)
             _kick(shop, table, min(2 + kicks, 12))
             makespan = update_tails(shop, table)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.compilation import inner
 from quartet_plugin.schedule.kernel import Lanes
 
 
@@ -48,7 +48,7 @@ class ActionTable(NamedTuple):
     topo: IntArray
 
 
-@compiled
+@inner
 def job_shop_of(codes: IntArray, offsets: IntArray, lanes: Lanes, cap: FloatArray) -> JobShop:
     """The job shop of an order of one copy of the model; `cap` [num_devices] in bytes."""
     num_stages, m = lanes.num_stages, lanes.num_microbatches
@@ -61,8 +61,9 @@ def job_shop_of(codes: IntArray, offsets: IntArray, lanes: Lanes, cap: FloatArra
     device_of = np.empty(len(codes), dtype=np.int64)
     device_end = np.empty(len(codes), dtype=np.int64)
     for d in range(len(offsets) - 1):
-        device_of[offsets[d] : offsets[d + 1]] = d
-        device_end[offsets[d] : offsets[d + 1]] = offsets[d + 1]
+        for k in range(offsets[d], offsets[d + 1]):
+            device_of[k] = d
+            device_end[k] = offsets[d + 1]
     for code in codes:
         kind = code & 3
         stage = (code >> 2) // m
@@ -94,7 +95,7 @@ def job_shop_of(codes: IntArray, offsets: IntArray, lanes: Lanes, cap: FloatArra
     )
 
 
-@compiled
+@inner
 def table_of(codes: IntArray, shop: JobShop) -> ActionTable:
     """The table of an order, timed."""
     num_ids = len(shop.duration)
@@ -114,7 +115,7 @@ def table_of(codes: IntArray, shop: JobShop) -> ActionTable:
     return table
 
 
-@compiled
+@inner
 def write_codes(seq: IntArray, shop: JobShop, codes: IntArray) -> None:
     """Ids back to action codes."""
     for k in range(len(seq)):
@@ -122,7 +123,7 @@ def write_codes(seq: IntArray, shop: JobShop, codes: IntArray) -> None:
         codes[k] = x // 3 * 4 + (3 if shop.is_full_backward[x] else x % 3)
 
 
-@compiled
+@inner
 def update_heads(shop: JobShop, table: ActionTable) -> bool:
     """Fill in the earliest starts and `topo`; False when the order deadlocks."""
     seq, head, topo = table.seq, table.head, table.topo
@@ -133,10 +134,11 @@ def update_heads(shop: JobShop, table: ActionTable) -> bool:
     for k in range(len(seq)):
         head[seq[k]] = -1.0
     free = np.zeros(num_devices)
-    following = offsets[:-1].copy()
+    following = np.empty(num_devices, dtype=np.int64)
     waits = np.full(num_devices, -1)
     stack = np.empty(num_devices, dtype=np.int64)
     for d in range(num_devices):
+        following[d] = offsets[d]
         stack[d] = num_devices - 1 - d
     height = num_devices
     ran = 0
@@ -187,7 +189,7 @@ def update_heads(shop: JobShop, table: ActionTable) -> bool:
     return ran == len(seq)
 
 
-@compiled
+@inner
 def successor_tail(
     x: int,
     num_stages: int,
@@ -216,7 +218,7 @@ def successor_tail(
     return longest
 
 
-@compiled
+@inner
 def arrival(
     x: int, num_stages: int, row: int, send: FloatArray, duration: FloatArray, head: FloatArray
 ) -> float:
@@ -233,7 +235,7 @@ def arrival(
     return when
 
 
-@compiled
+@inner
 def update_tails(shop: JobShop, table: ActionTable) -> float:
     """Fill in the tails of an order with heads; its makespan in seconds."""
     seq, topo, tail = table.seq, table.topo, table.tail
@@ -255,7 +257,7 @@ def update_tails(shop: JobShop, table: ActionTable) -> float:
     return makespan
 
 
-@compiled
+@inner
 def update_positions(shop: JobShop, table: ActionTable, low: int, high: int) -> None:
     """Positions and memory levels of low..high, all on one device, after a change."""
     memory = table.level[low - 1] if low > shop.offsets[shop.device_of[low]] else 0.0
@@ -265,10 +267,11 @@ def update_positions(shop: JobShop, table: ActionTable, low: int, high: int) -> 
         table.level[k] = memory
 
 
-@compiled
+@inner
 def reset_order(shop: JobShop, table: ActionTable, seq: IntArray) -> None:
     """Take another order: its positions, memory levels and heads."""
-    table.seq[:] = seq
+    for k in range(len(seq)):
+        table.seq[k] = seq[k]
     for d in range(len(shop.offsets) - 1):
         if shop.offsets[d + 1] > shop.offsets[d]:
             update_positions(shop, table, shop.offsets[d], shop.offsets[d + 1] - 1)

@@ -8,7 +8,7 @@ they shift, with heads and tails of the current order, and never exceed the memo
 import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule.compilation import compiled, inlined
+from quartet_plugin.schedule.compilation import inlined, inner
 from quartet_plugin.schedule.search.job_shop import (
     ActionTable,
     JobShop,
@@ -81,7 +81,7 @@ def latest_right(shop: JobShop, table: ActionTable, i: int, high: int) -> int:
     return j
 
 
-@compiled
+@inner
 def shift_action(seq: IntArray, i: int, j: int) -> None:
     """Move the action at position i to position j."""
     x = seq[i]
@@ -157,7 +157,7 @@ def fits_memory(shop: JobShop, table: ActionTable, i: int, j: int) -> bool:
     return True
 
 
-@compiled
+@inner
 def try_shift(shop: JobShop, table: ActionTable, i: int, j: int) -> bool:
     """Move i to j and time the order anew; undone, and False, if that deadlocks."""
     shift_action(table.seq, i, j)
@@ -169,7 +169,7 @@ def try_shift(shop: JobShop, table: ActionTable, i: int, j: int) -> bool:
     return False
 
 
-@compiled
+@inner
 def farthest(shop: JobShop, table: ActionTable, i: int, first: int, last: int, left: bool) -> int:
     """Where the action at i may go within its block towards one end; i itself if nowhere."""
     j = latest_left(shop, table, i, first) if left else latest_right(shop, table, i, last)
@@ -178,7 +178,7 @@ def farthest(shop: JobShop, table: ActionTable, i: int, first: int, last: int, l
     return j
 
 
-@compiled
+@inner
 def best_move(
     shop: JobShop,
     table: ActionTable,
