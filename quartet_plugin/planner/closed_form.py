@@ -152,16 +152,22 @@ class StepTime:
 
     def _gradients(self, domains: IntArray) -> float:
         costs, experts = self._costs, self._costs.layout.expert_parallel
-        worst = 0.0
-        for rank, row in enumerate(domains):
-            traffic = costs.gradients.seconds(self.link(row), rank)
-            if costs.expert_gradients.volume_bytes[rank] > 0:
-                traffic += max(
-                    costs.expert_gradients.seconds(self.link(row[first::experts]), rank)
-                    for first in range(experts)
-                )
-            worst = max(worst, traffic * costs.exposed_share, traffic - float(costs.hidden_s[rank]))
-        return worst
+        traffic = self._once(domains, costs.gradients)
+        if costs.expert_gradients.volume_bytes.any():
+            groups = [
+                self._once(domains[:, first::experts], costs.expert_gradients) for first in range(experts)
+            ]
+            traffic = traffic + np.max(groups, axis=0)
+        return max(0.0, float(np.maximum(traffic * costs.exposed_share, traffic - costs.hidden_s).max()))
+
+    def _once(self, domains: IntArray, collective: Collective) -> FloatArray:
+        """Seconds of each pipeline rank's collective of all its columns [pp]."""
+        groups = np.ascontiguousarray(domains)
+        numbers, firsts = alike(groups) if self._has_equal_links else different(groups)
+        links = [self.link(groups[first]) for first in firsts.tolist()]
+        return np.array(
+            [collective.seconds(links[number], rank) for rank, number in enumerate(numbers.tolist())]
+        )
 
     def link(self, domains: IntArray) -> GroupLink:
         """The link of a group whose members are in `domains`, computed once."""
