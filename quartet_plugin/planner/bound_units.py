@@ -55,7 +55,7 @@ class UnitRows:
     kinds: tuple[FloatArray, ...]
     num_dense: int
 
-    def at(self, rows: IntArray, split: tuple[int, ...], pp: int, *, turns: bool) -> "SplitUnits":
+    def of_split(self, rows: IntArray, split: tuple[int, ...], pp: int, *, turns: bool) -> "SplitUnits":
         """The units of some rows that have one split."""
         counts = np.array(split, dtype=np.int64)
         each = [counts]

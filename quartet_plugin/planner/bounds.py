@@ -45,7 +45,7 @@ from quartet_plugin.split.layers import even_split, even_split_with_ends
 # Rounding, and for pipelines that the cost model extrapolates the error of doing so.
 ROUNDING, EXTRAPOLATION = 1e-9, 2e-3
 # Steps of the search for the least time of whole layers.
-_HALVINGS = 40
+_HALVINGS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class LowerBounds:
         """The seconds and bytes that `row` with `split` cannot be under, on any order of ranks."""
         inputs, rows, schedule = self.inputs, np.array([row]), table.schedule(row)
         pp = int(table.columns[row, PP])
-        units = inputs.units.at(rows, split, pp, turns=is_turning(schedule))
+        units = inputs.units.of_split(rows, split, pp, turns=is_turning(schedule))
         microbatches = inputs.microbatches[rows]
         memory = _memory(units, microbatches, schedule)
         span = _span(units, microbatches, inputs.transfers_s[rows], schedule)
@@ -178,7 +178,7 @@ def bounds_of(
         if slowdown is None:
             turns = is_turning(schedule)
             split = split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=(a, b), turns=turns)
-            of_split = partial(inputs.units.at, split=split, pp=pp, turns=turns)
+            of_split = partial(inputs.units.of_split, split=split, pp=pp, turns=turns)
             memory[rows] = _memory(of_split(rows), microbatches_of_rows[rows], schedule)
         else:
             memory[rows] = _least_memory(

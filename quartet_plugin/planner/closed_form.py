@@ -38,6 +38,9 @@ from quartet_plugin.model.layout import Layout
 # Links on which only one part of a collective's time is left: its latency, or its volume.
 _UNLIMITED_BYTES_PER_S, _PROBE_BYTES_PER_S, _NO_LATENCY_S = 1e18, 1e9, 1e-15
 
+# Groups up to which members are counted by domain instead of sorted.
+_FEW_GROUPS = 32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Collective:
@@ -183,15 +186,30 @@ def alike(groups: IntArray) -> tuple[IntArray, IntArray]:
     Groups are alike that span as many domains with as many members in the domain that has the fewest.
     """
     num_groups, size = groups.shape
+    num_domains, fewest = _counted(groups) if num_groups <= _FEW_GROUPS else _sorted(groups)
+    _, firsts, numbers = np.unique(num_domains * (size + 1) + fewest, return_index=True, return_inverse=True)
+    return numbers.ravel(), firsts
+
+
+def _counted(groups: IntArray) -> tuple[IntArray, IntArray]:
+    """The domains of each group, and its members in the one that has the fewest: fast for few groups."""
+    num_groups, size = groups.shape
+    stride = int(groups.max()) + 1
+    cells = groups + np.arange(num_groups)[:, None] * stride
+    counts = np.bincount(cells.ravel(), minlength=num_groups * stride).reshape(num_groups, stride)
+    return np.count_nonzero(counts, axis=1), np.where(counts > 0, counts, size).min(axis=1)
+
+
+def _sorted(groups: IntArray) -> tuple[IntArray, IntArray]:
+    """As `_counted`, fast for many small groups."""
+    num_groups, size = groups.shape
     ordered = np.sort(groups, axis=1)
     begins = np.ones((num_groups, size), dtype=np.bool_)
     begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     starts = np.flatnonzero(begins)
     lengths = np.diff(starts, append=num_groups * size)
     num_domains = begins.sum(axis=1)
-    fewest = np.minimum.reduceat(lengths, np.cumsum(num_domains) - num_domains)
-    _, firsts, numbers = np.unique(num_domains * (size + 1) + fewest, return_index=True, return_inverse=True)
-    return numbers.ravel(), firsts
+    return num_domains, np.minimum.reduceat(lengths, np.cumsum(num_domains) - num_domains)
 
 
 def different(groups: IntArray) -> tuple[IntArray, IntArray]:
