@@ -87,7 +87,7 @@ class SplitUnits:
     @property
     def pp(self) -> int:
         """Pipeline ranks."""
-        return self.counts[0].shape[1]
+        return int(self.counts[0].shape[1])
 
     def summed(self, quantity: Callable[[FloatArray], FloatArray]) -> FloatArray:
         """A quantity of a layer [rows], summed over each device's layers [rows, pp]."""

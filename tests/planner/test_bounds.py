@@ -8,8 +8,9 @@ import pytest
 
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.iteration.assigned import AssignedRun
-from quartet_plugin.cost.memory import peak_memory
+from quartet_plugin.cost.memory import Memory, peak_memory
 from quartet_plugin.cost.predict import predict
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.planner import ranking
 from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
@@ -55,6 +56,16 @@ def test_no_prediction_is_under_the_bounds_of_two_kinds_of_layers(seed: int) -> 
     assert np.median(ratios) > 0.6
 
 
+@pytest.mark.parametrize("seed", range(8, 14))
+def test_pruning_keeps_the_optimum_of_two_kinds_of_layers(seed: int) -> None:
+    job = job_of_two_kinds(seed)
+    quick, every = ranking.rank(job, top=3), ranking.rank(job, top=3, exhaustive=True)
+    assert [(one.layout, one.schedule, one.group, one.split) for one in quick.best] == [
+        (one.layout, one.schedule, one.group, one.split) for one in every.best
+    ]
+    assert [one.iteration_s for one in quick.best] == [one.iteration_s for one in every.best]
+
+
 @pytest.mark.parametrize("seed", range(20, 28))
 def test_no_placed_prediction_is_under_the_bound_of_its_split(seed: int) -> None:
     job = random_cluster_job(seed)
@@ -85,8 +96,13 @@ def test_few_layouts_of_two_kinds_are_looked_at_one_by_one(monkeypatch: pytest.M
     model = {"name": "deepseek-v3"}
     cluster = {"device": "H100-SXM-80GB", "num_nodes": 32, "devices_per_node": 8}
     job = parse_job({"model": model, "cluster": cluster, "batch": {"global_batch_size": 2048}}, where="job")
-    looked_at = []
-    monkeypatch.setattr(ranking, "peak_memory", lambda run: looked_at.append(run) or peak_memory(run))
+    looked_at: list[TrainingRun] = []
+
+    def counted(run: TrainingRun) -> Memory:
+        looked_at.append(run)
+        return peak_memory(run)
+
+    monkeypatch.setattr(ranking, "peak_memory", counted)
     found = ranking.rank(job)
     assert found.best[0].memory.fits
     assert found.num_considered > 40_000
