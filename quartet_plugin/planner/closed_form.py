@@ -14,7 +14,7 @@ tensor, context or expert parallel group. Replicas wait for each other once a st
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,7 @@ from quartet_plugin.mapping.topology import (
 )
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.planner.step_kernel import step_seconds
 
 # Links on which only one part of a collective's time is left: its latency, or its volume.
 _UNLIMITED_BYTES_PER_S, _PROBE_BYTES_PER_S, _NO_LATENCY_S = 1e18, 1e9, 1e-15
@@ -100,10 +101,64 @@ class StepTime:
         tensor = group_link(topology, [0] * costs.layout.tensor_parallel)
         ranks = range(costs.layout.pipeline_parallel)
         self._tensor_s = np.array([costs.tensor.seconds(tensor, rank) for rank in ranks])
+        self._kernel = self._of_equal_links() if self._has_equal_links else None
 
     def __call__(self, arrangement: IntArray) -> float:
         """Seconds a step."""
+        if self._kernel is not None:
+            slowdowns = slowdowns_of_blocks(self._costs.layout, self._blocks, arrangement)
+            return self._kernel(self._blocks.domain[arrangement], slowdowns)
+        return self.by_columns(arrangement)
+
+    def by_columns(self, arrangement: IntArray) -> float:
+        """The same on any links, many times slower."""
         return float(self.column_times(arrangement).max()) + self._gradients(self._blocks.domain[arrangement])
+
+    def _of_equal_links(self) -> Callable[[IntArray, FloatArray], float] | None:
+        """The step by domains and slowdowns in compiled code; None where gradients of experts are apart."""
+        costs, topology, layout = self._costs, self._topology, self._costs.layout
+        if costs.expert_gradients.volume_bytes.any():
+            return None
+        num_domains = len(topology.between_bytes_per_s)
+        other = 1 if num_domains > 1 else 0
+        collectives = (costs.context, costs.expert, costs.gradients)
+        sizes = (
+            layout.context_parallel,
+            layout.expert_parallel,
+            len(self._blocks) // layout.pipeline_parallel,
+        )
+        arrays = (
+            costs.compute_s,
+            self._tensor_s,
+            np.array(sizes, dtype=np.int64),
+            np.array([collective.volume_bytes for collective in collectives], dtype=np.float64),
+            np.array([collective.rounds for collective in collectives], dtype=np.float64),
+            np.array([NEVER_S if name in self._inside else 0.0 for name in ("context", "expert", "")]),
+            np.array(
+                [
+                    topology.inside_bytes_per_s,
+                    topology.inside_latency_s,
+                    topology.between_bytes_per_s[0, other],
+                    topology.between_latency_s[0, other],
+                ],
+                dtype=np.float64,
+            ),
+            np.array([self._transfer_s[0, 0], self._transfer_s[0, other]]),
+        )
+
+        def seconds(domains: IntArray, slowdowns: FloatArray) -> float:
+            return step_seconds(
+                domains,
+                slowdowns,
+                *arrays,
+                costs.num_microbatches,
+                layout.virtual_stages,
+                costs.blocking,
+                costs.hidden_s,
+                costs.exposed_share,
+            )
+
+        return seconds
 
     def column_times(self, arrangement: IntArray) -> FloatArray:
         """Seconds of each column's pipeline [copies]."""
