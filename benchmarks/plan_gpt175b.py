@@ -1,11 +1,12 @@
-"""How long planning takes: GPT-175B on 1,024 H100, everything `auto`, named custom schedules among it.
+"""How long planning takes: GPT-175B on 1,024 H100, everything `auto`, and models with experts.
 
     python benchmarks/plan_gpt175b.py                  # every case: first in the process, then repeats
     python benchmarks/plan_gpt175b.py --case slow-node # one of them
     python benchmarks/plan_gpt175b.py --top 5          # also show the runners-up
 
 Cases: `named`, the ranking and the mapping of the best; `searched`, with searched orders of the ten best
-layouts; `slow-node`, `named` on a cluster file in which one node is 1.3 times slower. The first time holds
+layouts; `slow-node`, `named` on a cluster file in which one node is 1.3 times slower; and for models with
+experts the ranking by named schedules, `deepseek-v3-1024` on 1,024 H100 and so on. The first time holds
 the loading of compiled kernels; the repeats empty the cache of schedules each time. Last the whole command is
 run, imports and files included. CPU time is shown beside wall time, because other work on the machine
 lengthens only the latter.
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -71,14 +73,48 @@ CLUSTER = {
         "network": {"bandwidth_bytes_per_s": 5e10, "latency_s": 1e-5},
     },
 }
-CASES = ("named", "searched", "slow-node")
+# GPT-OSS-120B by its published config.json.
+GPT_OSS = {
+    "num_layers": 36,
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "num_query_groups": 8,
+    "kv_channels": 64,
+    "gated_ffn": True,
+    "seq_length": 4096,
+    "vocab_size": 201088,
+    "num_experts": 128,
+    "experts_per_token": 4,
+    "expert_ffn_hidden_size": 2880,
+}
+# Model, device, nodes, devices a node, sequences of a batch.
+EXPERTS = {
+    "deepseek-v3-256": ({"name": "deepseek-v3"}, "H100-SXM-80GB", 32, 8, 2048),
+    "deepseek-v3-256-gb200": ({"name": "deepseek-v3"}, "GB200", 64, 4, 2048),
+    "deepseek-v3-1024": ({"name": "deepseek-v3"}, "H100-SXM-80GB", 128, 8, 8192),
+    "qwen3-235b-256": ({"name": "qwen3-235b-a22b"}, "H100-SXM-80GB", 32, 8, 2048),
+    "gpt-oss-120b-64-b200": (GPT_OSS, "B200", 8, 8, 1024),
+}
+CASES = ("named", "searched", "slow-node", *EXPERTS)
+
+
+def job_of(case: str) -> dict[str, Any]:
+    """The data of a case's job."""
+    if case in EXPERTS:
+        model, device, nodes, per_node, batch = EXPERTS[case]
+        return {
+            "model": model,
+            "cluster": {"device": device, "num_nodes": nodes, "devices_per_node": per_node},
+            "batch": {"global_batch_size": batch},
+        }
+    return {**JOB, "cluster": CLUSTER} if case == "slow-node" else JOB
 
 
 def planned(case: str, top: int) -> tuple[float, float, Ranking]:
     """Wall and CPU seconds from the job's data to the ranking, schedules not cached."""
     orders.clear_caches()
     even_split_with_ends.cache_clear()
-    data = {**JOB, "cluster": CLUSTER} if case == "slow-node" else JOB
+    data = job_of(case)
     start, cpu = time.perf_counter(), time.process_time()
     job = parse_job(data, where="job")
     ranking = planned_ranking(job, top=top, has_search=case == "searched")

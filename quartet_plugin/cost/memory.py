@@ -116,17 +116,21 @@ def weights_of_stages(run: TrainingRun) -> list[Weights]:
     num_dense = run.experts.num_dense_layers if run.experts else shape.num_layers
     positions = shape.max_position_embeddings * (shape.position_embedding == "learned_absolute")
     vocabulary = shape.vocab_size * h / tp
+    kinds: dict[tuple[int, int, bool, bool], Weights] = {}
     stages: list[Weights] = []
     first, last = 0, len(run.layers_per_stage) - 1
     for stage, count in enumerate(run.layers_per_stage):
         plain = max(0, min(count, num_dense - first))
         first += count
-        total = plain * dense + (count - plain) * shared
-        if stage == 0:
-            total += vocabulary + h * positions
-        if stage == last and not (stage == 0 and shape.tied_embeddings):
-            total += vocabulary
-        stages.append(Weights(dense=total, expert=(count - plain) * routed))
+        kind = (plain, count, stage == 0, stage == last)
+        if kind not in kinds:
+            total = plain * dense + (count - plain) * shared
+            if stage == 0:
+                total += vocabulary + h * positions
+            if stage == last and not (stage == 0 and shape.tied_embeddings):
+                total += vocabulary
+            kinds[kind] = Weights(dense=total, expert=(count - plain) * routed)
+        stages.append(kinds[kind])
     return stages
 
 
@@ -158,17 +162,26 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
     weights = weights_of_stages(run)
     stage_bytes, held = stage_activations(run)
     peaks = activation_peak(run, stage_bytes, held)
+    states: dict[tuple[float, float], tuple[float, float, float]] = {}
+    temporary: dict[tuple[bool, bool], float] = {}
+    fragmented = FRAGMENTATION if run.software.fragments else 1.0
     devices = []
     for device, stages in enumerate(stages_of_devices(run)):
         held_weights = Weights.total_of(weights[k] for k in stages)
-        parameters, gradients, optimizer = _states(run, held_weights.dense, held_weights.expert)
+        share = (held_weights.dense, held_weights.expert)
+        if share not in states:
+            states[share] = _states(run, *share)
+        ends = (0 in stages, last in stages)
+        if ends not in temporary:
+            temporary[ends] = _temporary(run, first=ends[0], last=ends[1])
+        parameters, gradients, optimizer = states[share]
         devices.append(
             Memory(
                 parameters=parameters,
                 gradients=gradients,
                 optimizer=optimizer,
-                activations=float(peaks[device]) * (FRAGMENTATION if run.software.fragments else 1.0),
-                temporary=_temporary(run, first=0 in stages, last=last in stages),
+                activations=float(peaks[device]) * fragmented,
+                temporary=temporary[ends],
                 device=device,
                 capacity=float(run.machines.memory_bytes),
             )
@@ -215,12 +228,13 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
     boundary = run.element_bytes * run.tokens_per_microbatch * shape.hidden_size / split
     held_dense = held_bytes.layer_bytes(run, experts=None)
     held_moe = held_bytes.layer_bytes(run, experts=run.experts) if run.experts else held_dense
+    kept_dense, kept_moe = _kept_bytes(run, dense, boundary), _kept_bytes(run, moe, boundary)
     stages, held, first = [], [], 0
     boundaries = 2 if run.software.keeps_stage_outputs else 1
     for count in run.layers_per_stage:
         plain = max(0, min(count, num_dense - first))
         first += count
-        layers = plain * _kept_bytes(run, dense, boundary) + (count - plain) * _kept_bytes(run, moe, boundary)
+        layers = plain * kept_dense + (count - plain) * kept_moe
         stages.append(layers + boundaries * boundary)
         held.append(plain * held_dense + (count - plain) * held_moe)
     held[-1] += held_bytes.head_product(run).total_bytes

@@ -4,6 +4,7 @@ A *domain* holds slots that fast links join (scale-up); between domains the link
 the slots of one tensor-parallel group: always on one node and in one domain, so it is assigned as a unit.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import batched
@@ -120,6 +121,7 @@ class Blocks:
         return len(self.slots)
 
 
+@functools.lru_cache(maxsize=64)
 def blocks_of(topology: Topology, *, size: int, sort: bool = True) -> Blocks:
     """Blocks of `size` slots, each on one node and in one domain.
 
@@ -146,14 +148,30 @@ def blocks_of(topology: Topology, *, size: int, sort: bool = True) -> Blocks:
 def blocks_in_order(topology: Topology, slots: Sequence[int], *, size: int) -> Blocks:
     """The blocks of an order of slots, RANK 0 first. Raises PlanError for a block on two nodes or domains."""
     cut = list(batched(slots, size))
-    nodes, domains = topology.node_of_slot, topology.domain_of_slot
+    nodes, domains = topology.node_of_slot.tolist(), topology.domain_of_slot.tolist()
     for block in cut:
-        if len({(int(nodes[slot]), int(domains[slot])) for slot in block}) > 1:
+        if len({(nodes[slot], domains[slot]) for slot in block}) > 1:
             raise PlanError(
                 f"mapping: slots {list(block)}; a tensor-parallel group must stay on one node and in one "
                 "scale-up domain"
             )
     return _blocks(topology, cut)
+
+
+def degrees_alone(layout: Layout) -> Layout:
+    """The layout's degrees without options: all that an order of slots depends on."""
+    return Layout(
+        tensor_parallel=layout.tensor_parallel,
+        pipeline_parallel=layout.pipeline_parallel,
+        data_parallel=layout.data_parallel,
+        virtual_stages=1,
+        context_parallel=layout.context_parallel,
+        expert_parallel=layout.expert_parallel,
+        micro_batch_size=1,
+        sequence_parallel=False,
+        distributed_optimizer=False,
+        recompute="none",
+    )
 
 
 def slowdowns_of_blocks(layout: Layout, blocks: Blocks, arrangement: IntArray) -> FloatArray:
@@ -170,18 +188,16 @@ def slowdowns_of_blocks(layout: Layout, blocks: Blocks, arrangement: IntArray) -
 
 
 def _blocks(topology: Topology, cut: Sequence[tuple[int, ...]]) -> Blocks:
-    nodes = topology.node_of_slot
-    firsts = [block[0] for block in cut]
-    slowdown = np.array([max(topology.slowdown[slot] for slot in block) for block in cut], dtype=np.float64)
-    keys = [
-        (int(nodes[first]), int(topology.domain_of_slot[first]), float(slow))
-        for first, slow in zip(firsts, slowdown, strict=True)
-    ]
+    members = np.array(cut, dtype=np.int64)
+    firsts = members[:, 0]
+    node, domain = topology.node_of_slot[firsts], topology.domain_of_slot[firsts]
+    slowdown: FloatArray = topology.slowdown[members].max(axis=1)
+    keys = list(zip(node.tolist(), domain.tolist(), slowdown.tolist(), strict=True))
     index = {key: number for number, key in enumerate(sorted(set(keys)))}
     return Blocks(
         slots=tuple(cut),
-        node=nodes[firsts],
-        domain=topology.domain_of_slot[firsts],
+        node=node,
+        domain=domain,
         slowdown=slowdown,
         kind=np.array([index[key] for key in keys], dtype=np.int64),
     )

@@ -4,8 +4,9 @@ The solver's closed form proposes orders of slots; the whole prediction decides 
 Megatron's stock orders, so the result is never predicted slower than either of those.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -21,11 +22,12 @@ from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ScheduleKind, TrainingRun
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.solve import NEVER_S, STOCK_ORDERS, Solution, stock_arrangement
-from quartet_plugin.mapping.topology import Topology, blocks_of
+from quartet_plugin.mapping.topology import Topology, blocks_of, degrees_alone
 from quartet_plugin.model.costs import Costs, FloatArray, LayerCost
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.planner.bounds import EXTRAPOLATION, probe
+from quartet_plugin.planner.bound_units import probe
+from quartet_plugin.planner.bounds import EXTRAPOLATION
 from quartet_plugin.planner.closed_form import solve_step, step_costs, step_s
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.table_schedules import is_turning
@@ -209,10 +211,12 @@ class AssignmentSolver:
         schedule: ScheduleKind,
         group: int | None = None,
         limit_s: float = math.inf,
+        refused: Callable[[tuple[int, ...]], NoPlan | None] | None = None,
     ) -> Assignment | NoPlan:
         """As the function `assign`, with the split and the mapping of the layout's equivalence class.
 
-        Splits that take over `limit_s` seconds in every order of ranks are left out.
+        Splits that take over `limit_s` seconds in every order of ranks are left out, and those that are
+        `refused` by a bound.
         """
         job = self._job
         plain = replace(layout, micro_batch_size=1, recompute="none", distributed_optimizer=False)
@@ -224,6 +228,10 @@ class AssignmentSolver:
         best: Assignment | None = None
         refusal = NoPlan.UNFIT
         for tried in splits:
+            reason = None if refused is None else refused(tried)
+            if reason is not None:
+                refusal = NoPlan.TOO_SLOW if reason is NoPlan.TOO_SLOW else refusal
+                continue
             run = job.run(shape, layout, tried, schedule=schedule, group=group)
             memory = peak_memory(run)
             if not memory.fits:
@@ -231,12 +239,23 @@ class AssignmentSolver:
             if self._least_s(run, limit_s) > limit_s:
                 refusal = NoPlan.TOO_SLOW
                 continue
-            assignment = _best_of(job, AssignedRun(run, self._constants, self._topology), memory, orders)
+            assigned = AssignedRun(run, self._constants, self._topology)
+            if self._is_over(assigned, orders, limit_s):
+                refusal = NoPlan.TOO_SLOW
+                continue
+            assignment = _best_of(job, assigned, memory, orders)
             if assignment is not None and (
                 best is None or assignment.prediction.iter_time_s < best.prediction.iter_time_s
             ):
                 best = assignment
         return best or refusal
+
+    def _is_over(self, run: AssignedRun, orders: Mapping[str, tuple[int, ...]], limit_s: float) -> bool:
+        """Whether every order that may be taken needs over `limit_s` seconds."""
+        if limit_s == math.inf:
+            return False
+        every = [*stock_orders(run.run.layout, run.topology).values(), *orders.values()]
+        return bool(every) and min(run.least_s(slots) for slots in every) > limit_s
 
     def _least_s(self, run: TrainingRun, limit_s: float) -> float:
         """Seconds that the run takes at least on any order of ranks: on the best devices and links alone."""
@@ -325,19 +344,35 @@ def _best_of(
     legal = {
         name: slots for name, slots in stock.items() if name in allowed and _keeps_inside(job, run, slots)
     }
-    predictions = {name: run.predict(slots) for name, slots in {**legal, **orders}.items()}
-    if not predictions:
+    every = {**legal, **orders}
+    if not every:
         return None
+    predictions = _predictions(run, every, needed=legal)
     # Of equals, rounding aside, the launcher's own order: it comes first.
     least = min(prediction.iter_time_s for prediction in predictions.values()) * (1 + ROUNDING)
-    best = next(name for name in predictions if predictions[name].iter_time_s <= least)
+    best = next(name for name in every if name in predictions and predictions[name].iter_time_s <= least)
     return Assignment(
         split=run.run.layers_per_stage,
-        slots={**legal, **orders}[best],
+        slots=every[best],
         prediction=predictions[best],
         memory=memory,
         stock_s={name: predictions[name].iter_time_s for name in legal},
     )
+
+
+def _predictions(
+    run: AssignedRun, orders: Mapping[str, tuple[int, ...]], *, needed: Container[str]
+) -> dict[str, RowPrediction]:
+    """The predictions of those that are `needed`, and of all other orders that may be the best."""
+    predictions = {name: run.predict(slots) for name, slots in orders.items() if name in needed}
+    best_s = min((prediction.iter_time_s for prediction in predictions.values()), default=math.inf)
+    others = {name: run.least_s(slots) for name, slots in orders.items() if name not in predictions}
+    for name in sorted(others, key=lambda name: others[name]):
+        if others[name] > best_s * (1 + ROUNDING):
+            break
+        predictions[name] = run.predict(orders[name])
+        best_s = min(best_s, predictions[name].iter_time_s)
+    return predictions
 
 
 def _keeps_inside(job: PlanRequest, run: AssignedRun, slots: tuple[int, ...]) -> bool:
@@ -346,16 +381,21 @@ def _keeps_inside(job: PlanRequest, run: AssignedRun, slots: tuple[int, ...]) ->
     return not inside or step_s(step_costs(run), run.topology, slots, inside=inside) < NEVER_S
 
 
-def stock_orders(layout: Layout, topology: Topology) -> dict[str, tuple[int, ...]]:
+def stock_orders(layout: Layout, topology: Topology) -> Mapping[str, tuple[int, ...]]:
     """The slots of Megatron's stock orders; none where they break up a tensor-parallel group."""
+    return _stock_orders(topology, degrees_alone(layout))
+
+
+@functools.lru_cache(maxsize=256)
+def _stock_orders(topology: Topology, layout: Layout) -> Mapping[str, tuple[int, ...]]:
     try:
         blocks = blocks_of(topology, size=layout.tensor_parallel, sort=False)
     except PlanError:
         return {}
     orders = {}
     for name in STOCK_ORDERS:
-        order = stock_arrangement(layout, name).ravel().tolist()
-        orders[name] = tuple(slot for block in order for slot in blocks.slots[block])
+        order = stock_arrangement(layout, name)
+        orders[name] = tuple(slot for block in order.ravel().tolist() for slot in blocks.slots[block])
     return orders
 
 

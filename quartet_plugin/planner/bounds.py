@@ -12,44 +12,31 @@ are those of the device that holds the most layers.
 """
 
 import math
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 
-from quartet_plugin.cost import communication
-from quartet_plugin.cost.compute import MEMORY_RATE, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import FULL_ROUNDS
-from quartet_plugin.cost.iteration.step import OPTIMIZER_BYTES, contention_gain
-from quartet_plugin.cost.iteration.terms import COMPUTE, stage_parts
-from quartet_plugin.cost.memory import HALF, bytes_per_weight, layer_activation_bytes, weights_of_stages
-from quartet_plugin.cost.run import ScheduleKind, TrainingRun
+from quartet_plugin.cost.iteration.step import contention_gain
+from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.model.tensor_partition import TensorPartition
+from quartet_plugin.planner.bound_units import SplitUnits, UnitRows, once_s, transfers_s, unit_rows
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import (
-    CP,
-    DP,
-    EP,
     EVEN,
-    MODE,
-    PARTITION,
     PP,
     SCHEDULE,
-    SHARDED,
-    SIZE,
     SPLIT,
-    TP,
     VIRTUAL,
     WRITTEN,
     LayoutTable,
     num_microbatches,
     written_splits,
 )
-from quartet_plugin.planner.table_rows import layout_of, unique_rows
+from quartet_plugin.planner.table_rows import unique_rows
 from quartet_plugin.planner.table_schedules import KINDS, is_turning
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.named import named
@@ -58,7 +45,33 @@ from quartet_plugin.split.layers import even_split, even_split_with_ends
 # Rounding, and for pipelines that the cost model extrapolates the error of doing so.
 ROUNDING, EXTRAPOLATION = 1e-9, 2e-3
 # Steps of the search for the least time of whole layers.
-_HALVINGS = 40
+_HALVINGS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundInputs:
+    """What the bounds of a table's rows are computed from.
+
+    `once_s` is what happens once an iteration. An iteration
+    takes `share` of the sum of its terms, of which ranks gain `gain` of the pipeline's span by each other's
+    waiting. `slowest` is the slowdown of the slowest slot.
+    """
+
+    units: UnitRows
+    microbatches: IntArray
+    transfers_s: FloatArray
+    once_s: FloatArray
+    straggler: float
+    gain: float
+    residual: float
+    slowest: float
+
+    def seconds(self, rows: IntArray, span: FloatArray) -> FloatArray:
+        """The bounds of iterations whose pipelines take at least `span` seconds."""
+        time: FloatArray = (span + self.once_s[rows]) * self.straggler
+        # Ranks that share a memory gain by each other's waiting: at most in all of the pipeline's time.
+        time = (time - self.gain * span) * self.residual
+        return time * (1 - ROUNDING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +85,7 @@ class LowerBounds:
     memory_bytes: FloatArray
     first: IntArray
     last: IntArray
+    inputs: BoundInputs
 
     def split(self, job: PlanRequest, shape: ModelShape, table: LayoutTable, row: int) -> tuple[int, ...]:
         """The split that the layout of `row` is planned with."""
@@ -79,6 +93,19 @@ class LowerBounds:
         ends = (int(self.first[row]), int(self.last[row]))
         turns = is_turning(table.schedule(row))
         return split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=ends, turns=turns)
+
+    def of_split(self, table: LayoutTable, row: int, split: tuple[int, ...]) -> tuple[float, float]:
+        """The seconds and bytes that `row` with `split` cannot be under, on any order of ranks."""
+        inputs, rows, schedule = self.inputs, np.array([row]), table.schedule(row)
+        pp = int(table.columns[row, PP])
+        units = inputs.units.of_split(rows, split, pp, turns=is_turning(schedule))
+        microbatches = inputs.microbatches[rows]
+        memory = _memory(units, microbatches, schedule)
+        span = _span(units, microbatches, inputs.transfers_s[rows], schedule)
+        # One replica has the slowest slot, at best on the rank where it has the least to do.
+        span = np.maximum(span, _with_slowest(units, inputs.slowest) * microbatches)
+        span = span * _extrapolation(microbatches, pp)
+        return float(inputs.seconds(rows, span)[0]), float(memory[0]) * (1 - ROUNDING)
 
 
 def split_of(
@@ -135,10 +162,8 @@ def bounds_of(
     left out of the bounds of layouts that need more than `limit_bytes`.
     """
     columns = table.columns
-    if not len(columns):
-        empty = np.zeros(0, dtype=np.int64)
-        return LowerBounds(time_s=np.zeros(0), memory_bytes=np.zeros(0), first=empty, last=empty)
-    units = _units(job, shape, table, constants)
+    inputs = _inputs(job, shape, table, constants, slowdown)
+    units, microbatches_of_rows = inputs.units.least, inputs.microbatches
     layer = units[:, :2].sum(axis=1)
     ends = units[:, 2:6].reshape(-1, 2, 2)
     first = np.rint(ends[:, 0].sum(axis=1) / layer).astype(np.int64)
@@ -147,65 +172,98 @@ def bounds_of(
     keys, _, groups = unique_rows(np.column_stack([columns[:, [PP, VIRTUAL, SPLIT, SCHEDULE]], first, last]))
     order = np.argsort(groups, kind="stable")
     edges = np.searchsorted(groups[order], np.arange(len(keys) + 1))
-    transfers = _transfers(job, shape, columns, constants)
-    states = _states(job, columns)
-    microbatches_of_rows = num_microbatches(job, columns)
     for group, (pp, virtual, kind, number, a, b) in enumerate(keys.tolist()):
         rows = order[edges[group] : edges[group + 1]]
         schedule = KINDS[number]
         if slowdown is None:
             turns = is_turning(schedule)
             split = split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=(a, b), turns=turns)
-            stages = np.array(split).reshape(virtual, pp)
-            if turns:
-                stages[1] = stages[1, ::-1].copy()
-            memory[rows] = _memory(stages, units[rows], microbatches_of_rows[rows], states[rows], schedule)
+            of_split = partial(inputs.units.of_split, split=split, pp=pp, turns=turns)
+            memory[rows] = _memory(of_split(rows), microbatches_of_rows[rows], schedule)
         else:
             memory[rows] = _least_memory(
-                shape.num_layers, pp, virtual, units[rows], microbatches_of_rows[rows], states[rows], schedule
+                shape.num_layers, pp, virtual, units[rows], microbatches_of_rows[rows], schedule
             )
         rows = rows[memory[rows] <= limit_bytes]
         microbatches = microbatches_of_rows[rows]
         if slowdown is None:
-            span[rows] = _span(stages, units[rows], microbatches, transfers[rows], schedule)
+            span[rows] = _span(of_split(rows), microbatches, inputs.transfers_s[rows], schedule)
         else:
             span[rows] = _least_span(
                 shape.num_layers, pp, virtual, units[rows], microbatches, slowdown, schedule
             )
-        extrapolated = (microbatches > (FULL_ROUNDS + 1) * pp) & (pp > 1)
-        span[rows] *= np.where(extrapolated, 1 - EXTRAPOLATION, 1.0)
-    nodes = job.machines.num_devices / job.machines.devices_per_node
-    whole = span + _once(job, shape, columns, units[:, 12], units[:, 13], constants) + constants.step_s
-    time = whole * (1 + constants.straggler * max(0.0, math.log2(nodes)))
-    if isinstance(constants, ClusterConstants):
-        # Ranks that share a memory gain by each other's waiting: at most in all of the pipeline's time.
-        time -= contention_gain(job.software, job.machines, constants) * span
-        time *= constants.residual
+        span[rows] *= _extrapolation(microbatches, pp)
     return LowerBounds(
-        time_s=time * (1 - ROUNDING), memory_bytes=memory * (1 - ROUNDING), first=first, last=last
+        time_s=inputs.seconds(np.arange(len(columns)), span),
+        memory_bytes=memory * (1 - ROUNDING),
+        first=first,
+        last=last,
+        inputs=inputs,
     )
 
 
+def _inputs(
+    job: PlanRequest,
+    shape: ModelShape,
+    table: LayoutTable,
+    constants: Constants,
+    slowdown: FloatArray | None,
+) -> BoundInputs:
+    columns = table.columns
+    units = unit_rows(job, shape, table, constants)
+    nodes = job.machines.num_devices / job.machines.devices_per_node
+    is_calibrated = isinstance(constants, ClusterConstants)
+    return BoundInputs(
+        units=units,
+        microbatches=num_microbatches(job, columns),
+        transfers_s=transfers_s(job, shape, columns, constants),
+        once_s=once_s(job, shape, columns, units.least[:, 12], units.least[:, 13], constants)
+        + constants.step_s,
+        straggler=1 + constants.straggler * max(0.0, math.log2(nodes)),
+        gain=contention_gain(job.software, job.machines, constants) if is_calibrated else 0.0,
+        residual=constants.residual if isinstance(constants, ClusterConstants) else 1.0,
+        slowest=1.0 if slowdown is None else float(slowdown.max()),
+    )
+
+
+def _extrapolation(microbatches: IntArray, pp: int) -> FloatArray:
+    """What is left of a bound where the cost model extrapolates the pipeline."""
+    is_extrapolated = (microbatches > (FULL_ROUNDS + 1) * pp) & (pp > 1)
+    return np.where(is_extrapolated, 1 - EXTRAPOLATION, 1.0)
+
+
+def _with_slowest(units: SplitUnits, slowest: float) -> FloatArray:
+    """Seconds of a microbatch on the rank where the slowest slot costs the fewest [rows]."""
+    slow = units.summed(lambda kind: kind[:, :2].sum(axis=1) + (slowest - 1) * kind[:, 14])
+    least: FloatArray = units.with_ends(slow).min(axis=1)
+    return least
+
+
+def _layer_s(kind: FloatArray) -> FloatArray:
+    """Seconds of a layer's forward and backward."""
+    seconds: FloatArray = kind[:, :2].sum(axis=1)
+    return seconds
+
+
 def _span(
-    split: IntArray, units: FloatArray, microbatches: IntArray, transfer: FloatArray, schedule: ScheduleKind
+    of_split: SplitUnits, microbatches: IntArray, transfer: FloatArray, schedule: ScheduleKind
 ) -> FloatArray:
-    """The pipeline's bound; `split` [virtual, pp] by chunk and device, columns of `units` as in `_unit`."""
-    _, pp = split.shape
-    layer, ends = units[:, :2].sum(axis=1), units[:, 2:6].reshape(-1, 2, 2).sum(axis=2)
+    """The pipeline's bound."""
+    pp, units = of_split.pp, of_split.units
     devices = np.arange(pp)
-    busy = layer[:, None] * split.sum(axis=0)
-    busy[:, 0] += ends[:, 0]
-    busy[:, 0 if is_turning(schedule) else -1] += ends[:, 1]
-    before = np.concatenate(([0], np.cumsum(split[0])[:-1]))
+    busy = of_split.with_ends(of_split.summed(_layer_s))
+    embedding = units[:, 2:4].sum(axis=1)[:, None]
     if _follows_nothing(schedule):
-        ahead = units[:, :1] * before + units[:, 2:3] * (devices > 0) + transfer[:, None] * devices
-    elif schedule is ScheduleKind.ONE_F_ONE_B:
-        # 1F1B waits for its own sends: forward but on the last stage, backward but on the first.
-        busy += transfer[:, None] * ((devices > 0) * 1.0 + (devices < pp - 1))
-        ahead = layer[:, None] * before + ends[:, :1] * (devices > 0)
-        ahead = ahead + transfer[:, None] * np.maximum(0, 2 * devices - 1)
+        ahead = of_split.before(lambda kind: kind[:, 0])
+        ahead = ahead + units[:, 2:3] * (devices > 0) + transfer[:, None] * devices
     else:
-        ahead = layer[:, None] * before + ends[:, :1] * (devices > 0) + transfer[:, None] * 2 * devices
+        ahead = of_split.before(_layer_s) + embedding * (devices > 0)
+        if schedule is ScheduleKind.ONE_F_ONE_B:
+            # 1F1B waits for its own sends: forward but on the last stage, backward but on the first.
+            busy += transfer[:, None] * ((devices > 0) * 1.0 + (devices < pp - 1))
+            ahead = ahead + transfer[:, None] * np.maximum(0, 2 * devices - 1)
+        else:
+            ahead = ahead + transfer[:, None] * 2 * devices
     bound: FloatArray = (busy * microbatches[:, None] + ahead).max(axis=1)
     return bound
 
@@ -291,15 +349,14 @@ def _least_memory(
     virtual: int,
     units: FloatArray,
     microbatches: IntArray,
-    states: FloatArray,
     schedule: ScheduleKind,
 ) -> FloatArray:
     """Weights, gradients, optimizer state and the microbatches in flight, shared among the pipeline ranks."""
     kept, layer = units[:, 6:7], units[:, 8:9]
     flying = _least_in_flight(schedule, virtual, pp, microbatches)
-    a_layer = states[:, None] * layer + kept * flying
+    a_layer = layer + kept * flying
     bound: FloatArray = num_layers / (1.0 / a_layer).sum(axis=1)
-    return np.maximum(bound, states * (units[:, 8] * num_layers + units[:, 9]) / pp)
+    return np.maximum(bound, (units[:, 8] * num_layers + units[:, 9]) / pp)
 
 
 def _least_in_flight(schedule: ScheduleKind, virtual: int, pp: int, microbatches: IntArray) -> IntArray:
@@ -316,19 +373,17 @@ def _least_in_flight(schedule: ScheduleKind, virtual: int, pp: int, microbatches
             return _in_flight(schedule, virtual, pp, microbatches)
 
 
-def _memory(
-    split: IntArray, units: FloatArray, microbatches: IntArray, states: FloatArray, schedule: ScheduleKind
-) -> FloatArray:
+def _memory(of_split: SplitUnits, microbatches: IntArray, schedule: ScheduleKind) -> FloatArray:
     """Weights, gradients and optimizer state, and the chunks in flight before the first backward."""
-    virtual, pp = split.shape
-    kept, layer, vocabulary = units[:, 6:7], units[:, 8:9], units[:, 9:10]
-    held = states[:, None] * (layer * split.sum(axis=0) + vocabulary * (np.arange(pp) == 0))
+    virtual, pp, units = of_split.virtual, of_split.pp, of_split.units
+    held = of_split.summed(lambda kind: kind[:, 8]) + units[:, 9:10] * (np.arange(pp) == 0)
     if is_turning(schedule):
         by_chunk = _in_flight_of_chunks(schedule, pp, microbatches)
-        flying = (by_chunk * (kept[:, :, None] * split + units[:, 7, None, None])).sum(axis=1)
+        kept = of_split.by_chunk(lambda kind: kind[:, 6])
+        flying = (by_chunk * (kept + units[:, 7, None, None])).sum(axis=1)
     else:
         in_flight = _in_flight(schedule, virtual, pp, microbatches)
-        flying = in_flight * (kept * split.min(axis=0) + units[:, 7:8])
+        flying = in_flight * (of_split.least_chunk(lambda kind: kind[:, 6]) + units[:, 7:8])
     bound: FloatArray = (held + flying).max(axis=1)
     return bound
 
@@ -366,153 +421,3 @@ def _in_flight(schedule: ScheduleKind, virtual: int, pp: int, microbatches: IntA
             return np.minimum(m * virtual, 2 * (pp - devices - 1) + (virtual - 1) * pp + 1)
         case _:
             return np.minimum(m, pp - devices)
-
-
-def _units(job: PlanRequest, shape: ModelShape, layouts: LayoutTable, constants: Constants) -> FloatArray:
-    """One row of 16 quantities a layout, of one transformer layer unless said otherwise.
-
-    0 to 1: seconds forward and backward. 2 to 5: the seconds that the embedding adds to them, then the head.
-    6 and 7: bytes kept a microbatch, and a stage's boundary. 8 and 9: weights, and the embedding's.
-    10 and 11: seconds that selective and full recompute repeat. 12 and 13: dense and expert weights.
-    14 and 15: seconds of computation, and those that both ends add.
-    """
-    columns = layouts.columns
-    keys, _, inverse = unique_rows(columns[:, [TP, CP, SIZE, EP, PARTITION]])
-    table = np.array(
-        [_unit(job, shape, key, layouts.partitions[cut], constants) for *key, cut in keys.tolist()]
-    ).reshape(-1, 16)
-    units: FloatArray = table[inverse]
-    mode = columns[:, MODE]
-    # Repeated forwards belong to the backward; full recompute keeps a layer's input only.
-    units[:, 1] += np.where(mode == 1, units[:, 10], np.where(mode == 2, units[:, 11], 0.0))
-    units[:, 14] += np.where(mode > 0, units[:, 10], 0.0)
-    units[:, 6] = np.where(mode == 2, units[:, 7], units[:, 6])
-    return units
-
-
-def _unit(
-    job: PlanRequest,
-    shape: ModelShape,
-    key: list[int],
-    partition: TensorPartition | None,
-    constants: Constants,
-) -> list[float]:
-    """A row of `_units` without recompute.
-
-    With dense layers before those of experts it is the minimum of both kinds: which layers a stage holds is
-    not known here.
-    """
-    if job.experts is None:
-        return _unit_of_alike(job, shape, key, partition, constants)
-    routed = replace(job, experts=replace(job.experts, num_dense_layers=0))
-    expert = _unit_of_alike(routed, shape, key, partition, constants)
-    if job.experts.num_dense_layers == 0:
-        return expert
-    dense = _unit_of_alike(replace(job, experts=None), shape, key, partition, constants)
-    return [min(pair) for pair in zip(expert, dense, strict=True)]
-
-
-def _unit_of_alike(
-    job: PlanRequest,
-    shape: ModelShape,
-    key: list[int],
-    partition: TensorPartition | None,
-    constants: Constants,
-) -> list[float]:
-    """The row where all layers are alike."""
-    tp, cp, size, ep = key
-    layout = layout_of(tp, cp, 3, ep, size, 1, 0, 0, ep=ep, partition=partition)
-    run = probe(job, replace(shape, num_layers=3), layout)
-    parts = stage_parts(run, constants)
-    # A stage's time beside its layers is left out.
-    first, middle, last = (
-        Times.sum_of(times for name, times in part.items() if name != "action") for part in parts
-    )
-    layer = (middle.forward, middle.input_grad + middle.weight_grad)
-    ends = [(end.forward, end.input_grad + end.weight_grad) for end in (first, last)]
-    extra = [end[direction] - layer[direction] for end in ends for direction in (0, 1)]
-    whole = layer_activation_bytes(run, experts=run.experts)
-    boundary = HALF * run.tokens_per_microbatch * shape.hidden_size / tp
-    bare = [sum(part[name].total for name in COMPUTE if name in part) for part in parts]
-    computed = [bare[1], bare[0] + bare[2] - 2 * bare[1]]
-    weights = weights_of_stages(run)
-    sizes = [weights[1].total, weights[0].total - weights[1].total]
-    repeated = [parts[1][name].forward for name in ("attention", "gemm", "elementwise", "launch", "tp_comm")]
-    return [
-        *layer,
-        *extra,
-        whole,
-        boundary,
-        *sizes,
-        repeated[0],
-        sum(repeated),
-        weights[1].dense,
-        weights[1].expert,
-        *computed,
-    ]
-
-
-def probe(job: PlanRequest, shape: ModelShape, layout: Layout) -> TrainingRun:
-    """A small run on as many devices as `layout` needs, its layers split evenly."""
-    small = replace(
-        job,
-        machines=replace(job.machines, num_devices=layout.world_size),
-        global_batch_size=layout.micro_batch_size * layout.data_parallel * layout.pipeline_parallel,
-    )
-    return small.run(shape, layout, (shape.num_layers // layout.num_stages,) * layout.num_stages)
-
-
-def _transfers(job: PlanRequest, shape: ModelShape, columns: IntArray, constants: Constants) -> FloatArray:
-    """A boundary tensor's seconds on the faster of the links that it may take."""
-    tp, cp, pp, dp, size, virtual = columns[:, [TP, CP, PP, DP, SIZE, VIRTUAL]].T
-    domain = job.machines.scale_up_devices
-    apart = tp * cp * dp >= domain
-    keys, _, inverse = unique_rows(np.column_stack([tp, cp, apart, virtual > 1]).astype(np.int64))
-    each = np.array([_transfer(job, shape, key, constants) for key in keys.tolist()])
-    seconds: FloatArray = communication.transfer_latency_s(constants) + each[inverse] * size
-    return np.where(pp > 1, seconds, 0.0)
-
-
-def _transfer(job: PlanRequest, shape: ModelShape, key: list[int], constants: Constants) -> float:
-    """Seconds a sequence, without latency; neighbours that may share a domain count as sharing it."""
-    tp, cp, apart, looped = key
-    layout = layout_of(tp, cp, 2, 1, 1, 1 + looped, 0, 0)
-    run = probe(job, replace(shape, num_layers=layout.num_stages), layout)
-    inter = communication.transfer_s(run, constants, sender=0, receiver=job.machines.scale_up_devices)
-    intra = communication.transfer_s(run, constants, sender=0, receiver=0)
-    return (inter if apart else min(intra, inter)) - communication.transfer_latency_s(constants)
-
-
-def _states(job: PlanRequest, columns: IntArray) -> FloatArray:
-    """Bytes a weight of parameters, gradients and optimizer state."""
-    copies = columns[:, CP] * columns[:, DP]
-    weight, gradient, optimizer = bytes_per_weight(job.half, job.software)
-    total: FloatArray = weight + gradient + optimizer / np.where(columns[:, SHARDED] == 1, copies, 1)
-    return total
-
-
-def _once(
-    job: PlanRequest,
-    shape: ModelShape,
-    columns: IntArray,
-    dense: FloatArray,
-    expert: FloatArray,
-    constants: Constants,
-) -> FloatArray:
-    """Exposed data-parallel traffic and the optimizer's step, of the most layers one device must hold."""
-    keys, index, inverse = unique_rows(columns[:, [TP, CP, PP, DP, SHARDED, EP]])
-    memory = job.machines.device.memory_bandwidth_bytes_per_s * MEMORY_RATE
-    seconds = []
-    for (tp, cp, pp, dp, sharded, ep), row in zip(keys.tolist(), index.tolist(), strict=True):
-        most = -(-shape.num_layers // pp)
-        held, routed = most * float(dense[row]), most * float(expert[row])
-        run = probe(job, shape, layout_of(tp, cp, 1, dp, 1, 1, 0, sharded, ep=ep))
-        # All traffic that compute can hide is hidden: the exposed share is what is left.
-        traffic = communication.data_parallel(
-            run, constants, dense=held, expert=routed, forward_s=math.inf, backward_s=math.inf
-        )
-        shards = run.optimizer_group if sharded else 1
-        step = constants.optimizer * (held + routed) * OPTIMIZER_BYTES / shards / memory
-        seconds.append(traffic + step)
-    once: FloatArray = np.array(seconds)[inverse]
-    return once

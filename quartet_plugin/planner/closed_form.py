@@ -14,7 +14,7 @@ tensor, context or expert parallel group. Replicas wait for each other once a st
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,9 +34,13 @@ from quartet_plugin.mapping.topology import (
 )
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.planner.step_kernel import step_seconds
 
 # Links on which only one part of a collective's time is left: its latency, or its volume.
 _UNLIMITED_BYTES_PER_S, _PROBE_BYTES_PER_S, _NO_LATENCY_S = 1e18, 1e9, 1e-15
+
+# Groups up to which members are counted by domain instead of sorted.
+_FEW_GROUPS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,10 +101,64 @@ class StepTime:
         tensor = group_link(topology, [0] * costs.layout.tensor_parallel)
         ranks = range(costs.layout.pipeline_parallel)
         self._tensor_s = np.array([costs.tensor.seconds(tensor, rank) for rank in ranks])
+        self._kernel = self._of_equal_links() if self._has_equal_links else None
 
     def __call__(self, arrangement: IntArray) -> float:
         """Seconds a step."""
+        if self._kernel is not None:
+            slowdowns = slowdowns_of_blocks(self._costs.layout, self._blocks, arrangement)
+            return self._kernel(self._blocks.domain[arrangement], slowdowns)
+        return self.by_columns(arrangement)
+
+    def by_columns(self, arrangement: IntArray) -> float:
+        """The same on any links, many times slower."""
         return float(self.column_times(arrangement).max()) + self._gradients(self._blocks.domain[arrangement])
+
+    def _of_equal_links(self) -> Callable[[IntArray, FloatArray], float] | None:
+        """The step by domains and slowdowns in compiled code; None where gradients of experts are apart."""
+        costs, topology, layout = self._costs, self._topology, self._costs.layout
+        if costs.expert_gradients.volume_bytes.any():
+            return None
+        num_domains = len(topology.between_bytes_per_s)
+        other = 1 if num_domains > 1 else 0
+        collectives = (costs.context, costs.expert, costs.gradients)
+        sizes = (
+            layout.context_parallel,
+            layout.expert_parallel,
+            len(self._blocks) // layout.pipeline_parallel,
+        )
+        arrays = (
+            costs.compute_s,
+            self._tensor_s,
+            np.array(sizes, dtype=np.int64),
+            np.array([collective.volume_bytes for collective in collectives], dtype=np.float64),
+            np.array([collective.rounds for collective in collectives], dtype=np.float64),
+            np.array([NEVER_S if name in self._inside else 0.0 for name in ("context", "expert", "")]),
+            np.array(
+                [
+                    topology.inside_bytes_per_s,
+                    topology.inside_latency_s,
+                    topology.between_bytes_per_s[0, other],
+                    topology.between_latency_s[0, other],
+                ],
+                dtype=np.float64,
+            ),
+            np.array([self._transfer_s[0, 0], self._transfer_s[0, other]]),
+        )
+
+        def seconds(domains: IntArray, slowdowns: FloatArray) -> float:
+            return step_seconds(
+                domains,
+                slowdowns,
+                *arrays,
+                costs.num_microbatches,
+                layout.virtual_stages,
+                costs.blocking,
+                costs.hidden_s,
+                costs.exposed_share,
+            )
+
+        return seconds
 
     def column_times(self, arrangement: IntArray) -> FloatArray:
         """Seconds of each column's pipeline [copies]."""
@@ -152,16 +210,22 @@ class StepTime:
 
     def _gradients(self, domains: IntArray) -> float:
         costs, experts = self._costs, self._costs.layout.expert_parallel
-        worst = 0.0
-        for rank, row in enumerate(domains):
-            traffic = costs.gradients.seconds(self.link(row), rank)
-            if costs.expert_gradients.volume_bytes[rank] > 0:
-                traffic += max(
-                    costs.expert_gradients.seconds(self.link(row[first::experts]), rank)
-                    for first in range(experts)
-                )
-            worst = max(worst, traffic * costs.exposed_share, traffic - float(costs.hidden_s[rank]))
-        return worst
+        traffic = self._once(domains, costs.gradients)
+        if costs.expert_gradients.volume_bytes.any():
+            groups = [
+                self._once(domains[:, first::experts], costs.expert_gradients) for first in range(experts)
+            ]
+            traffic = traffic + np.max(groups, axis=0)
+        return max(0.0, float(np.maximum(traffic * costs.exposed_share, traffic - costs.hidden_s).max()))
+
+    def _once(self, domains: IntArray, collective: Collective) -> FloatArray:
+        """Seconds of each pipeline rank's collective of all its columns [pp]."""
+        groups = np.ascontiguousarray(domains)
+        numbers, firsts = alike(groups) if self._has_equal_links else different(groups)
+        links = [self.link(groups[first]) for first in firsts.tolist()]
+        return np.array(
+            [collective.seconds(links[number], rank) for rank, number in enumerate(numbers.tolist())]
+        )
 
     def link(self, domains: IntArray) -> GroupLink:
         """The link of a group whose members are in `domains`, computed once."""
@@ -177,15 +241,30 @@ def alike(groups: IntArray) -> tuple[IntArray, IntArray]:
     Groups are alike that span as many domains with as many members in the domain that has the fewest.
     """
     num_groups, size = groups.shape
+    num_domains, fewest = _counted(groups) if num_groups <= _FEW_GROUPS else _sorted(groups)
+    _, firsts, numbers = np.unique(num_domains * (size + 1) + fewest, return_index=True, return_inverse=True)
+    return numbers.ravel(), firsts
+
+
+def _counted(groups: IntArray) -> tuple[IntArray, IntArray]:
+    """The domains of each group, and its members in the one that has the fewest: fast for few groups."""
+    num_groups, size = groups.shape
+    stride = int(groups.max()) + 1
+    cells = groups + np.arange(num_groups)[:, None] * stride
+    counts = np.bincount(cells.ravel(), minlength=num_groups * stride).reshape(num_groups, stride)
+    return np.count_nonzero(counts, axis=1), np.where(counts > 0, counts, size).min(axis=1)
+
+
+def _sorted(groups: IntArray) -> tuple[IntArray, IntArray]:
+    """As `_counted`, fast for many small groups."""
+    num_groups, size = groups.shape
     ordered = np.sort(groups, axis=1)
     begins = np.ones((num_groups, size), dtype=np.bool_)
     begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     starts = np.flatnonzero(begins)
     lengths = np.diff(starts, append=num_groups * size)
     num_domains = begins.sum(axis=1)
-    fewest = np.minimum.reduceat(lengths, np.cumsum(num_domains) - num_domains)
-    _, firsts, numbers = np.unique(num_domains * (size + 1) + fewest, return_index=True, return_inverse=True)
-    return numbers.ravel(), firsts
+    return num_domains, np.minimum.reduceat(lengths, np.cumsum(num_domains) - num_domains)
 
 
 def different(groups: IntArray) -> tuple[IntArray, IntArray]:

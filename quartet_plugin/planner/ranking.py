@@ -6,9 +6,9 @@ is ranked with a mapping of its own, solved with little effort. `refine` then so
 
 import bisect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -276,13 +276,25 @@ def _planned(
     limit_s: float = math.inf,
 ) -> Ranked | NoPlan:
     """The row with its best group's prediction, or why there is none; none over `limit_s` need be made."""
+    refused = None if limit_s == math.inf else lru_cache(partial(_refused, job, field, row, limit_s))
     planned = [
-        _planned_with(job, field, row, group, constants, solver, limit_s) for group in field.table.groups(row)
+        _planned_with(job, field, row, group, constants, solver, limit_s, refused)
+        for group in field.table.groups(row)
     ]
     able = [ranked for ranked in planned if isinstance(ranked, Ranked)]
     if able:
         return min(able, key=lambda ranked: ranked.iteration_s)
     return NoPlan.TOO_SLOW if NoPlan.TOO_SLOW in planned else NoPlan.UNFIT
+
+
+def _refused(
+    job: PlanRequest, field: _Field, row: int, limit_s: float, split: tuple[int, ...]
+) -> NoPlan | None:
+    """Why the row cannot be planned with a split, by its bounds; None where it may."""
+    time, memory = field.bounds.of_split(field.table, row, split)
+    if memory > _available(job):
+        return NoPlan.UNFIT
+    return NoPlan.TOO_SLOW if time > limit_s else None
 
 
 def _planned_with(
@@ -293,18 +305,23 @@ def _planned_with(
     constants: Constants,
     solver: AssignmentSolver | None,
     limit_s: float,
+    refused: Callable[[tuple[int, ...]], NoPlan | None] | None,
 ) -> Ranked | NoPlan:
-    """The row's prediction with one group."""
+    """The row's prediction with one group; splits that are `refused` are not tried."""
     layout, schedule = field.table.layout(row), field.table.schedule(row)
     split = field.bounds.split(job, field.shape, field.table, row)
     ranked = partial(Ranked, shape=field.shape, layout=layout, split=split, schedule=schedule, group=group)
     if solver is None:
         run = job.run(field.shape, layout, split, schedule=schedule, group=group)
+        # Memory takes less to compute: it goes first while no time is too long.
+        memory = peak_memory(run) if limit_s == math.inf else None
+        if memory is not None and not memory.fits:
+            return NoPlan.UNFIT
         prediction = predict(run, constants)
         time = prediction.iter_time_s
         if time > limit_s:
             return NoPlan.TOO_SLOW
-        memory = peak_memory(run)
+        memory = memory or peak_memory(run)
         if not memory.fits:
             return NoPlan.UNFIT
         return ranked(
@@ -312,7 +329,14 @@ def _planned_with(
         )
     is_free = int(field.table.columns[row, SPLIT]) == BALANCED
     assignment = solver.assign(
-        field.shape, layout, split, may_split=is_free, schedule=schedule, group=group, limit_s=limit_s
+        field.shape,
+        layout,
+        split,
+        may_split=is_free,
+        schedule=schedule,
+        group=group,
+        limit_s=limit_s,
+        refused=refused,
     )
     if isinstance(assignment, NoPlan):
         return assignment

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.costs import Costs, FloatArray
+from quartet_plugin.model.costs import Costs, FloatArray, IntArray
 from quartet_plugin.split.layers import entries_of, even_split
 
 type Entries = tuple[int, ...]
@@ -68,10 +68,19 @@ def work_of_entries(costs: Costs) -> FloatArray:
 
 def device_loads(costs: Costs, placement: Sequence[int], entries: Sequence[int]) -> FloatArray:
     """Compute of one microbatch on each device, in seconds [num_devices]."""
-    edges = np.concatenate(([0], np.cumsum(entries)))
+    loads: FloatArray = _loads_of(costs, placement, np.array([entries]))[0]
+    return loads
+
+
+def _loads_of(costs: Costs, placement: Sequence[int], splits: IntArray) -> FloatArray:
+    """The device loads of each of `splits` [num_splits, num_stages]: [num_splits, num_devices]."""
+    edges = np.zeros((len(splits), len(placement) + 1), dtype=np.int64)
+    np.cumsum(splits, axis=1, out=edges[:, 1:])
     total = np.concatenate(([0.0], np.cumsum(work_of_entries(costs))))
-    stages = (total[edges[1:]] - total[edges[:-1]]) * costs.device_slowdown[list(placement)]
-    loads: FloatArray = np.bincount(list(placement), weights=stages, minlength=costs.num_devices)
+    stages = np.diff(total[edges], axis=1) * costs.device_slowdown[list(placement)]
+    loads = np.zeros((len(splits), costs.num_devices))
+    for stage, device in enumerate(placement):
+        loads[:, device] += stages[:, stage]
     return loads
 
 
@@ -98,14 +107,15 @@ def _exact(costs: Costs, placement: Sequence[int], least: Sequence[int]) -> Entr
     num_layers, num_stages = len(work) - 1, len(placement)
     best = np.full((num_stages + 1, num_layers + 1), np.inf)
     best[0, 0] = 0.0
+    ends, starts = np.indices((num_layers + 1, num_layers + 1))
     choice = np.zeros((num_stages + 1, num_layers + 1), dtype=np.int64)
     for stage in range(num_stages):
         slow = float(costs.device_slowdown[placement[stage]])
-        for end in range(least[stage], num_layers + 1):
-            starts = np.arange(0, end - least[stage] + 1)
-            top = np.maximum(best[stage, starts], (work[end] - work[starts]) * slow)
-            pick = int(np.argmin(top))
-            best[stage + 1, end], choice[stage + 1, end] = top[pick], pick
+        top = np.maximum(best[stage], (work[:, None] - work) * slow)
+        # A stage that ends at an entry starts at least its fewest entries before.
+        top[starts > ends - least[stage]] = np.inf
+        choice[stage + 1] = top.argmin(axis=1)
+        best[stage + 1] = top.min(axis=1)
     counts, end = [], num_layers
     for stage in range(num_stages, 0, -1):
         start = int(choice[stage, end])
@@ -116,51 +126,48 @@ def _exact(costs: Costs, placement: Sequence[int], least: Sequence[int]) -> Entr
 
 def _shared(costs: Costs, placement: Sequence[int], least: Sequence[int]) -> Entries:
     """Entries dealt one by one to the device that would be least busy, to its smallest stage."""
-    num_stages = len(placement)
+    num_stages, slow = len(placement), costs.device_slowdown.tolist()
     counts = list(least)
-    mean = float(work_of_entries(costs)[1:-1].mean()) if len(costs.layers) > 2 else 1.0
-    for _ in range(len(costs.layers) - sum(counts)):
-        loads = _loads_by_count(costs, placement, counts, mean)
-        after = [
-            loads[placement[s]] + mean * float(costs.device_slowdown[placement[s]]) for s in range(num_stages)
-        ]
-        counts[min(range(num_stages), key=lambda s: (round(after[s], 9), counts[s], s))] += 1
-    return tuple(counts)
-
-
-def _loads_by_count(
-    costs: Costs, placement: Sequence[int], counts: Sequence[int], mean: float
-) -> list[float]:
-    """Device loads while only counts are known: `mean` an entry, embedding and head by their own costs."""
     work = work_of_entries(costs)
-    loads = [0.0] * costs.num_devices
-    for stage, device in enumerate(placement):
-        extra = 0.0
-        if stage == 0 and costs.has_embedding:
-            extra += float(work[0]) - mean
-        if stage == len(placement) - 1 and costs.has_head:
-            extra += float(work[-1]) - mean
-        loads[device] += (counts[stage] * mean + extra) * float(costs.device_slowdown[device])
-    return loads
+    mean = float(work[1:-1].mean()) if len(costs.layers) > 2 else 1.0
+    # Embedding and head have costs of their own; all other entries count as the mean.
+    extra = [0.0] * num_stages
+    extra[0] += float(work[0]) - mean if costs.has_embedding else 0.0
+    extra[-1] += float(work[-1]) - mean if costs.has_head else 0.0
+    stages_of = [[s for s in range(num_stages) if placement[s] == d] for d in range(costs.num_devices)]
+    order: list[tuple[float, int, int]] = [(0.0, 0, 0)] * num_stages
+
+    def reorder(device: int) -> None:
+        load = sum((counts[s] * mean + extra[s]) * slow[device] for s in stages_of[device])
+        after = round(load + mean * slow[device], 9)
+        for s in stages_of[device]:
+            order[s] = (after, counts[s], s)
+
+    for device in range(costs.num_devices):
+        reorder(device)
+    for _ in range(len(costs.layers) - sum(counts)):
+        stage = min(order)[2]
+        counts[stage] += 1
+        reorder(placement[stage])
+    return tuple(counts)
 
 
 def _improve(costs: Costs, placement: Sequence[int], entries: Entries, least: Sequence[int]) -> Entries:
     """The entries after moving single ones from the busiest device while that lowers the score."""
     current = entries
-    score = _score(costs, placement, current)
+    score = _scores(_loads_of(costs, placement, np.array([current])))[0]
     for _ in range(4 * len(costs.layers)):
         busiest = int(np.argmax(device_loads(costs, placement, current)))
         options = [
-            moved
+            move(current, source, target)
             for source in range(len(placement))
             if placement[source] == busiest and current[source] > least[source]
             for target in range(len(placement))
             if placement[target] != busiest
-            for moved in (move(current, source, target),)
         ]
         if not options:
             break
-        scores = [_score(costs, placement, option) for option in options]
+        scores = _scores(_loads_of(costs, placement, np.array(options)))
         pick = min(range(len(options)), key=lambda k: scores[k])
         if scores[pick] >= score:
             break
@@ -168,9 +175,10 @@ def _improve(costs: Costs, placement: Sequence[int], entries: Entries, least: Se
     return current
 
 
-def _score(costs: Costs, placement: Sequence[int], entries: Entries) -> tuple[float, float]:
-    loads = device_loads(costs, placement, entries)
-    return round(float(loads.max()), 12), float((loads**2).sum())
+def _scores(loads: FloatArray) -> list[tuple[float, float]]:
+    """The score of each split by its device loads [num_splits, num_devices]: the busiest, then the spread."""
+    busiest = [round(most, 12) for most in loads.max(axis=1).tolist()]
+    return list(zip(busiest, (loads**2).sum(axis=1).tolist(), strict=True))
 
 
 def move(entries: Entries, source: int, target: int) -> Entries:

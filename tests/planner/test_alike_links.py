@@ -30,7 +30,7 @@ def topology(*, is_equal: bool) -> Topology:
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_the_first_group_of_a_kind_has_the_link_of_each(data: st.DataObject) -> None:
-    size, count = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 12))
+    size, count = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([1, 2, 7, 12, 33, 40]))
     domain = st.integers(0, NUM_DOMAINS - 1)
     flat = data.draw(st.lists(domain, min_size=size * count, max_size=size * count))
     groups = np.array(flat).reshape(count, size)

@@ -8,11 +8,10 @@ from itertools import pairwise
 import numpy as np
 
 from quartet_plugin.cost import communication, compute
-from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import device_of_stages, stages_of_devices
 from quartet_plugin.cost.iteration.replay import PipelineSpan, both_ways, pipeline_span
-from quartet_plugin.cost.iteration.terms import COMPUTE, StageParts
+from quartet_plugin.cost.iteration.terms import COMPUTE, StageParts, stage_sums
 from quartet_plugin.cost.memory import Weights, weights_of_stages
 from quartet_plugin.cost.run import Software, TrainingRun, UniformCluster
 from quartet_plugin.model.costs import FloatArray
@@ -60,7 +59,7 @@ def pipeline_terms(
     `forward_s` and `backward_s` [num_stages] are the seconds of a stage's transfers to the next and to the
     one before.
     """
-    sums = [Times.sum_of(part.values()) for part in parts]
+    sums = stage_sums(parts)
     stages, m = stages_of_devices(run), run.num_microbatches
     device = busiest_rank(run, [stage.total for stage in sums])
     by_cause: dict[str, float] = {}
@@ -114,7 +113,7 @@ def step_terms(
     """
     weights = weights_of_stages(run)
     fullest = fullest_rank(run, weights)
-    held = held_weights(run, fullest)
+    held = held_weights(run, fullest, weights)
     if gradients_s is None:
         gradients_s = communication.data_parallel(
             run, constants, dense=held.dense, expert=held.expert, forward_s=forward_s, backward_s=backward_s
@@ -192,10 +191,10 @@ def fullest_rank(run: TrainingRun, weights: Sequence[Weights]) -> int:
     return busiest_rank(run, [held.total for held in weights])
 
 
-def held_weights(run: TrainingRun, device: int) -> Weights:
-    """Parameters that a rank of pipeline rank `device` holds."""
-    weights = weights_of_stages(run)
-    return Weights.total_of(weights[stage] for stage in stages_of_devices(run)[device])
+def held_weights(run: TrainingRun, device: int, weights: Sequence[Weights] | None = None) -> Weights:
+    """Parameters that a rank of pipeline rank `device` holds; `weights` are those of the stages."""
+    each = weights or weights_of_stages(run)
+    return Weights.total_of(each[stage] for stage in stages_of_devices(run)[device])
 
 
 def held_layers(run: TrainingRun, device: int) -> int:

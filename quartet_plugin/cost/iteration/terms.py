@@ -1,5 +1,6 @@
 """The terms of a stage: one microbatch's seconds by cause, of its layers, its ends and its actions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quartet_plugin.cost import communication, compute, layer_partition
@@ -59,24 +60,37 @@ def layer_counts(run: TrainingRun) -> list[tuple[int, int]]:
 
 
 def stage_parts(run: TrainingRun, constants: Constants) -> list[StageParts]:
-    """The time of one microbatch on each stage, by cause."""
+    """The time of one microbatch on each stage, by cause; stages that hold the same share one table."""
     unit = unit_parts(run, constants)
+    kinds: dict[tuple[int, int, bool, bool], StageParts] = {}
     stages: list[StageParts] = []
     last = len(run.layers_per_stage) - 1
     for stage, (plain, routed) in enumerate(layer_counts(run)):
-        parts = {
-            name: times.scaled(plain).plus(unit.routed[name].scaled(routed))
-            for name, times in unit.dense.items()
-        }
-        for added in (
-            unit.embedding if stage == 0 else {},
-            unit.head if stage == last else {},
-            unit.action,
-        ):
-            for name, times in added.items():
-                parts[name] = parts[name].plus(times) if name in parts else times
-        stages.append(parts)
+        kind = (plain, routed, stage == 0, stage == last)
+        if kind not in kinds:
+            kinds[kind] = _parts_of_kind(unit, *kind)
+        stages.append(kinds[kind])
     return stages
+
+
+def _parts_of_kind(unit: UnitParts, plain: int, routed: int, is_first: bool, is_last: bool) -> StageParts:
+    """The parts of a stage of `plain` dense layers and `routed` ones with experts."""
+    parts = {
+        name: times.scaled(plain).plus(unit.routed[name].scaled(routed)) for name, times in unit.dense.items()
+    }
+    for added in (unit.embedding if is_first else {}, unit.head if is_last else {}, unit.action):
+        for name, times in added.items():
+            parts[name] = parts[name].plus(times) if name in parts else times
+    return parts
+
+
+def stage_sums(parts: Sequence[StageParts]) -> list[Times]:
+    """The time of one microbatch on each stage by all causes; once for stages that share a table."""
+    sums: dict[int, Times] = {}
+    for part in parts:
+        if id(part) not in sums:
+            sums[id(part)] = Times.sum_of(part.values())
+    return [sums[id(part)] for part in parts]
 
 
 def _action_times(run: TrainingRun, constants: ClusterConstants) -> Times:

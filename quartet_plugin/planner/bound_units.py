@@ -1,0 +1,267 @@
+"""What the lower bounds are made of: times, bytes and transfers of the layouts of a table, one row each.
+
+The time of a layer, of the embedding and of the head depends on few columns, so it is computed once for each
+of their values by the cost model itself.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quartet_plugin.cost import communication
+from quartet_plugin.cost.compute import MEMORY_RATE, Times
+from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.iteration.step import OPTIMIZER_BYTES
+from quartet_plugin.cost.iteration.terms import COMPUTE, stage_parts
+from quartet_plugin.cost.memory import HALF, bytes_per_weight, layer_activation_bytes, weights_of_stages
+from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.tensor_partition import TensorPartition
+from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.planner.layout_table import (
+    CP,
+    DP,
+    EP,
+    MODE,
+    PARTITION,
+    PP,
+    SHARDED,
+    SIZE,
+    TP,
+    VIRTUAL,
+    LayoutTable,
+)
+from quartet_plugin.planner.table_rows import layout_of, unique_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitRows:
+    """One row of 16 quantities a layout, of one transformer layer unless said otherwise.
+
+    0 to 1: seconds forward and backward. 2 to 5: the seconds that the embedding adds to them, then the head.
+    6 and 7: bytes kept a microbatch, and a stage's boundary. 8 and 9: bytes of weights, gradients and
+    optimizer state, and the embedding's. 10 and 11: seconds that selective and full recompute repeat.
+    12 and 13: dense and expert weights. 14 and 15: seconds of computation, and those that both ends add.
+
+    `kinds` are those of the layers before `num_dense` and of the others where they differ, and `least` the
+    smaller of both.
+    """
+
+    least: FloatArray
+    kinds: tuple[FloatArray, ...]
+    num_dense: int
+
+    def of_split(self, rows: IntArray, split: tuple[int, ...], pp: int, *, turns: bool) -> "SplitUnits":
+        """The units of some rows that have one split."""
+        counts = np.array(split, dtype=np.int64)
+        each = [counts]
+        if len(self.kinds) > 1:
+            dense = np.clip(self.num_dense - (np.cumsum(counts) - counts), 0, counts)
+            each = [dense, counts - dense]
+        return SplitUnits(
+            units=self.least[rows],
+            kinds=tuple(kind[rows] for kind in self.kinds),
+            counts=tuple(_by_chunk(count, pp, turns=turns) for count in each),
+            turns=turns,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitUnits:
+    """Rows of `UnitRows` with the split that they have: `counts` [virtual, pp] of each kind of layer."""
+
+    units: FloatArray
+    kinds: tuple[FloatArray, ...]
+    counts: tuple[IntArray, ...]
+    turns: bool
+
+    @property
+    def virtual(self) -> int:
+        """Chunks a device."""
+        return len(self.counts[0])
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return int(self.counts[0].shape[1])
+
+    def summed(self, quantity: Callable[[FloatArray], FloatArray]) -> FloatArray:
+        """A quantity of a layer [rows], summed over each device's layers [rows, pp]."""
+        return self._total(quantity, [count.sum(axis=0) for count in self.counts])
+
+    def before(self, quantity: Callable[[FloatArray], FloatArray]) -> FloatArray:
+        """The same over the layers of the first chunk on the devices before each [rows, pp]."""
+        return self._total(quantity, [np.cumsum(count[0]) - count[0] for count in self.counts])
+
+    def by_chunk(self, quantity: Callable[[FloatArray], FloatArray]) -> FloatArray:
+        """The same over each chunk's layers [rows, virtual, pp]."""
+        flat = self._total(quantity, [count.ravel() for count in self.counts])
+        return flat.reshape(-1, self.virtual, self.pp)
+
+    def least_chunk(self, quantity: Callable[[FloatArray], FloatArray]) -> FloatArray:
+        """The same over the layers of each device's chunk that has the least [rows, pp]."""
+        if len(self.counts) == 1:
+            return self._total(quantity, [self.counts[0].min(axis=0)])
+        least: FloatArray = self.by_chunk(quantity).min(axis=1)
+        return least
+
+    def with_ends(self, busy: FloatArray) -> FloatArray:
+        """Seconds of each device with those that the embedding and the head add [rows, pp]."""
+        ends = self.units[:, 2:6].reshape(-1, 2, 2).sum(axis=2)
+        busy[:, 0] += ends[:, 0]
+        busy[:, 0 if self.turns else -1] += ends[:, 1]
+        return busy
+
+    def _total(self, quantity: Callable[[FloatArray], FloatArray], counts: Sequence[IntArray]) -> FloatArray:
+        total: FloatArray = sum(
+            (quantity(kind)[:, None] * count for kind, count in zip(self.kinds, counts, strict=True)),
+            start=np.zeros((len(self.units), len(counts[0]))),
+        )
+        return total
+
+
+def _by_chunk(counts: IntArray, pp: int, *, turns: bool) -> IntArray:
+    """The layers of each chunk and device [virtual, pp]; the second chunks may run back."""
+    stages = counts.reshape(-1, pp).copy()
+    if turns:
+        stages[1] = stages[1, ::-1].copy()
+    return stages
+
+
+def unit_rows(job: PlanRequest, shape: ModelShape, layouts: LayoutTable, constants: Constants) -> UnitRows:
+    """The units of every layout of the table."""
+    columns = layouts.columns
+    keys, _, inverse = unique_rows(columns[:, [TP, CP, SIZE, EP, PARTITION]])
+
+    def table(job: PlanRequest) -> FloatArray:
+        rows = [_unit(job, shape, key, layouts.partitions[cut], constants) for *key, cut in keys.tolist()]
+        return np.array(rows).reshape(-1, 16)
+
+    if job.experts is None or job.experts.num_dense_layers == 0:
+        units = _of_rows(job, columns, table(job)[inverse])
+        return UnitRows(least=units, kinds=(units,), num_dense=0)
+    kinds = (
+        table(replace(job, experts=None)),
+        table(replace(job, experts=replace(job.experts, num_dense_layers=0))),
+    )
+    dense, routed, least = (_of_rows(job, columns, each[inverse]) for each in (*kinds, np.minimum(*kinds)))
+    return UnitRows(least=least, kinds=(dense, routed), num_dense=job.experts.num_dense_layers)
+
+
+def _of_rows(job: PlanRequest, columns: IntArray, units: FloatArray) -> FloatArray:
+    """The units with the rows' recompute, and with bytes of states in place of weights."""
+    mode = columns[:, MODE]
+    # Repeated forwards belong to the backward; full recompute keeps a layer's input only.
+    units[:, 1] += np.where(mode == 1, units[:, 10], np.where(mode == 2, units[:, 11], 0.0))
+    units[:, 14] += np.where(mode > 0, units[:, 10], 0.0)
+    units[:, 6] = np.where(mode == 2, units[:, 7], units[:, 6])
+    weight, gradient, optimizer = bytes_per_weight(job.half, job.software)
+    copies = np.where(columns[:, SHARDED] == 1, columns[:, CP] * columns[:, DP], 1)
+    # The ranks of an expert group hold different experts.
+    dense = weight + gradient + optimizer / copies
+    routed = weight + gradient + optimizer / np.maximum(1.0, copies / columns[:, EP])
+    units[:, 8] = units[:, 12] * dense + units[:, 13] * routed
+    units[:, 9] *= dense
+    return units
+
+
+def _unit(
+    job: PlanRequest,
+    shape: ModelShape,
+    key: list[int],
+    partition: TensorPartition | None,
+    constants: Constants,
+) -> list[float]:
+    """A row of `UnitRows` without recompute where all layers are alike, with weights for bytes."""
+    tp, cp, size, ep = key
+    layout = layout_of(tp, cp, 3, ep, size, 1, 0, 0, ep=ep, partition=partition)
+    run = probe(job, replace(shape, num_layers=3), layout)
+    parts = stage_parts(run, constants)
+    # A stage's time beside its layers is left out.
+    first, middle, last = (
+        Times.sum_of(times for name, times in part.items() if name != "action") for part in parts
+    )
+    layer = (middle.forward, middle.input_grad + middle.weight_grad)
+    ends = [(end.forward, end.input_grad + end.weight_grad) for end in (first, last)]
+    extra = [end[direction] - layer[direction] for end in ends for direction in (0, 1)]
+    whole = layer_activation_bytes(run, experts=run.experts)
+    boundary = HALF * run.tokens_per_microbatch * shape.hidden_size / tp
+    bare = [sum(part[name].total for name in COMPUTE if name in part) for part in parts]
+    computed = [bare[1], bare[0] + bare[2] - 2 * bare[1]]
+    weights = weights_of_stages(run)
+    sizes = [weights[1].total, weights[0].total - weights[1].total]
+    repeated = [parts[1][name].forward for name in ("attention", "gemm", "elementwise", "launch", "tp_comm")]
+    return [
+        *layer,
+        *extra,
+        whole,
+        boundary,
+        *sizes,
+        repeated[0],
+        sum(repeated),
+        weights[1].dense,
+        weights[1].expert,
+        *computed,
+    ]
+
+
+def probe(job: PlanRequest, shape: ModelShape, layout: Layout) -> TrainingRun:
+    """A small run on as many devices as `layout` needs, its layers split evenly."""
+    small = replace(
+        job,
+        machines=replace(job.machines, num_devices=layout.world_size),
+        global_batch_size=layout.micro_batch_size * layout.data_parallel * layout.pipeline_parallel,
+    )
+    return small.run(shape, layout, (shape.num_layers // layout.num_stages,) * layout.num_stages)
+
+
+def transfers_s(job: PlanRequest, shape: ModelShape, columns: IntArray, constants: Constants) -> FloatArray:
+    """A boundary tensor's seconds on the faster of the links that it may take."""
+    tp, cp, pp, dp, size, virtual = columns[:, [TP, CP, PP, DP, SIZE, VIRTUAL]].T
+    domain = job.machines.scale_up_devices
+    apart = tp * cp * dp >= domain
+    keys, _, inverse = unique_rows(np.column_stack([tp, cp, apart, virtual > 1]).astype(np.int64))
+    each = np.array([_transfer(job, shape, key, constants) for key in keys.tolist()])
+    seconds: FloatArray = communication.transfer_latency_s(constants) + each[inverse] * size
+    return np.where(pp > 1, seconds, 0.0)
+
+
+def _transfer(job: PlanRequest, shape: ModelShape, key: list[int], constants: Constants) -> float:
+    """Seconds a sequence, without latency; neighbours that may share a domain count as sharing it."""
+    tp, cp, apart, looped = key
+    layout = layout_of(tp, cp, 2, 1, 1, 1 + looped, 0, 0)
+    run = probe(job, replace(shape, num_layers=layout.num_stages), layout)
+    inter = communication.transfer_s(run, constants, sender=0, receiver=job.machines.scale_up_devices)
+    intra = communication.transfer_s(run, constants, sender=0, receiver=0)
+    return (inter if apart else min(intra, inter)) - communication.transfer_latency_s(constants)
+
+
+def once_s(
+    job: PlanRequest,
+    shape: ModelShape,
+    columns: IntArray,
+    dense: FloatArray,
+    expert: FloatArray,
+    constants: Constants,
+) -> FloatArray:
+    """Exposed data-parallel traffic and the optimizer's step, of the most layers one device must hold."""
+    keys, index, inverse = unique_rows(columns[:, [TP, CP, PP, DP, SHARDED, EP]])
+    memory = job.machines.device.memory_bandwidth_bytes_per_s * MEMORY_RATE
+    seconds = []
+    for (tp, cp, pp, dp, sharded, ep), row in zip(keys.tolist(), index.tolist(), strict=True):
+        most = -(-shape.num_layers // pp)
+        held, routed = most * float(dense[row]), most * float(expert[row])
+        run = probe(job, shape, layout_of(tp, cp, 1, dp, 1, 1, 0, sharded, ep=ep))
+        # All traffic that compute can hide is hidden: the exposed share is what is left.
+        traffic = communication.data_parallel(
+            run, constants, dense=held, expert=routed, forward_s=math.inf, backward_s=math.inf
+        )
+        shards = run.optimizer_group if sharded else 1
+        step = constants.optimizer * (held + routed) * OPTIMIZER_BYTES / shards / memory
+        seconds.append(traffic + step)
+    once: FloatArray = np.array(seconds)[inverse]
+    return once

@@ -1,0 +1,109 @@
+"""The bounds of models with layers of two kinds, and of given splits on unequal devices."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quartet_plugin.cost.constants import fitted
+from quartet_plugin.cost.iteration.assigned import AssignedRun
+from quartet_plugin.cost.memory import Memory, peak_memory
+from quartet_plugin.cost.predict import predict
+from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.planner import ranking
+from quartet_plugin.planner.bounds import bounds_of
+from quartet_plugin.planner.job import PlanRequest, parse_job
+from quartet_plugin.planner.layout_table import layout_table_of
+from tests.planner.planning import job_data, random_cluster_job, runs_of
+
+
+def job_of_two_kinds(seed: int) -> PlanRequest:
+    """A model with dense layers before those of experts, on up to 16 devices."""
+    draw = random.Random(seed)
+    model = {
+        "num_layers": draw.choice([6, 8, 12]),
+        "hidden_size": draw.choice([512, 2048]),
+        "ffn_hidden_size": draw.choice([1024, 8192]),
+        "num_experts": draw.choice([8, 64]),
+        "experts_per_token": 2,
+        "expert_ffn_hidden_size": draw.choice([512, 4096]),
+        "shared_expert_ffn_hidden_size": draw.choice([0, 512]),
+        "num_dense_layers": draw.randint(1, 4),
+    }
+    cluster = {"num_nodes": 2, "devices_per_node": draw.choice([2, 4, 8])}
+    search: dict[str, Any] = {"micro_batch_size": [1, 2]}
+    if draw.random() < 0.3:
+        search["split"] = "even"
+    return parse_job(job_data(model=model, cluster=cluster, search=search), where="job")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_prediction_is_under_the_bounds_of_two_kinds_of_layers(seed: int) -> None:
+    job = job_of_two_kinds(seed)
+    table = layout_table_of(job, job.shape)
+    bounds = bounds_of(job, job.shape, table, constants=fitted())
+    ratios = []
+    for row in range(0, len(table), max(1, len(table) // 60)):
+        split = bounds.split(job, job.shape, table, row)
+        for run in runs_of(job, table, row, split):
+            words = (run.layout, run.schedule, run.group)
+            memory = peak_memory(run).total
+            assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, words
+            assert bounds.memory_bytes[row] <= memory, words
+            ratios.append(bounds.memory_bytes[row] / memory)
+    # Each kind of layer counts by itself: a bound by the smaller of both would be far off.
+    assert np.median(ratios) > 0.6
+
+
+@pytest.mark.parametrize("seed", range(8, 14))
+def test_pruning_keeps_the_optimum_of_two_kinds_of_layers(seed: int) -> None:
+    job = job_of_two_kinds(seed)
+    quick, every = ranking.rank(job, top=3), ranking.rank(job, top=3, exhaustive=True)
+    assert [(one.layout, one.schedule, one.group, one.split) for one in quick.best] == [
+        (one.layout, one.schedule, one.group, one.split) for one in every.best
+    ]
+    assert [one.iteration_s for one in quick.best] == [one.iteration_s for one in every.best]
+
+
+@pytest.mark.parametrize("seed", range(20, 28))
+def test_no_placed_prediction_is_under_the_bound_of_its_split(seed: int) -> None:
+    job = random_cluster_job(seed)
+    field = ranking._field(job, job.shape, fitted())
+    topology = job.topology(fitted())
+    draw = random.Random(seed)
+    for row in range(0, len(field.table), max(1, len(field.table) // 12)):
+        layout, schedule = field.table.layout(row), field.table.schedule(row)
+        counts = list(field.bounds.split(job, job.shape, field.table, row))
+        source = counts.index(max(counts))
+        if counts[source] > 1:
+            counts[source] -= 1
+            counts[draw.randrange(len(counts))] += 1
+        time, memory = field.bounds.of_split(field.table, row, tuple(counts))
+        group = field.table.groups(row)[0]
+        run = job.run(job.shape, layout, tuple(counts), schedule=schedule, group=group)
+        slots = list(range(layout.world_size))
+        if layout.tensor_parallel == 1:
+            draw.shuffle(slots)
+        assigned = AssignedRun(run, fitted(), topology)
+        predicted = assigned.predict(tuple(slots)).iter_time_s
+        assert time <= predicted, layout
+        assert assigned.least_s(tuple(slots)) <= predicted, layout
+        assert memory <= peak_memory(run).total, layout
+
+
+def test_few_layouts_of_two_kinds_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"name": "deepseek-v3"}
+    cluster = {"device": "H100-SXM-80GB", "num_nodes": 32, "devices_per_node": 8}
+    job = parse_job({"model": model, "cluster": cluster, "batch": {"global_batch_size": 2048}}, where="job")
+    looked_at: list[TrainingRun] = []
+
+    def counted(run: TrainingRun) -> Memory:
+        looked_at.append(run)
+        return peak_memory(run)
+
+    monkeypatch.setattr(ranking, "peak_memory", counted)
+    found = ranking.rank(job)
+    assert found.best[0].memory.fits
+    assert found.num_considered > 40_000
+    assert len(looked_at) < 200
