@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 MEMORY = Path("/dev/shm")
-_LEAST_BYTES = 1 << 30
+_LEAST_BYTES = 8 << 30
 
 
 def _has_room() -> bool:
