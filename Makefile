@@ -6,6 +6,8 @@ PY := $(VENV)/bin/python
 EXTRAS := megatron,deepspeed,plots,cluster,ray,dev
 STAMP := $(VENV)/.installed
 RELEASES := $(VENV)/.releases
+# Tests start thousands of processes, and each would compile all the modules that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: core-install demo demo-deepspeed system-packages test test-slow test-nightly support-matrix training-matrix lint types check clean
 

@@ -1,5 +1,6 @@
-"""tools/system_packages.sh, with commands that only write down how they were called."""
+"""The Makefile, and tools/system_packages.sh with commands that only write down how they were called."""
 
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -127,3 +128,17 @@ def test_tests_install_and_the_demo_does_not(target: str, installs: bool) -> Non
         pytest.skip("make is not installed")
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ("tools/system_packages.sh" in done.stdout) is installs
+
+
+def test_make_lets_processes_keep_the_modules_that_they_compile() -> None:
+    """Where PYTHONDONTWRITEBYTECODE is set, every process of a test would compile all of them again."""
+    done = subprocess.run(
+        ["make", "--no-print-directory", "--eval", 'shown: ; @echo "[$$PYTHONDONTWRITEBYTECODE]"', "shown"],
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "[]\n"

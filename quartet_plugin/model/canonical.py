@@ -46,7 +46,8 @@ def _refuse_other_keys(value: Any) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise TypeError(f"key {key!r}: keys must be text")
-            _refuse_other_keys(item)
+            if isinstance(item, dict | list | tuple):
+                _refuse_other_keys(item)
     elif isinstance(value, list | tuple):
         for item in value:
             if isinstance(item, dict | list | tuple):

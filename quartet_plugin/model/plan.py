@@ -5,6 +5,7 @@ over its canonical JSON, no code, no paths to code and no free command-line word
 """
 
 import functools
+from collections.abc import Callable
 from collections.abc import Mapping as Values
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -183,8 +184,15 @@ class Provenance:
     quartet_version: str
 
 
+class _Digests:
+    """A place for a plan's digests beside its fields, so that no copy, comparison or file has them."""
+
+    __slots__ = ("_digests",)
+    _digests: dict[str, str]
+
+
 @record
-class Plan:
+class Plan(_Digests):
     """Everything chosen for one job. See docs/formats.md for the file.
 
     Raises PlanError when the parts contradict each other.
@@ -214,13 +222,7 @@ class Plan:
     @property
     def key(self) -> str:
         """sha256 of the plan without its provenance, prediction and measurement."""
-        bare = replace(
-            self,
-            prediction=None,
-            measurement=None,
-            provenance=Provenance(run="", trial=0, seed=0, quartet_version=""),
-        )
-        return digest(dump(bare))
+        return self._remembered("key", lambda: digest(self._bare()))
 
     @property
     def execution(self) -> str:
@@ -228,7 +230,24 @@ class Plan:
         custom = self.schedule.custom
         if custom is None:
             return self.key
-        return replace(self, schedule=replace(self.schedule, custom=custom.bare)).key
+        bare = replace(self.schedule, custom=custom.bare)
+        return self._remembered("execution", lambda: digest({**self._bare(), "schedule": dump(bare)}))
+
+    def _bare(self) -> dict[str, Any]:
+        """The plan as data, as nobody has made, predicted or measured it."""
+        nobody = Provenance(run="", trial=0, seed=0, quartet_version="")
+        return {**dump(self), "prediction": None, "measurement": None, "provenance": dump(nobody)}
+
+    def _remembered(self, name: str, digest_of: Callable[[], str]) -> str:
+        """A digest that is taken once: a plan never changes."""
+        try:
+            known: dict[str, str] = self._digests
+        except AttributeError:
+            known = {}
+            object.__setattr__(self, "_digests", known)
+        if name not in known:
+            known[name] = digest_of()
+        return known[name]
 
     @property
     def num_microbatches(self) -> int:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Number = float | Literal["nan", "inf", "-inf"]
 
 _Decoder = Callable[[Any], Any]
+_PLAIN = frozenset({int, float, str, bool, NoneType})
 _TYPE_NAMES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 # Metadata of fields that were added to files which have digests: left out where they are None, so that the
 # digest of older content stays what it was.
@@ -158,11 +159,19 @@ def read_record[T](kind: type[T], path: str | os.PathLike[str], *, max_bytes: in
 
 def dump(value: "DataclassInstance") -> dict[str, Any]:
     """A record as plain data, nested ones included: the inverse of `parse`."""
-    content = ((known.name, getattr(value, known.name), known.metadata) for known in fields(value))
-    return {name: _plain(item) for name, item, metadata in content if item is not None or metadata != ADDED}
+    content = ((name, getattr(value, name), is_added) for name, is_added in _fields_of(type(value)))
+    return {name: _plain(item) for name, item, is_added in content if item is not None or not is_added}
+
+
+@functools.cache
+def _fields_of(kind: "type[DataclassInstance]") -> tuple[tuple[str, bool], ...]:
+    """The names of a record's fields, and whether each was added to its file."""
+    return tuple((known.name, known.metadata == ADDED) for known in fields(kind))
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, list | tuple):
         # Long rows of numbers and texts are plain already.
         is_flat = all(issubclass(kind, str | int | float | NoneType) for kind in set(map(type, value)))

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
 BASELINE = 0
 # A proof needs three rounds: of two a single slow launch decides.
@@ -82,7 +82,7 @@ class Effects:
     def interval(self, first: int, second: int, *, confidence: float = 0.95) -> tuple[float, float]:
         """The confidence interval of `difference`."""
         gain, error = self.difference(first, second)
-        half = float(stdtrit(self.freedom, 0.5 + 0.5 * confidence)) * error
+        half = float(scipy.special.stdtrit(self.freedom, 0.5 + 0.5 * confidence)) * error
         return gain - half, gain + half
 
 
@@ -178,7 +178,7 @@ class SequentialTest:
         gain, error = self.effects.difference(self.leader, BASELINE)
         for num_rounds in range(num_done + 1, self.max_rounds):
             score = gain / error * math.sqrt(num_rounds / num_done)
-            if float(stdtr(self.effects.freedom, -score)) <= self._family_level(num_rounds):
+            if float(scipy.special.stdtr(self.effects.freedom, -score)) <= self._family_level(num_rounds):
                 return num_rounds
         return self.max_rounds
 
@@ -229,17 +229,17 @@ class SequentialTest:
                     continue
             least = self._least_gain(number)
             short = (least - gain) / error
-            if least and float(stdtr(effects.freedom, -short)) < LEAST_CHANCE_OF_PROOF:
+            if least and float(scipy.special.stdtr(effects.freedom, -short)) < LEAST_CHANCE_OF_PROOF:
                 self._drop(number, num_done)
 
     def _chance_of_proof(self, statistic: float, freedom: int, *, num_done: int) -> float:
         """The chance that the last round proves it, by what is known of its gain (predictive power)."""
         if num_done >= self.max_rounds:
             return 0.0
-        score = -float(ndtri(max(float(stdtr(freedom, -statistic)), 1e-300)))
+        score = -float(scipy.special.ndtri(max(float(scipy.special.stdtr(freedom, -statistic)), 1e-300)))
         share = num_done / self.max_rounds
-        needed = -float(ndtri(level(self.max_rounds) / len(self.finalists)))
-        return float(ndtr((score - needed * math.sqrt(share)) / math.sqrt(1.0 - share)))
+        needed = -float(scipy.special.ndtri(level(self.max_rounds) / len(self.finalists)))
+        return float(scipy.special.ndtr((score - needed * math.sqrt(share)) / math.sqrt(1.0 - share)))
 
     def _drop_behind(self, effects: Effects, *, num_done: int) -> None:
         """Drop finalists that are unlikely to be the best of those left; the leader is set."""
@@ -251,7 +251,7 @@ class SequentialTest:
             if number == self.leader:
                 continue
             behind, error = self._behind_leader(number, effects)
-            chance = float(stdtr(effects.freedom, -behind / error))
+            chance = float(scipy.special.stdtr(effects.freedom, -behind / error))
             least = LEAST_CHANCE_OF_BEST
             if self._needs_care(number):
                 least = self.careful_chance if num_done >= CAREFUL_ROUNDS else 0.0
@@ -306,11 +306,11 @@ def replayed(test: SequentialTest, values: Mapping[int, Mapping[int, float]]) ->
 def _chance_of_luck(effects: Effects, weights: Mapping[int, float]) -> float:
     """The p-value, one-sided, of a contrast above 0."""
     gain, error = effects.contrast(weights)
-    return float(stdtr(effects.freedom, -gain / error))
+    return float(scipy.special.stdtr(effects.freedom, -gain / error))
 
 
 def _expected_excess(behind: float, error: float) -> float:
     """The mean of the lead, at least 0, of a plan that is `behind` the leader with this standard error."""
     score = behind / error
     density = math.exp(-0.5 * score * score) / math.sqrt(2.0 * math.pi)
-    return error * (density - score * float(ndtr(-score)))
+    return error * (density - score * float(scipy.special.ndtr(-score)))

@@ -22,6 +22,7 @@ from quartet_plugin.model.plan import (
     read_plan,
     write_plan,
 )
+from quartet_plugin.model.schema import dump
 from tests.model.plans import LAYOUT, MADE_FOR, PLAN, plan_with
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan.json"
@@ -76,6 +77,15 @@ def test_the_golden_plan_with_bucket_sizes_reads_and_writes_to_the_byte(tmp_path
 def test_bucket_sizes_that_nothing_could_use(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         replace(LAYOUT, **{"distributed_optimizer": True, **changes})
+
+
+def test_digests_of_a_plan_are_taken_once_and_are_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(PLAN, provenance=replace(PLAN.provenance, trial=7))
+    key, execution = plan.key, plan.execution
+    assert (plan, hash(plan), dump(plan)) == (replace(plan), hash(replace(plan)), dump(replace(plan)))
+    monkeypatch.setattr("quartet_plugin.model.plan.digest", lambda content: "taken again")
+    assert (plan.key, plan.execution) == (key, execution)
+    assert replace(plan).key == "taken again"
 
 
 def test_the_key_ignores_where_a_plan_came_from() -> None:

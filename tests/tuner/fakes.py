@@ -223,6 +223,11 @@ def begin(folder: Path, **config: Any) -> TuningRun:
     return create_run(folder, config=parse_config({"run": "r", **config}, where="test"), command=COMMAND)
 
 
+def begin_with_journal(folder: Path, **config: Any) -> TuningRun:
+    """A new run with the cheapest storage: every one holds the same study, as `tests/study` tests."""
+    return begin(folder, **{**config, "study": {"storage": "journal", **config.get("study", {})}})
+
+
 def resume(folder: Path) -> TuningRun:
     """The run in `folder`, as after a crash."""
     return resume_run(folder, config=None, command=COMMAND)

@@ -17,7 +17,8 @@ from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.compared_trials import ComparedTrials, why_nothing_is_kept
 from quartet_plugin.tuner.trial_backend import trial_weights
 from tests.space.jobs import make_job, make_nodes
-from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
+from tests.tuner.fakes import FakeMachine, Killed, Watching, resume, tune
+from tests.tuner.fakes import begin_with_journal as begin
 from tests.tuner.test_parity import (
     OF_EVERY_KIND,
     OURS,

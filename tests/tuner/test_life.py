@@ -33,12 +33,12 @@ from quartet_plugin.trial.request import TrialRequest
 from quartet_plugin.tuner.sequential_search import num_spent
 from quartet_plugin.tuner.trial_backend import LocalBackend
 from quartet_plugin.tuner.trial_launcher import record_of
+from tests.in_memory import MEMORY
 from tests.space.jobs import make_job, make_nodes
 from tests.trial.executions import executed
-from tests.tuner.conftest import _MEMORY
 
 WARMUP, MEASURE = 1, 3
-PLACE = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+PLACE = MEMORY if os.access(MEMORY, os.W_OK) else None
 COMMAND = parse_command(["torchrun", "--nproc-per-node", "2", "train.py"], environment={})
 SPACE = build_space(make_job(), nodes=make_nodes(2), search=SearchConfig(), run="r", seed=0)
 BASELINE = TrialRecord(verdict="measured", outcome="OK", reason="", attempt_id="0" * 32, value=100.0)

@@ -22,7 +22,8 @@ from quartet_plugin.tuner.parity import ParityKind, kind_of_plan
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.tune_result import TuneResult, write_best
 from tests.space.jobs import make_job
-from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
+from tests.tuner.fakes import FakeMachine, Killed, Watching, by_formula, resume, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 OURS: dict[str, Any] = {
     "search": {"pipeline_parallel": 2, "mapping": "stock", "schedule": ["1f1b", "zb-h1", "zb-v", "v-half"]},

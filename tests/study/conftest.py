@@ -1,0 +1,3 @@
+"""The folders of these tests are in memory."""
+
+from tests.in_memory import tmp_path as tmp_path
