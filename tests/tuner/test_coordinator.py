@@ -23,7 +23,8 @@ from quartet_plugin.tuner.finalists import order_of_round
 from quartet_plugin.tuner.history_rows import read_events
 from quartet_plugin.tuner.tune_result import TuneResult
 from tests.space.jobs import make_job
-from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
+from tests.tuner.fakes import FakeMachine, Killed, Watching, resume, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 SCALING = {"scaling": {"tolerance": 0.05}}
 
@@ -228,7 +229,7 @@ def test_plans_that_do_not_fit_are_told_with_a_constraint_and_never_win(tmp_path
     def outcome(plan: Plan) -> Outcome:
         return Outcome.INFEASIBLE if plan.layout.data_parallel == 2 else Outcome.OK
 
-    run = begin(tmp_path / "r", study={"trials": 14})
+    run = begin(tmp_path / "r", study={"trials": 14, "storage": "sqlite"})
     result = tune(run, FakeMachine(outcome=outcome))
     study = optuna.load_study(
         study_name="r", storage=f"sqlite:///{run.storage.file}", sampler=optuna.samplers.RandomSampler()
@@ -249,7 +250,7 @@ def test_wrong_results_are_never_scored(tmp_path: Path) -> None:
     def outcome(plan: Plan) -> Outcome:
         return Outcome.WRONG if plan.layout.virtual_stages > 1 else Outcome.OK
 
-    run = begin(tmp_path / "r", study={"trials": 12})
+    run = begin(tmp_path / "r", study={"trials": 12, "storage": "sqlite"})
     tune(run, FakeMachine(outcome=outcome))
     study = optuna.load_study(study_name="r", storage=f"sqlite:///{run.storage.file}")
     wrong = [trial for trial in finished(study) if trial.user_attrs["told"]["outcome"] == "WRONG"]
@@ -303,7 +304,7 @@ def test_a_command_that_fails_by_itself_is_shown_and_nothing_is_searched(
 ) -> None:
     machine, watching = FakeMachine(outcome=lambda plan: outcome), Watching()
     with pytest.raises(InfrastructureError, match=r"your own command failed.*nothing is searched"):
-        tune(begin(tmp_path / "r"), machine, observer=watching)
+        tune(begin(tmp_path / "r", study={"storage": "sqlite"}), machine, observer=watching)
     assert len(machine.launched) == 1
     assert "  | ValueError: bad flag" in watching.messages
     assert not (tmp_path / "r" / "study.sqlite3").exists()

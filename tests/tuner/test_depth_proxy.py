@@ -19,7 +19,8 @@ from quartet_plugin.tuner.depth_proxy import reduced_depth
 from quartet_plugin.tuner.history import read_history
 from quartet_plugin.tuner.tune_result import TuneResult
 from tests.space.jobs import make_job, make_nodes
-from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, outcome, resume, tune
+from tests.tuner.fakes import FakeMachine, Killed, Watching, by_formula, outcome, resume, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 WHOLE = make_job().shape
 DRIFTS_AFTER = 3

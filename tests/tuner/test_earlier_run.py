@@ -13,7 +13,8 @@ from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.history import read_history
 from tests.cli.runs import kept_run
 from tests.space.jobs import make_job, make_nodes, make_shape
-from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
+from tests.tuner.fakes import FakeMachine, Killed, Watching, by_formula, resume, tune
+from tests.tuner.fakes import begin_with_journal as begin
 from tests.tuner.run_folders import WritingMachine, no_data_parallel, write_run
 
 STUDY = {"trials": 4, "rounds": 3, "top_k": 2}

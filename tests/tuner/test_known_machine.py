@@ -19,7 +19,8 @@ from quartet_plugin.tuner.config import MachineConfig
 from quartet_plugin.tuner.proposer import keep_machine, kept_machine, machine_of
 from quartet_plugin.tuner.run_folder import RunFolder
 from tests.space.jobs import make_nodes
-from tests.tuner.fakes import FakeMachine, begin, tune
+from tests.tuner.fakes import FakeMachine, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 NODES = make_nodes(2)
 

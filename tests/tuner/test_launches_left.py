@@ -13,7 +13,8 @@ from quartet_plugin.trial.lease import Lease
 from quartet_plugin.tuner.config import StudyConfig
 from quartet_plugin.tuner.history_rows import read_events, time_left_of
 from quartet_plugin.tuner.launches_left import launches_left
-from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, tune
+from tests.tuner.fakes import FakeMachine, Killed, Watching, tune
+from tests.tuner.fakes import begin_with_journal as begin
 from tests.tuner.run_folders import WritingMachine
 
 LAUNCH_S = 10.0

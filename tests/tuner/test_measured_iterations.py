@@ -8,7 +8,8 @@ import pytest
 
 from quartet_plugin.trial.request import TrialRequest, TrialResult
 from quartet_plugin.tuner.config import AUTO_MEASURE, AUTO_WARMUP, PRECISION
-from tests.tuner.fakes import FakeMachine, begin, tune
+from tests.tuner.fakes import FakeMachine, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 STUDY = {"trials": 6, "top_k": 2, "rounds": 3}
 

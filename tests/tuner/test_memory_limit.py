@@ -18,7 +18,8 @@ from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.tune_result import write_best
 from tests.model.plans import PLAN
 from tests.model.test_custom_schedule import CUSTOM, plan_with
-from tests.tuner.fakes import FakeMachine, Watching, begin, outcome, resume, tune
+from tests.tuner.fakes import FakeMachine, Watching, outcome, resume, tune
+from tests.tuner.fakes import begin_with_journal as begin
 from tests.tuner.test_known_machine import probed
 
 GIB = 2**30

@@ -12,7 +12,8 @@ from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.patience import num_without_gain, patience_words
 from quartet_plugin.tuner.tune_result import TuneResult
 from tests.model.plans import PLAN
-from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
+from tests.tuner.fakes import FakeMachine, Killed, Watching, by_formula, resume, tune
+from tests.tuner.fakes import begin_with_journal as begin
 from tests.tuner.workers.test_parallel_search import Shop, run_shared
 
 STUDY: dict[str, Any] = {"trials": 30, "rounds": 3, "top_k": 1, "patience": 5, "starts": "none"}

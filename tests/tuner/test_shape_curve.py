@@ -8,7 +8,8 @@ from quartet_plugin.model.shape_curve import read_shape_curve
 from quartet_plugin.report.status import status_lines, status_record
 from quartet_plugin.tuner.history import read_history
 from quartet_plugin.tuner.tune_result import write_best
-from tests.tuner.fakes import FakeMachine, begin, tune
+from tests.tuner.fakes import FakeMachine, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 SEARCH: dict[str, Any] = {"mapping": "stock", "schedule": ["no-pipelining", "1f1b"]}
 
