@@ -22,6 +22,8 @@ _LETTERS = {
     for letter in letters
 }
 _LETTERS["x"] = OLDEST_W
+# Forwards, backwards and weight gradients by the kind of an action: I and B are the same backward.
+_COUNTED = np.array([0, 1, 2, 1], dtype=np.int64)
 
 
 def slots_of(phases: Sequence[Phase]) -> IntArray:
@@ -46,24 +48,26 @@ def order_of_slots(
     chunks are of different copies of the model.
     """
     spans = [(0, num_microbatches)] * len(stages) if ranges is None else ranges
+    first, count = (np.array(column, dtype=np.int64) for column in zip(*spans, strict=True))
+    base = (np.array(stages, dtype=np.int64) * num_microbatches + first) * 4
     codes = np.full(len(slots), -1, dtype=np.int64)
-    kinds = np.where(slots == OLDEST_W, ActionKind.W, slots % 4)
+    # An OLDEST_W belongs to no chunk: its bits give -1.
+    kinds, chunks = slots & 3, slots >> 2
     split = bool(np.any(kinds == ActionKind.I))
+    at = np.flatnonzero(chunks >= 0)
+    # Microbatches are counted apart for the forwards, the backwards and the weight gradients of each chunk.
+    counted = _COUNTED[kinds[at]] * len(stages) + chunks[at]
+    number = _number_among_equals(counted)
+    at, counted, number = (values[number < count[chunks[at]]] for values in (at, counted, number))
+    codes[at] = base[chunks[at]] + 4 * number + kinds[at]
+    forwards, backwards, _ = np.bincount(counted, minlength=3 * len(stages)).reshape(3, -1)
     tails: list[IntArray] = []
-    for chunk, stage in enumerate(stages):
-        of_chunk = (slots != OLDEST_W) & (slots // 4 == chunk)
-        first, count = spans[chunk]
-        units = (stage * num_microbatches + first + np.arange(count)) * 4
-        forward = np.flatnonzero(of_chunk & (kinds == ActionKind.F))[:count]
-        backward = np.flatnonzero(of_chunk & ((kinds == ActionKind.I) | (kinds == ActionKind.B)))[:count]
-        codes[forward] = units[: len(forward)] + ActionKind.F
-        codes[backward] = units[: len(backward)] + kinds[backward]
+    for chunk in np.flatnonzero((forwards < count) | (backwards < count)).tolist():
+        units = base[chunk] + 4 * np.arange(count[chunk])
         tails += [
-            units[len(forward) :] + ActionKind.F,
-            units[len(backward) :] + (ActionKind.I if split else ActionKind.B),
+            units[forwards[chunk] :] + ActionKind.F,
+            units[backwards[chunk] :] + (ActionKind.I if split else ActionKind.B),
         ]
-        weights = np.flatnonzero(of_chunk & (kinds == ActionKind.W))[:count]
-        codes[weights] = units[: len(weights)] + ActionKind.W
     body = np.concatenate([codes, *tails])
     oldest = np.flatnonzero(slots == OLDEST_W)
     inputs = body[(body >= 0) & (body & 3 == ActionKind.I)] + (ActionKind.W - ActionKind.I)
@@ -74,6 +78,15 @@ def order_of_slots(
     else:
         left = np.setdiff1d(inputs, body[body & 3 == ActionKind.W], assume_unique=True)
     return np.concatenate((body[body >= 0], left))
+
+
+def _number_among_equals(values: IntArray) -> IntArray:
+    """How many earlier entries are equal to each entry."""
+    order = np.argsort(values, kind="stable")
+    starts = np.flatnonzero(np.diff(values[order], prepend=-1))
+    number = np.empty_like(order)
+    number[order] = np.arange(len(values)) - np.repeat(starts, np.diff(starts, append=len(values)))
+    return number
 
 
 def gpipe(p: int, m: int, d: int) -> list[Phase]:  # noqa: ARG001 - all rules take the same arguments
