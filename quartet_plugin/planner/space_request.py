@@ -68,7 +68,7 @@ def _search(space: Space) -> PlanSearch:
             "group": search.group,
             "split": _splits(space),
             "mapping": None if may_move and search.mapping is None else (STOCK,),
-            "scaling": None if scaling is None else PlanScaling(**scaling.model_dump()),
+            "scaling": None if scaling is None else PlanScaling(**scaling.model_dump(exclude_none=True)),
             "forbid": table_rules(search.forbid),
         }
     )

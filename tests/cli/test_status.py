@@ -304,11 +304,12 @@ def test_looking_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) 
     def stamps() -> dict[Path, tuple[int, int]]:
         return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")}
 
-    before = stamps()
+    before, children = stamps(), psutil.Process().children()
     for command in ("status", "trials"):
         printed(capsys, command, str(run))
     assert stamps() == before
-    assert not psutil.Process().children()
+    # Other tests of this process may have started servers that still run.
+    assert set(psutil.Process().children()) <= set(children)
 
 
 def test_a_control_character_does_not_reach_the_terminal(

@@ -7,6 +7,7 @@ import pytest
 
 from quartet_plugin.calibration.machine_prior import KnownMachine
 from quartet_plugin.planner.layout_table import layout_table_of
+from quartet_plugin.planner.ranking import shapes_of
 from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.planner.table_schedules import KINDS
 from quartet_plugin.space.config import SEARCHED, TABLE_SCHEDULES
@@ -52,3 +53,13 @@ def test_the_table_holds_what_the_space_does(space: Space) -> None:
         if name != SEARCHED
     }
     assert ranked == tried
+
+
+@pytest.mark.parametrize(
+    "scaling", [{}, {"budget": "flops"}, {"shapes": ["8x256", "4x320"], "tolerance": 0.1}]
+)
+def test_the_table_has_the_shapes_of_the_space(scaling: dict[str, Any]) -> None:
+    space = space_of({"scaling": {"tolerance": 0.05, "max_shapes": 3, **scaling}})
+    assert len(space.shapes) > 1
+    request = request_of_space(space, machine=KnownMachine())
+    assert set(shapes_of(request)) == set(space.shapes)
