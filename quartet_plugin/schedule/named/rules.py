@@ -54,12 +54,13 @@ def order_of_slots(
     # An OLDEST_W belongs to no chunk: its bits give -1.
     kinds, chunks = slots & 3, slots >> 2
     split = bool(np.any(kinds == ActionKind.I))
-    at = np.flatnonzero(chunks >= 0)
+    numbered = np.flatnonzero(chunks >= 0)
     # Microbatches are counted apart for the forwards, the backwards and the weight gradients of each chunk.
-    counted = _COUNTED[kinds[at]] * len(stages) + chunks[at]
+    counted = _COUNTED[kinds[numbered]] * len(stages) + chunks[numbered]
     number = _number_among_equals(counted)
-    at, counted, number = (values[number < count[chunks[at]]] for values in (at, counted, number))
-    codes[at] = base[chunks[at]] + 4 * number + kinds[at]
+    kept = number < count[chunks[numbered]]
+    numbered, counted, number = numbered[kept], counted[kept], number[kept]
+    codes[numbered] = base[chunks[numbered]] + 4 * number + kinds[numbered]
     forwards, backwards, _ = np.bincount(counted, minlength=3 * len(stages)).reshape(3, -1)
     tails: list[IntArray] = []
     for chunk in np.flatnonzero((forwards < count) | (backwards < count)).tolist():
