@@ -117,8 +117,8 @@ def devices_of(nodes: Sequence[NodeInfo], *, precision: HalfPrecision, machine: 
     resolved = None if machine.cluster is None else _resolved(machine.cluster, nodes, precision=precision)
     constants = machine.constants or fitted()
     if resolved is not None:
-        measured = constants if machine.calibration else with_measured_hop(constants, resolved.cluster)
-        machines = uniform_cluster_of(resolved, measured)
+        constants = constants if machine.calibration else with_measured_hop(constants, resolved.cluster)
+        machines = uniform_cluster_of(resolved, constants)
     return KnownDevices(machines=machines, cluster=resolved, constants=constants, is_known=is_known)
 
 
@@ -140,8 +140,6 @@ def machine_model_of(
     machine = machine or KnownMachine()
     known = devices_of(nodes, precision=precision, machine=machine)
     constants, resolved = known.constants, known.cluster
-    if resolved is not None and machine.calibration is None:
-        constants = with_measured_hop(constants, resolved.cluster)
     if machine.calibration is None:
         constants = replace(ClusterConstants.of(constants), action_s=ASSUMED["action_s"])
     on_cpu = nodes[0].has_no_accelerator

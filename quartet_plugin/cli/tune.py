@@ -74,7 +74,7 @@ def tune_command(
     ] = False,
     launcher: Annotated[
         str | None,
-        typer.Option(help="Start trials on nodes: slurm (this allocation), slurm-batch, ssh, ray."),
+        typer.Option(help="Start trials on nodes: slurm (this allocation), slurm-batch, ssh or ray."),
     ] = None,
     trial_nodes: Annotated[int | None, typer.Option(help="Nodes of one trial, with --launcher.")] = None,
     nodes: Annotated[

@@ -17,12 +17,37 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from quartet_plugin.launchers.node_task import ATTEMPT_ID, run, set_node_variables
 
+# How the module is started on a node.
+MODULE = "quartet_plugin.launchers.connected_node"
 TERMINATE = b"terminate\n"
 _GRACE_S, _END_S = 5.0, 30.0
+
+
+def start_command(connection: "subprocess.Popen[bytes]", request: Mapping[str, Any], *, index: int) -> None:
+    """Have the process behind `connection` run the request's command as node `index`."""
+    content = {name: request[name] for name in ("argv", "env", "cwd", "nodes")} | {"index": index}
+    send(connection, json.dumps(content).encode() + b"\n")
+
+
+def send(connection: "subprocess.Popen[bytes]", content: bytes) -> None:
+    """Write to a process that may have ended."""
+    assert connection.stdin is not None
+    with contextlib.suppress(OSError, ValueError):
+        connection.stdin.write(content)
+        connection.stdin.flush()
+
+
+def close(connection: "subprocess.Popen[bytes]") -> None:
+    """End the input of a process, which ends its command whatever that ignores."""
+    assert connection.stdin is not None
+    with contextlib.suppress(OSError):
+        connection.stdin.close()
 
 
 def follow_input(process: "subprocess.Popen[bytes]") -> None:

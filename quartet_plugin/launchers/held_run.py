@@ -49,19 +49,15 @@ class HeldRun:
 
     def terminate(self) -> None:
         """Ask the command on every node to end."""
-        if self._process is not None:
-            self._process.terminate()
-        elif self._adopted is not None:
+        if (holder := self._process or self._adopted) is not None:
             with contextlib.suppress(psutil.Error):
-                self._adopted.terminate()
+                holder.terminate()
 
     def kill(self) -> None:
         """Cut the connections, which ends the command on every node that notices."""
-        if self._process is not None:
-            self._process.kill()
-        elif self._adopted is not None:
+        if (holder := self._process or self._adopted) is not None:
             with contextlib.suppress(psutil.Error):
-                self._adopted.kill()
+                holder.kill()
 
     def cut(self) -> None:
         """Cut the connections, and wait for the end of what held them."""

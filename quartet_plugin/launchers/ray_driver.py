@@ -6,7 +6,6 @@
 Ray ends the actors when the driver ends. The first node that fails ends the others.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -20,9 +19,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from quartet_plugin.launchers.connected_node import TERMINATE, end_attempt
+from quartet_plugin.launchers.connected_node import (
+    MODULE,
+    TERMINATE,
+    close,
+    end_attempt,
+    send,
+    start_command,
+)
+from quartet_plugin.model.files import write_json_atomic
 
-ON_NODE = "quartet_plugin.launchers.connected_node"
 # Beside the attempt's output: the nodes of the placement group, and why Ray and no plan is to blame.
 PLACED_FILE, FAULT_FILE = "placed-nodes.json", "ray-fault.json"
 # No exit code of a command, as ssh's for a connection that is lost.
@@ -61,31 +67,24 @@ class NodeActor:
             request["env"]["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         with Path(request["stdout"]).open("ab") as output:
             self._process = subprocess.Popen(
-                [request["python"] or sys.executable, "-m", ON_NODE],
+                [request["python"] or sys.executable, "-m", MODULE],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        content = {name: request[name] for name in ("argv", "env", "cwd", "nodes", "index")}
-        self._send(json.dumps(content).encode() + b"\n")
+        start_command(self._process, request, index=request["index"])
         return self._process.wait()
 
     def terminate(self) -> None:
         """Ask the command to end."""
-        self._send(TERMINATE)
+        if self._process is not None:
+            send(self._process, TERMINATE)
 
     def close(self) -> None:
         """End the command, whatever it ignores."""
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-
-    def _send(self, content: bytes) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._process.stdin.write(content)
-                self._process.stdin.flush()
+        if self._process is not None:
+            close(self._process)
 
 
 class RayAttempt:
@@ -98,16 +97,16 @@ class RayAttempt:
 
     def run(self) -> int:
         """The highest exit code of the nodes. Raises RayLostError where Ray fails."""
-        # Ray sets a handler of its own when it begins.
         signal.signal(signal.SIGTERM, self._end)
         connect(self._request["address"])
+        # Ray has set a handler of its own.
         signal.signal(signal.SIGTERM, self._end)
         group = self._place()
         if group is None:
             return _STOPPED_EXIT
         actors = self._actors(group)
         places = self._places(actors)
-        _write(self._folder / PLACED_FILE, {"nodes": places})
+        write_json_atomic(self._folder / PLACED_FILE, {"nodes": places})
         return self._watch(actors, [place["address"] for place in places])
 
     def _end(self, number: int, frame: FrameType | None) -> None:
@@ -252,12 +251,6 @@ def _alive() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(json.dumps(content))
-    draft.rename(path)
-
-
 def main(words: Sequence[str]) -> int:
     """One of the two."""
     request = json.loads(sys.stdin.buffer.read())
@@ -267,7 +260,7 @@ def main(words: Sequence[str]) -> int:
     try:
         return RayAttempt(request).run()
     except RayLostError as error:
-        _write(Path(request["stdout"]).parent / FAULT_FILE, {"reason": str(error)})
+        write_json_atomic(Path(request["stdout"]).parent / FAULT_FILE, {"reason": str(error)})
         return _FAULT_EXIT
 
 

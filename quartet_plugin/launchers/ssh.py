@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
+from quartet_plugin.launchers.connected_node import MODULE
 from quartet_plugin.launchers.held_run import CONNECTIONS_FILE, HeldRun, start_held
 from quartet_plugin.launchers.protocol import NodesHandle
 from quartet_plugin.launchers.site import Site, SshSite
 from quartet_plugin.launchers.ssh_fan_out import UNREACHED_FILE
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 
-FAN_OUT, ON_HOST = "quartet_plugin.launchers.ssh_fan_out", "quartet_plugin.launchers.connected_node"
+FAN_OUT = "quartet_plugin.launchers.ssh_fan_out"
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=8")
 _END_S = 60.0
 _MAX_AT_ONCE = 64
@@ -28,7 +29,7 @@ def ssh_words(host: str, *words: str, config: str | None, python: str) -> list[s
     """The words that start one of our modules on a host; none of them is a value of the user's command."""
     options = [word for option in _OPTIONS for word in ("-o", option)]
     file = [] if config is None else ["-F", config]
-    return ["ssh", "-T", *file, *options, "--", host, "exec", python, "-m", ON_HOST, *words]
+    return ["ssh", "-T", *file, *options, "--", host, "exec", python, "-m", MODULE, *words]
 
 
 class SshRun(HeldRun):

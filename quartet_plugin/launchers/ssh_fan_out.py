@@ -3,7 +3,6 @@
 Its request comes on the standard input. The first node that fails ends the others.
 """
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from quartet_plugin.launchers.connected_node import TERMINATE
+from quartet_plugin.launchers.connected_node import TERMINATE, close, send, start_command
 
 # The file with the hosts that could not be reached, beside the attempt's output.
 UNREACHED_FILE = "unreached-hosts.json"
@@ -39,37 +38,23 @@ def main() -> int:
         words = [*request["ssh"][index]]
         connection = subprocess.Popen(words, stdin=subprocess.PIPE)
         connections.append(connection)
-        content = {name: request[name] for name in ("argv", "env", "cwd", "nodes")} | {"index": index}
-        _send(connection, json.dumps(content).encode() + b"\n")
+        start_command(connection, request, index=index)
     begun_s: float | None = None
     while any(connection.poll() is None for connection in connections):
         is_ending = is_ending or any(connection.poll() for connection in connections)
         if is_ending and begun_s is None:
             begun_s = time.monotonic()
             for connection in connections:
-                _send(connection, TERMINATE)
+                send(connection, TERMINATE)
         if begun_s is not None and time.monotonic() > begun_s + _GRACE_S:
             for connection in connections:
-                _close(connection)
+                close(connection)
         time.sleep(_POLL_S)
     codes = [connection.returncode for connection in connections]
     unreached = [name for name, code in zip(request["nodes"], codes, strict=True) if code == NO_CONNECTION]
     if unreached:
         (Path(request["folder"]) / UNREACHED_FILE).write_text(json.dumps(unreached))
     return max(code if code >= 0 else 128 - code for code in codes)
-
-
-def _send(connection: "subprocess.Popen[bytes]", content: bytes) -> None:
-    assert connection.stdin is not None
-    with contextlib.suppress(OSError, ValueError):
-        connection.stdin.write(content)
-        connection.stdin.flush()
-
-
-def _close(connection: "subprocess.Popen[bytes]") -> None:
-    assert connection.stdin is not None
-    with contextlib.suppress(OSError):
-        connection.stdin.close()
 
 
 if __name__ == "__main__":

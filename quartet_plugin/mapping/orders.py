@@ -105,7 +105,7 @@ def first_equal(slots: Sequence[Slot], *, layout: Layout) -> tuple[Slot, ...]:
     """The first of the orders of one physical arrangement: each TP group sorted, then the replicas.
 
     An arrangement is a set of replicas, each a list of stages of CP lists of TP sets. Replicas that share
-    experts are told apart by the part of these that each holds.
+    experts differ by the part of these that each holds.
     """
     width = layout.tensor_parallel * layout.context_parallel
     groups = [sorted(group) for group in itertools.batched(slots, layout.tensor_parallel)]

@@ -52,9 +52,9 @@ _HALVINGS = 24
 class BoundInputs:
     """What the bounds of a table's rows are computed from.
 
-    `once_s` is what happens once an iteration. An iteration
-    takes `share` of the sum of its terms, of which ranks gain `gain` of the pipeline's span by each other's
-    waiting. `slowest` is the slowdown of the slowest slot.
+    `once_s` [rows] are the seconds of what happens once an iteration. The sum of an iteration's terms is
+    multiplied by `straggler`, loses the part `gain` of the pipeline's span, which ranks gain by each other's
+    waiting, and is multiplied by `residual`. `slowest` is the slowdown of the slowest slot.
     """
 
     units: UnitRows
@@ -212,7 +212,9 @@ def _inputs(
     columns = table.columns
     units = unit_rows(job, shape, table, constants)
     nodes = job.machines.num_devices / job.machines.devices_per_node
-    is_calibrated = isinstance(constants, ClusterConstants)
+    gain, residual = 0.0, 1.0
+    if isinstance(constants, ClusterConstants):
+        gain, residual = contention_gain(job.software, job.machines, constants), constants.residual
     return BoundInputs(
         units=units,
         microbatches=num_microbatches(job, columns),
@@ -220,8 +222,8 @@ def _inputs(
         once_s=once_s(job, shape, columns, units.least[:, 12], units.least[:, 13], constants)
         + constants.step_s,
         straggler=1 + constants.straggler * max(0.0, math.log2(nodes)),
-        gain=contention_gain(job.software, job.machines, constants) if is_calibrated else 0.0,
-        residual=constants.residual if isinstance(constants, ClusterConstants) else 1.0,
+        gain=gain,
+        residual=residual,
         slowest=1.0 if slowdown is None else float(slowdown.max()),
     )
 

@@ -22,7 +22,7 @@ from quartet_plugin.model.trial_record import FinishedTrial, score_of_median, sp
 from quartet_plugin.space.full_size import full_nodes, with_all_replicas
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.tuner.context import TuningContext
-from quartet_plugin.tuner.proposer import predictor_of
+from quartet_plugin.tuner.proposer import kept_machine, predictor_of
 from quartet_plugin.tuner.trial_backend import TrialBackend
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
 from quartet_plugin.tuner.winner_choice import FinalistResult
@@ -242,7 +242,7 @@ def full_size_study(
         context=context,
         space=space,
         factor=config.nodes // config.trial.nodes,
-        predictor=predictor or predictor_of(space, run=context.run),
+        predictor=predictor or predictor_of(space, run=context.run, machine=kept_machine(context.run.folder)),
         nodes=nodes,
     )
 

@@ -37,7 +37,7 @@ def proposer_of(space: Space, *, run: TuningRun, objective: Objective) -> "Propo
     machine = kept_machine(run.folder)
     return Proposer(
         space,
-        predictor=predictor_of(space, run=run),
+        predictor=predictor_of(space, run=run, machine=machine),
         objective=objective,
         request=request_of_space(space, machine=machine),
         constants=machine.constants,
@@ -45,13 +45,13 @@ def proposer_of(space: Space, *, run: TuningRun, objective: Objective) -> "Propo
     )
 
 
-def predictor_of(space: Space, *, run: TuningRun) -> PlanPredictor:
-    """The predictor of a run that has learned nothing yet."""
+def predictor_of(space: Space, *, run: TuningRun, machine: KnownMachine) -> PlanPredictor:
+    """The predictor of a run on `machine` that has learned nothing yet."""
     return PlanPredictor(
         machine_model_of(
             space.nodes,
             precision=space.job.precision,
-            machine=kept_machine(run.folder),
+            machine=machine,
             settings=space.job.settings or (),
             experts=space.job.experts,
             latent=space.job.latent,
