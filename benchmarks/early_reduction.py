@@ -178,9 +178,9 @@ def measure(options: argparse.Namespace, name: str, runtime: str) -> dict[str, A
             deadline_s = time.monotonic() + LIMIT_S
             codes = [rank.wait(timeout=max(1.0, deadline_s - time.monotonic())) for rank in ranks]
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+            for started in ranks:
+                started.kill()
+                started.wait()
         if any(codes):
             failed = next(rank for rank, code in enumerate(codes) if code)
             raise SystemExit((Path(folder) / f"log-{failed}").read_text(errors="replace")[-3000:])
@@ -268,7 +268,7 @@ def install(name: str, runtime: str, num_microbatches: int, seconds: float) -> A
         # Every step is taken for the first, which reduces by chunk.
         GradReductions.end = GradReductions.abort  # type: ignore[method-assign]
     if runtime != "by part":
-        reduction.parts_of = lambda group: [group]
+        reduction.parts_of = lambda group: [group]  # type: ignore[attr-defined]
         gradients.order_by_layer = lambda *_: None  # type: ignore[method-assign]
     prepared = prepare(ScheduleSpec(costs=costs, name=name), num_microbatches=num_microbatches)
     seams.install(prepared.wrappers)

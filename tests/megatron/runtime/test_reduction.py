@@ -30,7 +30,8 @@ class Chunk:
     """In place of DDP: its bucket groups."""
 
     def __init__(self, groups: Sequence[BucketGroup]) -> None:
-        self.bucket_groups, self.expert_parallel_bucket_groups = groups, []
+        self.bucket_groups = groups
+        self.expert_parallel_bucket_groups: list[BucketGroup] = []
 
 
 class Parameter:
