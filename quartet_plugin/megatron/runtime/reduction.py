@@ -7,6 +7,7 @@ number of microbatches may change. So the calls of DDP's hook are counted by par
 first step with a number of microbatches starts the groups of a chunk after the chunk's last microbatch, and
 shows how many calls each parameter gets and in which order groups are complete. Later steps start the groups
 in that order, each as soon as it is complete: one order, because the ranks that reduce together must agree.
+Large groups are reduced in parts (`bucket_parts`), each of which counts as a group here.
 """
 
 from collections import Counter
