@@ -21,7 +21,7 @@ from quartet_plugin.megatron import seams
 from quartet_plugin.megatron.seams import Seam, Wrapper, resolve
 from quartet_plugin.megatron.seams.declared import DDP_INIT, LINEAR, SPLIT_BACKWARD
 from quartet_plugin.megatron.te_layers import DelayedLayer, delay
-from quartet_plugin.runtime.deferred import DeferredGradients
+from quartet_plugin.runtime.deferred import DeferredGradients, by_layer
 from quartet_plugin.runtime.partition.linear import WeightGradientPhase
 
 
@@ -80,6 +80,12 @@ class WeightGradients(DeferredGradients[PendingGradient | WeightGradientPhase]):
         for layer in delayed:
             layer.end_input_grad()
         self._delayed[stage, microbatch] = delayed
+
+    def order_by_layer(self, stage: int) -> None:
+        """Let the W's to come of a stage go layer by layer; a store gives its oldest gradient first."""
+        super().order_by_layer(stage)
+        keys = [key for key in self._delayed if key[0] == stage]
+        self._delayed |= zip(keys, by_layer([self._delayed[key] for key in keys]), strict=True)
 
     def run_stored(self, stage: int, microbatch: int) -> bool:
         """Compute the oldest gradient of each of Transformer Engine's layers."""

@@ -1,7 +1,7 @@
 """Deferred weight gradients: an I action leaves them out, the W of its stage and microbatch computes them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -49,6 +49,14 @@ class DeferredGradients[P](ABC):
         has_stored = self.run_stored(stage, microbatch)
         self.num_split += bool(pending) or has_stored
 
+    def order_by_layer(self, stage: int) -> None:
+        """Let the W's to come of a stage compute their gradients layer by layer, each as many as before.
+
+        Those of the first layers are then complete before the last W begins. The sums are made as before.
+        """
+        keys = [key for key in self._pending if key[0] == stage]
+        self._pending |= zip(keys, by_layer([self._pending[key] for key in keys]), strict=True)
+
     def run_stored(self, stage: int, microbatch: int) -> bool:
         """Compute the gradients that layers keep themselves; whether there were some. None by default."""
         del stage, microbatch
@@ -58,3 +66,16 @@ class DeferredGradients[P](ABC):
         """Forget all gradients, after a step that was broken off."""
         self.open = None
         self._pending.clear()
+
+
+def by_layer[T](microbatches: Sequence[Sequence[T]]) -> list[list[T]]:
+    """The entries of all microbatches in the order of their layers, cut into lists as long as before.
+
+    Unchanged where microbatches have different numbers of layers.
+    """
+    lengths = {len(layers) for layers in microbatches}
+    if len(lengths) != 1:
+        return [list(layers) for layers in microbatches]
+    entries = [entry for layer in zip(*microbatches, strict=True) for entry in layer]
+    (size,) = lengths
+    return [entries[index * size : (index + 1) * size] for index in range(len(microbatches))]

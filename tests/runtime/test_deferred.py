@@ -52,3 +52,29 @@ def test_a_broken_step_leaves_nothing() -> None:
     assert is_idle(queue)
     queue.begin()
     assert queue.open == []
+
+
+def test_the_last_weight_gradients_go_layer_by_layer() -> None:
+    """Each layer's sum keeps its order, each W computes as many as before, another stage's stay alone."""
+    queue = Noted()
+    for microbatch in range(2):
+        defer(queue, microbatch, [f"{layer} {microbatch}" for layer in "abc"])
+    queue.begin()
+    queue.end(4, 0)
+    queue.order_by_layer(3)
+    queue.run(3, 0)
+    assert queue.done == ["a 0", "a 1", "b 0"]
+    queue.run(3, 1)
+    assert queue.done == ["a 0", "a 1", "b 0", "b 1", "c 0", "c 1"]
+    queue.run(4, 0)
+    assert is_idle(queue)
+    queue.order_by_layer(3)
+
+
+def test_microbatches_with_different_layers_stay_as_they_are() -> None:
+    queue = Noted()
+    defer(queue, 0, ["a 0", "b 0"])
+    defer(queue, 1, ["a 1"])
+    queue.order_by_layer(3)
+    queue.run(3, 0)
+    assert queue.done == ["a 0", "b 0"]

@@ -7,6 +7,7 @@ number of microbatches may change. So the calls of DDP's hook are counted by par
 first step with a number of microbatches starts the groups of a chunk after the chunk's last microbatch, and
 shows how many calls each parameter gets and in which order groups are complete. Later steps start the groups
 in that order, each as soon as it is complete: one order, because the ranks that reduce together must agree.
+Large groups are reduced in parts (`bucket_parts`), each of which counts as a group here.
 """
 
 from collections import Counter
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+from quartet_plugin.megatron.runtime.bucket_parts import parts_of
 from quartet_plugin.megatron.seams import Seam, Wrapper
 from quartet_plugin.megatron.seams.declared import GRADIENT_HOOK
 
@@ -31,6 +33,8 @@ class GradReductions:
     """The reductions of one process: DDP's hooks report to the step that runs."""
 
     def __init__(self) -> None:
+        # By chunk; made when first asked for, as DDP makes its groups once.
+        self._parts: dict[Any, list[Any]] = {}
         # By number of microbatches.
         self._first_steps: dict[int, WholeStep] = {}
         self._running: GradReduction | None = None
@@ -41,7 +45,7 @@ class GradReductions:
 
     def begin(self, chunks: Sequence[Any], *, num_microbatches: int, is_overlapped: bool) -> "GradReduction":
         """Begin a step; `is_overlapped`: reduce in the background while other gradients are computed."""
-        groups = [_bucket_groups(chunk) if is_overlapped else [] for chunk in chunks]
+        groups = [self._groups_of(chunk) if is_overlapped else [] for chunk in chunks]
         step = GradReduction(
             groups, num_microbatches=num_microbatches, first_step=self._first_steps.get(num_microbatches)
         )
@@ -57,6 +61,13 @@ class GradReductions:
     def abort(self) -> None:
         """Forget a step that was interrupted."""
         self._running = None
+        self._parts.clear()
+
+    def _groups_of(self, chunk: Any) -> list[Any]:
+        if chunk not in self._parts:
+            groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+            self._parts[chunk] = [part for group in groups for part in parts_of(group)]
+        return self._parts[chunk]
 
     def _with_report(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -100,6 +111,11 @@ class GradReduction:
         # The next one is at the end; None in the first step.
         self._to_start = None if first_step is None else first_step.order[::-1]
         self._parameters_left = Counter(self._group_of[parameter] for parameter in self._expected_calls)
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether gradients are reduced while others are computed."""
+        return any(self._groups)
 
     def ready(self, parameter: Any) -> None:
         """A microbatch's gradient of a parameter has been added to the sum; others' parameters do not count.
@@ -146,7 +162,3 @@ class GradReduction:
     def _start(self, group: Any) -> None:
         self._started.add(group)
         group.start_grad_sync()
-
-
-def _bucket_groups(chunk: Any) -> list[Any]:
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]

@@ -61,6 +61,7 @@ class MegatronStages:
         self._delayed = delayed
         self._held: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._begun: set[int] = set()
+        self._backwards_left = [call.num_microbatches] * len(call.chunks)
         self.losses: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device="cuda")
 
@@ -113,6 +114,7 @@ class MegatronStages:
         result = self._backward_step(stage, microbatch, received)
         for layer in self._delayed[self._chunk_of[stage]]:
             layer.accumulate()
+        self._order_weight_grads(stage)
         self._reduction.microbatch_done(self._chunk_of[stage])
         return self._ended(result)
 
@@ -123,6 +125,7 @@ class MegatronStages:
         self._gradients.end(stage, microbatch, self._delayed[self._chunk_of[stage]])
         if self._tracker is not None:
             self._tracker.hold(self._gradients.held(stage, microbatch))
+        self._order_weight_grads(stage)
         return self._ended(result)
 
     def weight_grad(self, stage: int, microbatch: int) -> None:
@@ -130,6 +133,16 @@ class MegatronStages:
         self._gradients.run(stage, microbatch)
         self._reduction.microbatch_done(self._chunk_of[stage])
         self._ended(None)
+
+    def _order_weight_grads(self, stage: int) -> None:
+        """After a chunk's last backward let what is left of its weight gradients go layer by layer.
+
+        The first layers' gradients are then reduced while the others are computed.
+        """
+        chunk = self._chunk_of[stage]
+        self._backwards_left[chunk] -= 1
+        if not self._backwards_left[chunk] and self._reduction.is_overlapped:
+            self._gradients.order_by_layer(stage)
 
     def _backward_step(self, stage: int, microbatch: int, received: Any) -> Any:
         value, output = self._held.pop((stage, microbatch))

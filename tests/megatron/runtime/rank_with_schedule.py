@@ -161,26 +161,26 @@ def partition_wrappers(gradients: Any) -> Any:
 
 
 def record_deferred(folder: Path) -> None:
-    """Leave a line for every W action: stage, microbatch, and the bytes that each product has kept since I.
+    """Leave a line for every I action: stage, microbatch, and the bytes that each product keeps until a W.
 
     Bytes are of input and output gradient, as the tensors' storages have them.
     """
     from quartet_plugin.megatron.split_backward import WeightGradients
 
-    run = WeightGradients.run
+    end = WeightGradients.end
     path = folder / f"deferred-{os.environ['RANK']}"
 
-    def recorded(self: WeightGradients, stage: int, microbatch: int) -> None:
+    def recorded(self: WeightGradients, stage: int, microbatch: int, delayed: Any = ()) -> None:
+        end(self, stage, microbatch, delayed)
         pairs = [
             *map(self.tensors_of, self._pending[stage, microbatch]),
-            *(layer.layer.wgrad_store.context.queue[0][0] for layer in self._delayed[stage, microbatch]),
+            *(layer.layer.wgrad_store.context.queue[-1][0] for layer in delayed),
         ]
         kept = [[tensor.untyped_storage().nbytes() for tensor in pair] for pair in pairs]
         with path.open("a") as stream:
             print(json.dumps([stage, microbatch, kept]), file=stream)
-        run(self, stage, microbatch)
 
-    WeightGradients.run = recorded  # type: ignore[method-assign, assignment]
+    WeightGradients.end = recorded  # type: ignore[method-assign]
 
 
 def record_reductions(folder: Path) -> None:

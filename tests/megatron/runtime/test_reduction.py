@@ -19,10 +19,19 @@ class BucketGroup:
 
     def __init__(self, name: str, params: Sequence[Any], events: list[str]) -> None:
         self.name, self.params, self.events = name, set(params), events
+        self.ddp_config = SimpleNamespace(use_distributed_optimizer=True)
 
     def start_grad_sync(self) -> None:
         """Start the reduction."""
         self.events.append(f"reduce {self.name}")
+
+
+class Chunk:
+    """In place of DDP: its bucket groups."""
+
+    def __init__(self, groups: Sequence[BucketGroup]) -> None:
+        self.bucket_groups = groups
+        self.expert_parallel_bucket_groups: list[BucketGroup] = []
 
 
 class Parameter:
@@ -48,7 +57,7 @@ class Model:
                 BucketGroup(f"{chunk}.{names[0].partition('.')[0]}", [params[n] for n in names], self.events)
                 for names in (LATE, EARLY)
             ]
-            self.chunks.append(SimpleNamespace(bucket_groups=groups, expert_parallel_bucket_groups=[]))
+            self.chunks.append(Chunk(groups))
             self.hooks.append({name: make_hook(None, parameter) for name, parameter in params.items()})
 
     def step(self, actions: str, *, num_microbatches: int = NUM_MICROBATCHES) -> list[str]:

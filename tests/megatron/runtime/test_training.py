@@ -152,7 +152,9 @@ MATRIX = {
     "zb-v untied pp2": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=UNTIED),
     "zb-h1 untied pp2": Case(order="zb-h1:0-1", flags=LINEAR_2, variant=UNTIED),
     "zb-v per-token loss": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=PER_TOKEN),
-    "zb-h1 dp2 overlap": Case(order="zb-h1:0-1", flags=f"{LINEAR_2} --overlap-grad-reduce", num_processes=4),
+    "zb-h1 dp2 overlap": Case(
+        order="zb-h1:0-1", flags=f"{LINEAR_2} --overlap-grad-reduce {_BUCKETS}", num_processes=4
+    ),
     "zb-h1 dp2 both overlaps": Case(
         order="zb-h1:0-1", flags=f"{LINEAR_2} {_OVERLAP} {_BUCKETS}", num_processes=4
     ),
@@ -334,7 +336,7 @@ def check_reductions(folder: Path, case: Case) -> None:
 
 
 def check_split(folder: Path, case: Case) -> None:
-    """Where the order has W actions, they did the work, and kept from I what the memory model says."""
+    """Where the order has W actions, its I left them work, and kept for it what the memory model says."""
     lines = [json.loads(line) for path in folder.glob("deferred-*") for line in path.read_text().splitlines()]
     is_split = case.order.startswith(("zb", "v-half", "family", "searched")) and ":whole" not in case.order
     assert bool(lines) == is_split
