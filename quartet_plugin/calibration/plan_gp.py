@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quartet_plugin.mapping.orders import mapping_key
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import Plan
 
@@ -98,7 +97,7 @@ class Residuals:
     @staticmethod
     def _group_keys(plan: Plan) -> Sequence[object]:
         layout = plan.layout
-        degrees, order = layout.degrees, mapping_key(plan.mapping)
+        degrees, order = layout.degrees, plan.mapping.key
         return (
             plan.shape,
             degrees,

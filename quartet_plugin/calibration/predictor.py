@@ -23,7 +23,6 @@ from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.cost.iteration.model import IterationModel
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SplitModel
 from quartet_plugin.errors import QuartetError
-from quartet_plugin.mapping.orders import mapping_key
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
@@ -123,6 +122,8 @@ class PlanPredictor:
         self._num_learned = 0
         self._depth_proxies: dict[int, tuple[Plan, _Time]] = {}
         self._samples: list[PosteriorSample] = []
+        # Of every plan that was predicted with these samples.
+        self._seconds: tuple[list[PosteriorSample], dict[object, FloatArray]] | None = None
         self._groups: Groups | None = None
 
     def learn(self, trials: Sequence[FinishedTrial]) -> None:
@@ -184,14 +185,12 @@ class PlanPredictor:
             return []
         samples = self.posterior_samples()
         assert self._groups is not None
-        models = [self._model_of(plan) for plan in plans]
         groups = self._residuals.groups(plans)
         shared = np.zeros((len(plans), len(samples[0].weighted)))
         shared[:, : len(self._groups)] = self._residuals.covariance(groups, self._groups)
         variance = self._residuals.variance(groups)
         log_s, spread = np.empty((len(samples), len(plans))), np.empty((len(samples), len(plans)))
-        points = np.array([sample.point for sample in samples])
-        seconds = np.array([model.seconds(points) for model in models]).T
+        seconds = np.array([self._seconds_of(plan) for plan in plans]).T
         for index, sample in enumerate(samples):
             log_s[index], spread[index] = sample.correct(
                 np.log(seconds[index]), shared=shared, variance=variance
@@ -200,8 +199,18 @@ class PlanPredictor:
 
     def most_likely_s(self, plans: Sequence[Plan]) -> list[float]:
         """Seconds an iteration under the most likely coefficients, without residuals: for ordering plans."""
-        point = self.posterior_samples()[0].point
-        return [self._model_of(plan).evaluate(point)[0] for plan in plans]
+        return [float(self._seconds_of(plan)[0]) for plan in plans]
+
+    def _seconds_of(self, plan: Plan) -> FloatArray:
+        """Seconds an iteration under each sample of the posterior, without residuals [num_samples]."""
+        samples, key = self.posterior_samples(), identity(plan)
+        if self._seconds is None or self._seconds[0] is not samples:
+            self._seconds = (samples, {})
+        seconds = self._seconds[1]
+        if key not in seconds:
+            points = np.array([sample.point for sample in samples])
+            seconds[key] = self._model_of(plan).seconds(points)
+        return seconds[key]
 
     def split_model(self, plan: Plan) -> CalibratedSplits | None:
         """The plan's model for any split and mapping as calibrated; None without a pipeline."""
@@ -341,5 +350,5 @@ def identity(plan: Plan) -> object:
         plan.split,
         plan.schedule,
         None if custom is None else repr(custom.family),
-        mapping_key(plan.mapping),
+        plan.mapping.key,
     )

@@ -5,21 +5,20 @@ RANK = tp + TP (cp + CP (dp + DP pp)).
 Every order keeps RANK 0 on node 0, the master's host, and every TP group on one node.
 """
 
-import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, NodeInfo, Slot
 
 EXHAUSTIVE_RANKS = 4
 STOCK = "stock"
-
-# The digests of orders of slots by the tuples' identities. The tuples are kept: no other takes their place.
-_MAX_KEYS = 4096
-_keys: dict[int, tuple[tuple[Slot, ...], bytes]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,24 +31,21 @@ class RankOrder:
 
 def slots_of(nodes: Sequence[NodeInfo]) -> tuple[Slot, ...]:
     """All slots, in the launcher's order: node by node."""
+    return _slots_of_counts(tuple(node.num_slots for node in nodes))
+
+
+def slot_indices(nodes: Sequence[NodeInfo], mapping: Mapping) -> IntArray:
+    """The index of each rank's slot in the launcher's order [world size]."""
+    indices = mapping.indices(tuple(node.num_slots for node in nodes))
+    assert indices is not None, "slots of other nodes"
+    return np.array(indices, dtype=np.int64)
+
+
+@lru_cache(maxsize=64)
+def _slots_of_counts(counts: tuple[int, ...]) -> tuple[Slot, ...]:
     return tuple(
-        Slot(node=index, local=local) for index, node in enumerate(nodes) for local in range(node.num_slots)
+        Slot(node=index, local=local) for index, count in enumerate(counts) for local in range(count)
     )
-
-
-def mapping_key(mapping: Mapping) -> bytes:
-    """A digest that tells mappings apart, as `hash` and `==` of a thousand slots would, in no time.
-
-    A mapping's own slots are read once.
-    """
-    slots = mapping.slots
-    known = _keys.get(id(slots))
-    if known is None or known[0] is not slots:
-        if len(_keys) >= _MAX_KEYS:
-            _keys.clear()
-        text = ",".join(f"{slot.node}.{slot.local}" for slot in slots)
-        _keys[id(slots)] = known = (slots, hashlib.sha256(text.encode()).digest())
-    return known[1]
 
 
 def legal_orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[RankOrder, ...]:
@@ -151,17 +147,19 @@ def is_legal(slots: Sequence[Slot], *, layout: Layout) -> bool:
     return slots[0].node == 0 and all(len({slot.node for slot in group}) == 1 for group in groups)
 
 
-def coordinates(rank: int, *, layout: Layout) -> tuple[int, int, int, int]:
-    """(tp, cp, dp, pp) of a Megatron RANK."""
+def coordinates[R: (int, IntArray)](rank: R, *, layout: Layout) -> tuple[R, R, R, R]:
+    """(tp, cp, dp, pp) of a Megatron RANK, or of several."""
     rest, tp = divmod(rank, layout.tensor_parallel)
     rest, cp = divmod(rest, layout.context_parallel)
     pp, dp = divmod(rest, layout.data_parallel)
     return tp, cp, dp, pp
 
 
-def rank_of(tp: int, *, cp: int, dp: int, pp: int, layout: Layout) -> int:
-    """The Megatron RANK of these coordinates."""
-    return tp + layout.tensor_parallel * (cp + layout.context_parallel * (dp + layout.data_parallel * pp))
+def rank_of[R: (int, IntArray)](tp: R, *, cp: R, dp: R, pp: R, layout: Layout) -> R:
+    """The Megatron RANK of these coordinates, or the RANKs of several."""
+    replicas = layout.context_parallel * (dp + layout.data_parallel * pp)
+    rank: R = tp + layout.tensor_parallel * (cp + replicas)
+    return rank
 
 
 def _order(name: str, slots: Sequence[Slot]) -> RankOrder:
@@ -182,30 +180,35 @@ def _permutations(slots: Sequence[Slot]) -> list[_Named]:
 def _named(layout: Layout, *, slots: Sequence[Slot]) -> list[_Named]:
     """The named orders; the slot of a rank is the stock slot of the rank that `rule` names."""
     named: list[_Named] = [(STOCK, tuple(slots))]
+    ranks = coordinates(np.arange(layout.world_size), layout=layout)
     for name, rule in _RULES.items():
-        indices = [rule(layout, *coordinates(rank, layout=layout)) for rank in range(layout.world_size)]
-        named.append((name, tuple(slots[index] for index in indices)))
+        named.append((name, tuple(slots[index] for index in rule(layout, *ranks).tolist())))
     return named
 
 
-def _pipeline_reversed(layout: Layout, tp: int, cp: int, dp: int, pp: int) -> int:
+# The rank whose stock slot each rank takes, by the ranks' coordinates.
+type _Rule = Callable[[Layout, IntArray, IntArray, IntArray, IntArray], IntArray]
+
+
+def _pipeline_reversed(layout: Layout, tp: IntArray, cp: IntArray, dp: IntArray, pp: IntArray) -> IntArray:
     return rank_of(tp, cp=cp, dp=dp, pp=layout.pipeline_parallel - 1 - pp, layout=layout)
 
 
-def _rotated(by: int) -> Callable[[Layout, int, int, int, int], int]:
-    def rule(layout: Layout, tp: int, cp: int, dp: int, pp: int) -> int:
+def _rotated(by: int) -> _Rule:
+    def rule(layout: Layout, tp: IntArray, cp: IntArray, dp: IntArray, pp: IntArray) -> IntArray:
         return rank_of(tp, cp=cp, dp=dp, pp=(pp + by) % layout.pipeline_parallel, layout=layout)
 
     return rule
 
 
-def _tp_pp_dp(layout: Layout, tp: int, cp: int, dp: int, pp: int) -> int:
+def _tp_pp_dp(layout: Layout, tp: IntArray, cp: IntArray, dp: IntArray, pp: IntArray) -> IntArray:
     """A replica's stages beside each other: slots are counted tp, cp, pp, then dp."""
     inner = cp + layout.context_parallel * (pp + layout.pipeline_parallel * dp)
-    return tp + layout.tensor_parallel * inner
+    rank: IntArray = tp + layout.tensor_parallel * inner
+    return rank
 
 
-_RULES: dict[str, Callable[[Layout, int, int, int, int], int]] = {
+_RULES: dict[str, _Rule] = {
     "tp-pp-dp": _tp_pp_dp,
     "pipeline-reversed": _pipeline_reversed,
     "pipeline-rotated-1": _rotated(1),

@@ -4,7 +4,8 @@ A plan file is shared between people, so it is not trusted: strict schema, size 
 over its canonical JSON, no code, no paths to code and no free command-line words.
 """
 
-import functools
+import hashlib
+import itertools
 from collections.abc import Callable
 from collections.abc import Mapping as Values
 from dataclasses import dataclass, field, replace
@@ -151,8 +152,26 @@ class Slot:
     local: Annotated[int, Bounds(ge=0, lt=MAX_RANKS)]
 
 
+class _Remembering:
+    """A place for what is computed once, beside the fields: no copy, comparison or file has it."""
+
+    __slots__ = ("_computed",)
+    _computed: dict[object, Any]
+
+    def _remembered[T](self, name: object, compute: Callable[[], T]) -> T:
+        """What `compute` made the first time: a value never changes."""
+        try:
+            known: dict[object, T] = self._computed
+        except AttributeError:
+            known = {}
+            object.__setattr__(self, "_computed", known)
+        if name not in known:
+            known[name] = compute()
+        return known[name]
+
+
 @record
-class Mapping:
+class Mapping(_Remembering):
     """`slots[r]` plays Megatron's RANK r."""
 
     slots: tuple[Slot, ...]
@@ -160,7 +179,28 @@ class Mapping:
     @property
     def is_stock(self) -> bool:
         """Whether ranks lie on slots in launcher order."""
-        return list(self.slots) == sorted(self.slots)
+        return self._remembered("is_stock", lambda: list(self.slots) == sorted(self.slots))
+
+    @property
+    def key(self) -> bytes:
+        """A digest that tells mappings apart as `hash` and `==` of all slots would, taken once."""
+        return self._remembered(
+            "key",
+            lambda: hashlib.sha256(",".join(f"{s.node}.{s.local}" for s in self.slots).encode()).digest(),
+        )
+
+    def indices(self, slots_of_nodes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The number of each rank's slot, counted node by node.
+
+        None unless every slot of nodes with so many slots is there exactly once.
+        """
+        return self._remembered(slots_of_nodes, lambda: self._indices(slots_of_nodes))
+
+    def _indices(self, slots_of_nodes: tuple[int, ...]) -> tuple[int, ...] | None:
+        first = [0, *itertools.accumulate(slots_of_nodes)]
+        is_known = all(s.node < len(slots_of_nodes) and s.local < slots_of_nodes[s.node] for s in self.slots)
+        indices = tuple(first[slot.node] + slot.local for slot in self.slots) if is_known else ()
+        return indices if len(indices) == first[-1] == len(set(indices)) else None
 
     @property
     def label(self) -> str:
@@ -184,15 +224,8 @@ class Provenance:
     quartet_version: str
 
 
-class _Digests:
-    """A place for a plan's digests beside its fields, so that no copy, comparison or file has them."""
-
-    __slots__ = ("_digests",)
-    _digests: dict[str, str]
-
-
 @record
-class Plan(_Digests):
+class Plan(_Remembering):
     """Everything chosen for one job. See docs/formats.md for the file.
 
     Raises PlanError when the parts contradict each other.
@@ -237,17 +270,6 @@ class Plan(_Digests):
         """The plan as data, as nobody has made, predicted or measured it."""
         nobody = Provenance(run="", trial=0, seed=0, quartet_version="")
         return {**dump(self), "prediction": None, "measurement": None, "provenance": dump(nobody)}
-
-    def _remembered(self, name: str, digest_of: Callable[[], str]) -> str:
-        """A digest that is taken once: a plan never changes."""
-        try:
-            known: dict[str, str] = self._digests
-        except AttributeError:
-            known = {}
-            object.__setattr__(self, "_digests", known)
-        if name not in known:
-            known[name] = digest_of()
-        return known[name]
 
     @property
     def num_microbatches(self) -> int:
@@ -329,8 +351,7 @@ def _check_mapping(plan: Plan) -> None:
             f"made_for: {sum(n.num_slots for n in nodes)} slots on {len(nodes)} nodes; must equal "
             f"world_size {plan.made_for.world_size}, at most {MAX_RANKS}"
         )
-    every = _slots_of_nodes(tuple(node.num_slots for node in nodes))
-    if len(slots) != len(every) or every != set(slots):
+    if plan.mapping.indices(tuple(node.num_slots for node in nodes)) is None:
         raise PlanError(
             f"mapping.slots: {len(slots)} entries; every slot of made_for.nodes exactly once is needed"
         )
@@ -338,14 +359,6 @@ def _check_mapping(plan: Plan) -> None:
         raise PlanError(
             f"mapping.slots[0]: node {slots[0].node}; RANK 0 must stay on node 0, the master's host"
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _slots_of_nodes(num_slots: tuple[int, ...]) -> frozenset[Slot]:
-    """Every slot of nodes with so many slots each."""
-    return frozenset(
-        Slot(node=index, local=local) for index, number in enumerate(num_slots) for local in range(number)
-    )
 
 
 def read_plan(path: Path) -> Plan:

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from quartet_plugin.calibration.predictor import identity
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SlotOrder
-from quartet_plugin.model.costs import IntArray
+from quartet_plugin.mapping.orders import slot_indices
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import Mapping, NodeInfo, Plan
+from quartet_plugin.model.plan import Mapping, Plan
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.order_candidates import OrderCandidates
 from quartet_plugin.planner.split_search import NUM_SPLITS, SplitsFound, best_splits
@@ -82,13 +80,6 @@ def best_moves[M: Move](
                     moves.plans.append((best, *made))
     moves.limits = (*_limits(num_cut_off=num_cut_off, num_left=num_left), *orders.limits)
     return moves
-
-
-def slot_indices(nodes: Sequence[NodeInfo], mapping: Mapping) -> IntArray:
-    """The index of each rank's slot in the launcher's order [world size]."""
-    first = np.cumsum([0, *(node.num_slots for node in nodes)])
-    indices: IntArray = np.array([first[slot.node] + slot.local for slot in mapping.slots], dtype=np.int64)
-    return indices
 
 
 def _search(

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from quartet_plugin.calibration.predictor import identity
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits
+from quartet_plugin.mapping.orders import slot_indices
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, Plan
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.planner.best_moves import best_moves, slot_indices
+from quartet_plugin.planner.best_moves import best_moves
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_bounds import least_seconds_of
 from quartet_plugin.planner.split_search import balanced_split
@@ -80,6 +81,7 @@ class PlanCandidates:
         self._constants = constants
         self._layouts: tuple[Candidate, ...] | None = None
         self._opened: dict[tuple[int, ...], tuple[Candidate, ...]] = {}
+        self._custom: dict[tuple[int, ...], list[str]] = {}
         self._balanced_plans: dict[tuple[tuple[int, ...], tuple[int, ...]], Candidate] = {}
         self._limits: tuple[str, ...] = ()
         self._limits_of_layouts: tuple[str, ...] = ()
@@ -195,8 +197,10 @@ class PlanCandidates:
         return [candidate for candidate in candidates if self._space.refusal_of(candidate.plan) is None]
 
     def _custom_names(self, layout: Candidate) -> list[str]:
-        names = self._space.schedules_of(layout.plan.layout, shape=layout.plan.shape)
-        return [name for name in names if name not in STOCK_NAMES]
+        if layout.path not in self._custom:
+            names = self._space.schedules_of(layout.plan.layout, shape=layout.plan.shape)
+            self._custom[layout.path] = [name for name in names if name not in STOCK_NAMES]
+        return self._custom[layout.path]
 
     def _custom_layouts(self, layouts: Sequence[Candidate]) -> list[Candidate]:
         """The fastest layouts with custom schedules, and the fastest that has each schedule of a file."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SlotOrder
 from quartet_plugin.errors import PlanError
-from quartet_plugin.mapping.orders import is_legal, slots_of
+from quartet_plugin.mapping.orders import is_legal, slot_indices, slots_of
 from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout
@@ -55,11 +55,8 @@ class OrderCandidates:
     def of(self, plan: Plan, calibrated: CalibratedSplits) -> list[Order]:
         """The orders of slots of the plan's layout, by indices and as mappings."""
         space, layout = self._space, plan.layout
-        named = space.orders_of(layout)
-        number = {slot: index for index, slot in enumerate(self._slots)}
         orders = [
-            (np.array([number[slot] for slot in order.mapping.slots], dtype=np.int64), order.mapping)
-            for order in named
+            (slot_indices(space.nodes, order.mapping), order.mapping) for order in space.orders_of(layout)
         ]
         if not space.run_lengths_of(layout):
             return orders
@@ -114,8 +111,7 @@ class OrderCandidates:
             between_bytes_per_s=np.full((num_domains, num_domains), 1.0 / max(inter_s, 1e-30)),
             between_latency_s=np.full((num_domains, num_domains), latency_s),
         )
-        number = {slot: index for index, slot in enumerate(self._slots)}
-        present = np.array([number[slot] for slot in plan.mapping.slots], dtype=np.int64)
+        present = slot_indices(self._space.nodes, plan.mapping)
         times = calibrated.times(present, plan.mapping)
         counts = np.array(balanced_split(times, plan.shape.num_layers))
         stages = (times.fixed_s + times.layer_s * counts).sum(axis=0)

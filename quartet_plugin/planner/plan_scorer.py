@@ -149,9 +149,9 @@ class PlanScorer:
 
     def _expected_improvement(self, plan: Plan, prediction: PlanPrediction, *, best: float) -> float:
         """The mean over the posterior's samples, times the chance that the plan fits."""
-        total = 0.0
+        total, of_a_second = 0.0, self._log_value(plan, 1.0)
         for weight, log_s, spread in prediction.posterior_samples:
-            log_speedup = self._log_value(plan, math.exp(log_s)) - best - LEAST_GAIN
+            log_speedup = of_a_second - log_s - best - LEAST_GAIN
             total += weight * expected_improvement(log_speedup, spread)
         return total * self.predictor.feasibility.chance(plan)
 

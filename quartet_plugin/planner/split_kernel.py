@@ -85,6 +85,21 @@ def keep(counts: IntArray, seconds: float, best_s: FloatArray, best: IntArray) -
 
 
 @compiled
+def is_bounded(
+    counts: IntArray, const: FloatArray, slope: FloatArray, num_cuts: int, once: float, limit_s: float
+) -> bool:
+    """Whether a cut proves that a split with `once` seconds an iteration takes at least `limit_s`."""
+    # Element by element: an operation on arrays would allocate one for each cut.
+    for cut in range(num_cuts):
+        total = 0.0
+        for stage in range(len(counts)):
+            total += slope[cut, stage] * counts[stage]
+        if const[cut] + total + once >= limit_s:
+            return True
+    return once >= limit_s
+
+
+@compiled
 def search(
     start: IntArray,
     least: IntArray,
@@ -173,11 +188,8 @@ def search(
                 if work > max_work:
                     return -work
                 work += 1 + num_cuts * num_stages // FLOPS_OF_ACTION
-                bound = 0.0
-                for cut in range(num_cuts):
-                    bound = max(bound, const[cut] + (slope[cut] * counts).sum())
                 once = step_s(counts, placement, num_ranks, step)
-                if bound + once >= better_s:
+                if is_bounded(counts, const, slope, num_cuts, once, better_s):
                     continue
                 seconds = evaluate(
                     counts, orders, order_starts, offsets, num_microbatches, order_weights, placement,

@@ -144,7 +144,7 @@ def schedules_of(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> tu
     is_kept = Axis.SCHEDULE in rules.locked
     names: list[str] = []
     if (is_kept or _is_stock_requested(stock, rules)) and (
-        layout.virtual_stages == 1 or requested_groups(layout, rules=rules)
+        layout.virtual_stages == 1 or _has_group(layout, rules=rules)
     ):
         names.append(stock)
     # A requested group requests the interleaved schedule.
@@ -200,6 +200,13 @@ def requested_groups(layout: Layout, *, rules: LayoutRules) -> tuple[int, ...]:
         )
     groups = legal_groups(layout, num_microbatches=num_microbatches)
     return groups[:1] if Axis.SCHEDULE in rules.locked else groups
+
+
+def _has_group(layout: Layout, *, rules: LayoutRules) -> bool:
+    """Whether there are `requested_groups`: without a request one of all microbatches, if they fill PP."""
+    if rules.search.group:
+        return bool(requested_groups(layout, rules=rules))
+    return layout.num_microbatches(rules.job.global_batch_size) >= layout.pipeline_parallel
 
 
 def _is_stock_requested(name: str, rules: LayoutRules) -> bool:

@@ -5,6 +5,7 @@ are counted, as in a cost table, the tuple holds entries (`split.entries`); `ent
 convert between the two.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -114,20 +115,26 @@ def split_for_end_loads(
     inner = range(1, num_stages - 1)
     assert num_layers >= len(inner), "fewer layers than inner stages"
     counts = [0] * num_stages
-    loads = [0.0] * num_devices
-    loads[0] += ends.embedding
-    loads[device[-1]] += ends.head
-    end_load = {0: ends.embedding, num_stages - 1: ends.head}
-    order = [*inner, *sorted({0, num_stages - 1})]
-
-    def add(stage: int) -> None:
-        counts[stage] += 1
-        loads[device[stage]] += 1.0
-
     for stage in inner:
-        add(stage)
+        counts[stage] = 1
+    loads = [0.0] * num_devices
+    loads[device[0]] += ends.embedding
+    loads[device[-1]] += ends.head
+    fixed = {0: max(0.0, ends.embedding), num_stages - 1: max(0.0, ends.head)}
+    # Of each device its stages, those with the least to do first.
+    stages_of: list[list[tuple[float, int, int]]] = [[] for _ in range(num_devices)]
+    for place, stage in enumerate([*inner, *sorted({0, num_stages - 1})]):
+        loads[device[stage]] += counts[stage]
+        heapq.heappush(stages_of[device[stage]], (counts[stage] + fixed.get(stage, 0.0), place, stage))
+    devices = [(loads[number], *stages[0][:2], number) for number, stages in enumerate(stages_of) if stages]
+    heapq.heapify(devices)
     for _ in range(num_layers - len(inner)):
-        add(min(order, key=lambda s: (loads[device[s]], counts[s] + max(0.0, end_load.get(s, 0.0)))))
+        load, _, _, number = devices[0]
+        stages = stages_of[number]
+        _, place, stage = stages[0]
+        counts[stage] += 1
+        heapq.heapreplace(stages, (counts[stage] + fixed.get(stage, 0.0), place, stage))
+        heapq.heapreplace(devices, (load + 1.0, *stages[0][:2], number))
     return tuple(counts)
 
 

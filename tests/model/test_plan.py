@@ -225,3 +225,20 @@ def test_rank_zero_stays_on_the_masters_node() -> None:
     )
     with pytest.raises(PlanError, match="RANK 0"):
         plan_with(made_for=made_for, mapping=Mapping(slots=(Slot(node=1, local=0), Slot(node=0, local=0))))
+
+
+def test_a_mapping_numbers_the_slots_of_nodes_and_misses_none() -> None:
+    mapping = Mapping(slots=(Slot(node=0, local=1), Slot(node=1, local=0), Slot(node=0, local=0)))
+    assert mapping.indices((2, 1)) == (1, 2, 0)
+    assert [mapping.indices(nodes) for nodes in ((1, 2), (2, 2), (3,), (2, 1, 1))] == [None] * 4
+    first = mapping.slots[0]
+    assert Mapping(slots=(first, first, mapping.slots[1])).indices((2, 1)) is None
+
+
+def test_mappings_have_one_key_as_far_as_they_are_equal() -> None:
+    slots = tuple(Slot(node=node, local=local) for node in range(2) for local in range(12))
+    mapping, other = Mapping(slots=slots), Mapping(slots=(slots[1], slots[0], *slots[2:]))
+    assert mapping.key == Mapping(slots=slots).key != other.key
+    assert (mapping.is_stock, other.is_stock) == (True, False)
+    fresh = Mapping(slots=slots)
+    assert (mapping, hash(mapping), dump(mapping)) == (fresh, hash(fresh), dump(fresh))

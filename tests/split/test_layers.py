@@ -59,6 +59,37 @@ def test_splits_for_end_loads_are_optimal(stages: int, more: int, embedding: flo
     assert worst(best) == pytest.approx(min(worst(split) for split in every))
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_layers_go_one_by_one_to_the_least_loaded_device(data: st.DataObject) -> None:
+    devices, chunks = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    rows = [range(devices), *(data.draw(st.permutations(range(devices))) for _ in range(chunks - 1))]
+    placement = [device for row in rows for device in row]
+    stages = len(placement)
+    layers = max(1, stages - 2) + data.draw(st.integers(0, 30))
+    embedding, head = (data.draw(st.floats(-8.0, 8.0)) for _ in range(2))
+    counts, loads = [0] * stages, [0.0] * devices
+    loads[0] += embedding
+    loads[placement[-1]] += head
+    inner, ends = range(1, stages - 1), {0: embedding, stages - 1: head}
+    for stage in inner:
+        counts[stage] += 1
+        loads[placement[stage]] += 1.0
+    order = [*inner, *sorted(ends)]
+    for _ in range(layers - len(inner)):
+        least = min(order, key=lambda s: (loads[placement[s]], counts[s] + max(0.0, ends.get(s, 0.0))))
+        counts[least] += 1
+        loads[placement[least]] += 1.0
+    found = split_for_end_loads(
+        layers,
+        num_devices=devices,
+        chunks=chunks,
+        ends=EndLoads(embedding=embedding, head=head),
+        placement=placement,
+    )
+    assert found == tuple(counts)
+
+
 def test_slow_ends_weigh_more_and_fast_ones_less() -> None:
     def loads(ends: EndLoads, slowdowns: tuple[float, ...], num_layers: int) -> tuple[float, float]:
         balanced = end_loads_with_slowdowns(ends, slowdowns=slowdowns, num_layers=num_layers)

@@ -68,6 +68,21 @@ def stage_work(
 
 
 @compiled
+def scaled_sends(scale: FloatArray, sends: FloatArray) -> FloatArray:
+    """Seconds of each stage's transfers to the next and to the one before [2, S]; see `pipeline_time`."""
+    num_stages = sends.shape[1]
+    scaled = np.zeros((2, num_stages))
+    for stage in range(num_stages - 1):
+        scaled[0, stage] = (
+            scale[TRANSFER] * sends[0, stage]
+            + scale[NETWORK] * sends[1, stage]
+            + scale[LATENCY] * sends[2, stage]
+        )
+        scaled[1, stage + 1] = scaled[0, stage]
+    return scaled
+
+
+@compiled
 def pipeline_time(
     scale: FloatArray,
     compute: FloatArray,
@@ -100,15 +115,7 @@ def pipeline_time(
     work, slowdown, slowdown_index = stage_work(
         scale, compute, unslowed, slot_indices, core_slowdown, placement, is_custom
     )
-    send = np.zeros((2, num_stages))
-    for stage in range(num_stages - 1):
-        send[0, stage] = (
-            scale[TRANSFER] * sends[0, stage]
-            + scale[NETWORK] * sends[1, stage]
-            + scale[LATENCY] * sends[2, stage]
-        )
-        send[1, stage + 1] = send[0, stage]
-    times, delays = with_sends(work, send, is_blocking)
+    times, delays = with_sends(work, scaled_sends(scale, sends), is_blocking)
     counts = counts_without_orders.copy()
     # Where ranks wait for their sends, each goes with an action; elsewhere those count that delay the path.
     passed = np.zeros((2, num_stages))
@@ -160,7 +167,7 @@ def pipeline_time(
 
 
 @compiled
-def pipeline_times(
+def stage_times(
     scales: FloatArray,
     compute: FloatArray,
     unslowed: FloatArray,
@@ -170,29 +177,22 @@ def pipeline_times(
     sends: FloatArray,
     is_blocking: bool,
     is_custom: bool,
-    counts_without_orders: FloatArray,
-    orders: IntArray,
-    offsets: IntArray,
-    num_microbatches: int,
-) -> FloatArray:
-    """`pipeline_time` under each row of `scales` [num, num_coefficients], without slopes."""
-    seconds = np.zeros(len(scales))
-    slopes = np.zeros(scales.shape[1])
-    for row in range(len(scales)):
-        seconds[row] = pipeline_time(
-            scales[row],
-            compute,
-            unslowed,
-            slot_indices,
-            core_slowdown,
-            placement,
-            sends,
-            is_blocking,
-            is_custom,
-            counts_without_orders,
-            orders,
-            offsets,
-            num_microbatches,
-            slopes,
+) -> tuple[FloatArray, FloatArray]:
+    """The times of actions [4, S, num] by kind, and the sends that delay their receiver alone [2, S, num].
+
+    They are those under each row of `scales` [num, num_coefficients]; the other arguments are those of
+    `pipeline_time`.
+    """
+    num, num_stages = len(scales), compute.shape[2]
+    times, delays = np.zeros((4, num_stages, num)), np.zeros((2, num_stages, num))
+    for row in range(num):
+        work, _, _ = stage_work(
+            scales[row], compute, unslowed, slot_indices, core_slowdown, placement, is_custom
         )
-    return seconds
+        timed, left = with_sends(work, scaled_sends(scales[row], sends), is_blocking)
+        for stage in range(num_stages):
+            for kind in range(4):
+                times[kind, stage, row] = timed[kind, stage]
+            for way in range(2):
+                delays[way, stage, row] = left[way, stage]
+    return times, delays

@@ -15,7 +15,13 @@ from quartet_plugin.cost.coefficients import INDEX, Coefficient, MachineModel
 from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.constants import ClusterConstants
 from quartet_plugin.cost.core_sharing import core_sharing_of
-from quartet_plugin.cost.iteration.kernel import UNSLOWED, pipeline_time, pipeline_times, stage_work
+from quartet_plugin.cost.iteration.kernel import (
+    UNSLOWED,
+    pipeline_time,
+    scaled_sends,
+    stage_times,
+    stage_work,
+)
 from quartet_plugin.cost.iteration.orders import (
     OrderedActions,
     WeightedOrders,
@@ -29,7 +35,7 @@ from quartet_plugin.cost.iteration.plan_terms import (
     slowdown_indices,
     step_terms_of,
 )
-from quartet_plugin.cost.iteration.replay import blocks_on_sends, both_ways, with_sends
+from quartet_plugin.cost.iteration.replay import blocks_on_sends, both_ways, makespans, with_sends
 from quartet_plugin.cost.iteration.step import (
     RowPrediction,
     contention_gain,
@@ -112,15 +118,14 @@ class IterationModel:
         return self._evaluate(np.exp(log_coefficients), core_slowdown=self._core_slowdown(log_coefficients))
 
     def seconds(self, points: FloatArray) -> FloatArray:
-        """The seconds of `evaluate` at each of `points` [num, num_coefficients], with one call of the kernel
-        where nothing but the order of actions decides the time.
+        """The seconds of `evaluate` at each of `points` [num, num_coefficients].
+
+        They are replayed together where nothing but the order of actions decides the time.
         """
-        if self._core_sharing is not None or self._gain or len(self._orders) > 1:
+        if self._core_sharing is not None or self._gain:
             return np.array([self.evaluate(point)[0] for point in points])
         scales = np.exp(points)
-        order = self._orders[0][0] if self._orders else None
-        weight = self._orders[0][1] if self._orders else 1.0
-        pipeline = pipeline_times(
+        times, delays = stage_times(
             scales,
             self._compute,
             self._unslowed,
@@ -130,15 +135,34 @@ class IterationModel:
             self._sends,
             self._is_blocking,
             self._is_custom,
-            self._counts,
-            _NO_ORDER if order is None else order.orders,
-            _NO_ORDER if order is None else order.offsets,
-            0 if order is None else order.num_microbatches,
         )
-        if pipeline.min() < 0.0:
-            raise PlanError("orders: they wait for each other; take another schedule")
-        seconds: FloatArray = self._share * (weight * pipeline + (scales * self._step).sum(axis=1))
+        pipeline = self._makespans(times, delays)
+        if len(self._orders) > 1:
+            pipeline = np.maximum(pipeline, self._busiest(times))
+        seconds: FloatArray = self._share * (pipeline + (scales * self._step).sum(axis=1))
         return seconds
+
+    def _makespans(self, times: FloatArray, delays: FloatArray) -> FloatArray:
+        """The pipeline's seconds under several times of its stages [num]: see `replay.makespans`."""
+        if not self._orders:
+            total: FloatArray = np.einsum("ds,dsn->n", self._counts, times[:3])
+            return total
+        seconds = np.zeros(times.shape[2])
+        for order, weight in self._orders:
+            spans = makespans(
+                order.orders, order.offsets, order.placement, order.num_microbatches, times, delays
+            )
+            if spans.min() < 0.0:
+                raise PlanError("orders: they wait for each other; take another schedule")
+            seconds += weight * spans
+        return seconds
+
+    def _busiest(self, times: FloatArray) -> FloatArray:
+        """Seconds of work of the busiest rank under several times of the stages [num]."""
+        by_rank = np.zeros((self.run.layout.pipeline_parallel, times.shape[2]))
+        np.add.at(by_rank, self._placement, times[:3].sum(axis=0))
+        busiest: FloatArray = self.run.num_microbatches * by_rank.max(axis=0)
+        return busiest
 
     def predict(self, log_coefficients: FloatArray) -> RowPrediction:
         """The iteration's terms under any coefficients; they sum to the seconds of `evaluate`."""
@@ -233,7 +257,7 @@ class IterationModel:
             self._placement,
             self._is_custom,
         )
-        times, _ = with_sends(work, both_ways(scale[_LINKS] @ self._sends), self._is_blocking)
+        times, _ = with_sends(work, scaled_sends(scale, self._sends), self._is_blocking)
         busy = times[:3].sum(axis=0)
         by_rank = self.run.num_microbatches * np.bincount(self._placement, weights=busy)
         if by_rank.max() <= seconds:

@@ -140,6 +140,67 @@ def makespan(
 
 
 @compiled
+def makespans(
+    orders: IntArray,
+    offsets: IntArray,
+    placement: IntArray,
+    num_microbatches: int,
+    times_s: FloatArray,
+    sends_s: FloatArray,
+) -> FloatArray:
+    """The makespans in seconds [num] of orders under several times; -1 where the orders do not run.
+
+    `times_s` [4, num_stages, num] are by kind, `sends_s` [2, num_stages, num] as `critical_path` has them.
+    What waits for what does not depend on times, so one run of the orders says in which sequence all are
+    replayed together.
+    """
+    num_stages, num = len(placement), times_s.shape[2]
+    first_s, first_send_s = np.zeros((4, num_stages)), np.zeros((2, num_stages))
+    for stage in range(num_stages):
+        for kind in range(4):
+            first_s[kind, stage] = times_s[kind, stage, 0]
+        for way in range(2):
+            first_send_s[way, stage] = sends_s[way, stage, 0]
+    route = np.zeros(num_microbatches, dtype=np.int64)
+    lanes = Lanes(
+        num_stages, num_microbatches, placement, first_s, first_send_s, np.zeros(num_stages), 0.0, route
+    )
+    ran, _, _, sequence = kernel.run_orders(orders, offsets, lanes)
+    last = np.zeros(num)
+    if ran < len(orders):
+        last[:] = -1.0
+        return last
+    free = np.zeros((len(offsets) - 1, num))
+    forward = np.zeros((num_stages * num_microbatches, num))
+    gradient = np.zeros((num_stages * num_microbatches, num))
+    for position in sequence:
+        unit = orders[position] >> 2
+        kind = orders[position] & 3
+        stage = unit // num_microbatches
+        now = free[placement[stage]]
+        if kind == kernel.F and stage > 0:
+            for index in range(num):
+                arrival = forward[unit - num_microbatches, index] + sends_s[0, stage - 1, index]
+                now[index] = max(now[index], arrival)
+        elif kind != kernel.F and kind != kernel.W and stage < num_stages - 1:
+            for index in range(num):
+                arrival = gradient[unit + num_microbatches, index] + sends_s[1, stage + 1, index]
+                now[index] = max(now[index], arrival)
+        for index in range(num):
+            now[index] += times_s[kind, stage, index]
+        if kind == kernel.F:
+            for index in range(num):
+                forward[unit, index] = now[index]
+        elif kind != kernel.W:
+            for index in range(num):
+                gradient[unit, index] = now[index]
+    for device in range(len(free)):
+        for index in range(num):
+            last[index] = max(last[index], free[device, index])
+    return last
+
+
+@compiled
 def steady_interval(
     orders: IntArray,
     offsets: IntArray,

@@ -77,9 +77,9 @@ def _cut(bucket: Any, size: int) -> Iterator[Any]:
             continue
         part = copy.copy(bucket)
         part.params_list, part.params = params, set(params)
-        part.params_with_extra_main_grads = [
-            p for p in bucket.params_with_extra_main_grads if p in part.params
-        ]
+        if hasattr(bucket, "params_with_extra_main_grads"):  # since 0.17
+            extra = bucket.params_with_extra_main_grads
+            part.params_with_extra_main_grads = [p for p in extra if p in part.params]
         part.grad_data = bucket.grad_data[begin:end]
         yield part
         params, begin = [], end

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits
-from quartet_plugin.mapping.orders import is_legal
+from quartet_plugin.mapping.orders import is_legal, slot_indices
 from quartet_plugin.model.plan import Mapping, Split
-from quartet_plugin.planner.best_moves import slot_indices
 from quartet_plugin.planner.split_search import Pipeline, balanced_split
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import build_space
