@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
-EXTRAS := megatron,deepspeed,plots,cluster,ray,dev
+EXTRAS := megatron,deepspeed,plots,cluster,ray,kubernetes,dev
 STAMP := $(VENV)/.installed
 RELEASES := $(VENV)/.releases
 # Tests start thousands of processes, and each would compile all the modules that it imports.

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.kubernetes_site import KubernetesSite
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.sections import Section, load_yaml, validate
 
@@ -129,6 +130,9 @@ class Site(Section):
 
     slurm: SlurmSite = Field(default=SlurmSite(), description="options of Slurm's jobs and steps")
     ssh: SshSite | None = Field(default=None, description="hosts, for launcher: ssh")
+    kubernetes: KubernetesSite | None = Field(
+        default=None, description="jobs of Kubeflow, for launcher: kubernetes"
+    )
     ray: RaySite = Field(default=RaySite(), description="nodes of a Ray, for launcher: ray")
     environment: Variables = Field(default={}, description="variables of every trial")
     python: Annotated[str, AfterValidator(_program)] | None = Field(
