@@ -17,7 +17,7 @@ system-packages:
 $(STAMP): pyproject.toml constraints.txt tools/make_venv.sh
 	@bash tools/make_venv.sh $(VENV) "$(EXTRAS)"
 
-$(RELEASES): $(STAMP) tools/releases.txt tools/bridge.txt tools/launchers.txt tools/make_releases.sh
+$(RELEASES): $(STAMP) tools/releases.txt tools/bridge.txt tools/launchers.txt tools/nemo_run.txt tools/make_releases.sh
 	@bash tools/make_releases.sh $(VENV)
 
 demo: $(STAMP)
