@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
-EXTRAS := megatron,deepspeed,plots,cluster,ray,dev
+EXTRAS := megatron,deepspeed,plots,cluster,ray,kubernetes,dev
 STAMP := $(VENV)/.installed
 RELEASES := $(VENV)/.releases
 # Tests start thousands of processes, and each would compile all the modules that it imports.
@@ -17,7 +17,7 @@ system-packages:
 $(STAMP): pyproject.toml constraints.txt tools/make_venv.sh
 	@bash tools/make_venv.sh $(VENV) "$(EXTRAS)"
 
-$(RELEASES): $(STAMP) tools/releases.txt tools/bridge.txt tools/launchers.txt tools/make_releases.sh
+$(RELEASES): $(STAMP) tools/releases.txt tools/bridge.txt tools/launchers.txt tools/nemo_run.txt tools/make_releases.sh
 	@bash tools/make_releases.sh $(VENV)
 
 demo: $(STAMP)

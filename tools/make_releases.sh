@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Puts each release of tools/releases.txt, without its dependencies, into a folder of its own in the environment,
-# and the packages of tools/bridge.txt and of tools/launchers.txt into one each.
+# and the packages of tools/bridge.txt, tools/launchers.txt and tools/nemo_run.txt into one each.
 # Usage: make_releases.sh VENV
 set -euo pipefail
 venv=$1
@@ -35,5 +35,6 @@ while read -r packages name; do
 done <<'FOLDERS'
 tools/bridge.txt megatron-bridge
 tools/launchers.txt launchers
+tools/nemo_run.txt nemo-run
 FOLDERS
 touch "$venv/.releases"

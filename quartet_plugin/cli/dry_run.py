@@ -35,6 +35,7 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
 
 def _launcher_lines(config: "TuneConfig", command: "Command") -> list[str]:
     """The words by which a launcher starts trial 0 on its nodes."""
+    from quartet_plugin.launchers.protocol import ObjectLauncher
     from quartet_plugin.protocol.masking import masked_argv
     from quartet_plugin.tuner.config import placement_of
 
@@ -49,6 +50,9 @@ def _launcher_lines(config: "TuneConfig", command: "Command") -> list[str]:
         _baseline_words(command), attempt_id="ID", cwd=Path.cwd(), stdout=folder / "stdout.log"
     )
     lines = [f"launcher  {shlex.join(masked_argv(words))}"]
+    if isinstance(launcher, ObjectLauncher):
+        text = launcher.object_text(attempt_id="ID", stdout=folder / "stdout.log")
+        lines += [f"          {line}" for line in text.splitlines()]
     if placement.batch_divisor > 1:
         lines.append(f"full size {config.nodes} nodes; {placement.share_words}")
     return lines

@@ -74,7 +74,9 @@ def tune_command(
     ] = False,
     launcher: Annotated[
         str | None,
-        typer.Option(help="Start trials on nodes: slurm (this allocation), slurm-batch, ssh or ray."),
+        typer.Option(
+            help="Start trials on nodes: slurm (this allocation), slurm-batch, ssh, ray, kubernetes."
+        ),
     ] = None,
     trial_nodes: Annotated[int | None, typer.Option(help="Nodes of one trial, with --launcher.")] = None,
     nodes: Annotated[

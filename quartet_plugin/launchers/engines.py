@@ -12,6 +12,8 @@ GROUP = "quartet_plugin.engines"
 LOCAL = "local"
 # The engines of this package, which are there without an installed distribution too.
 _OURS = {
+    "kubernetes": "quartet_plugin.launchers.kubernetes:engine",
+    "nemo-run": "quartet_plugin.launchers.nemo_run:engine",
     "ray": "quartet_plugin.launchers.ray:engine",
     "slurm": "quartet_plugin.launchers.slurm:engine",
     "slurm-batch": "quartet_plugin.launchers.slurm_batch:engine",

@@ -68,6 +68,12 @@ class HeldRun:
             with contextlib.suppress(psutil.Error):
                 self._adopted.wait(timeout=10.0)
 
+    def await_holder(self, limit_s: float) -> None:
+        """Wait at most so long for the end of what holds the connections."""
+        with contextlib.suppress(psutil.Error, subprocess.TimeoutExpired):
+            if (holder := self._process or self._adopted) is not None:
+                holder.wait(timeout=limit_s)
+
     def read(self, name: str) -> Any:
         """The content of a file of the start or of the holding process; empty where there is none."""
         with contextlib.suppress(OSError, ValueError):
@@ -91,16 +97,19 @@ def start_held(
     env: Mapping[str, str],
     stdout: Path,
     connections: Mapping[str, Any],
+    folder: Path | None = None,
+    python: str | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start `module`, which holds the connections, with `request` on its standard input.
 
-    `connections` goes into the file by which a later tuner ends what runs on the nodes. Raises
-    InfrastructureError where the process cannot start.
+    `connections` goes into the file by which a later tuner ends what runs on the nodes, in `folder`, else
+    beside `stdout`; `python` is another one than this. Raises InfrastructureError where the process cannot
+    start.
     """
     output = open_output(stdout)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [python or sys.executable, "-m", module],
             env=dict(env),
             stdin=subprocess.PIPE,
             stdout=output,
@@ -117,7 +126,7 @@ def start_held(
         "process_start": psutil.Process(process.pid).create_time(),
         **connections,
     }
-    write_json_atomic(stdout.parent / CONNECTIONS_FILE, content)
+    write_json_atomic((folder or stdout.parent) / CONNECTIONS_FILE, content)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(json.dumps(request).encode())

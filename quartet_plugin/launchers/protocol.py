@@ -74,6 +74,14 @@ class NodesLauncher(Launcher, Protocol):
         """See `Launcher`."""
 
 
+@runtime_checkable
+class ObjectLauncher(Protocol):
+    """A launcher whose command reads an object, which says more than its words."""
+
+    def object_text(self, *, attempt_id: str, stdout: Path) -> str:
+        """The object as YAML, for a reader."""
+
+
 class Engine(Protocol):
     """A way to nodes."""
 

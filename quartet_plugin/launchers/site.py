@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.kubernetes_site import KubernetesSite
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.sections import Section, load_yaml, validate
 
@@ -15,6 +16,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,:@/+=#\[\]-]{0,199}")
 # A program's path, which a remote shell reads.
 _PROGRAM = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_./+-]{0,999}")
 _OPTION = re.compile(r"--[a-z][a-z0-9-]{0,60}(=[A-Za-z0-9_.,:@/+=%\[\]-]{0,400})?")
+_FACTORY = re.compile(r"[^\0\n\r]{1,4096}\.py:[A-Za-z_][A-Za-z0-9_]{0,200}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,200}")
 # Options that say what the launcher itself decides.
 _RESERVED = (
@@ -34,6 +36,12 @@ def _plain(value: str) -> str:
 def _program(value: str) -> str:
     if not _PROGRAM.fullmatch(value):
         raise ValueError("a path of letters, digits and _./+-, at most 1000")
+    return value
+
+
+def _executor(value: str) -> str:
+    if value not in ("local", "slurm") and not _FACTORY.fullmatch(value):
+        raise ValueError("local, slurm, or FILE.py:FUNCTION")
     return value
 
 
@@ -124,11 +132,26 @@ class RaySite(Section):
     )
 
 
+class NemoRunSite(Section):
+    """What NeMo-Run starts trials with; `slurm` takes its options from the section of that name."""
+
+    executor: Annotated[str, AfterValidator(_executor)] = Field(
+        default="local", description="local, slurm, or FILE.py:FUNCTION, which returns an executor"
+    )
+    python: Annotated[str, AfterValidator(_program)] | None = Field(
+        default=None, description="the python that has NeMo-Run, if it is another than the tuner's"
+    )
+
+
 class Site(Section):
     """All of `site.yaml`. `environment` is set for every trial; `python` starts on the nodes."""
 
     slurm: SlurmSite = Field(default=SlurmSite(), description="options of Slurm's jobs and steps")
     ssh: SshSite | None = Field(default=None, description="hosts, for launcher: ssh")
+    nemo_run: NemoRunSite = Field(default=NemoRunSite(), description="for launcher: nemo-run")
+    kubernetes: KubernetesSite | None = Field(
+        default=None, description="jobs of Kubeflow, for launcher: kubernetes"
+    )
     ray: RaySite = Field(default=RaySite(), description="nodes of a Ray, for launcher: ray")
     environment: Variables = Field(default={}, description="variables of every trial")
     python: Annotated[str, AfterValidator(_program)] | None = Field(

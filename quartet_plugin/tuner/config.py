@@ -196,7 +196,7 @@ class TuneConfig(Section):
     machine: MachineConfig = Field(default=MachineConfig(), description="files that describe the machine")
     launcher: Annotated[str, Field(min_length=1, max_length=100)] = Field(
         default=LOCAL,
-        description="local: this machine; slurm: this allocation; slurm-batch: a job a trial; ssh, ray",
+        description="local: this machine; slurm: this allocation; slurm-batch: a job a trial; others",
     )
     nodes: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
         default=None, description="nodes of the training, where trials have fewer (trial.nodes)"

@@ -5,11 +5,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from quartet_plugin.launchers.site import read_site
+from tests.launchers.kubernetes_models import faults, pods_of
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 SCRIPTS = sorted(path for engine in ("slurm", "ray") for path in LAUNCH.glob(f"{engine}/*"))
+JOBS = sorted(LAUNCH.glob("kubernetes/t*job.yaml"))
+OBJECTS = [*JOBS, LAUNCH / "kubernetes" / "access.yaml"]
 BEGIN, END = "# ---- edit", "# ---- end of what is to be edited"
 
 
@@ -27,6 +31,41 @@ def test_what_is_to_be_edited_stands_in_one_place(script: Path) -> None:
     text = script.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
     assert text.index(BEGIN) < text.index(END)
+
+
+@pytest.mark.parametrize("file", OBJECTS, ids=lambda path: path.name)
+def test_objects_of_kubernetes_are_valid(file: Path) -> None:
+    contents = list(yaml.safe_load_all(file.read_text()))
+    assert contents
+    for content in contents:
+        assert faults(content) == []
+
+
+@pytest.mark.parametrize("file", JOBS, ids=lambda path: path.name)
+def test_scripts_of_pods_are_accepted_too(file: Path, tmp_path: Path) -> None:
+    (content,) = yaml.safe_load_all(file.read_text())
+    for pod in pods_of(content):
+        (container,) = pod["spec"]["containers"]
+        assert container["command"] == ["bash", "-c"]
+        (text,) = container["args"]
+        # Kubernetes would replace it.
+        assert "$(" not in text
+        assert "$$" not in text
+        script = tmp_path / "script.sh"
+        script.write_text(f"#!/bin/bash\n{text}")
+        found = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize("file", [*OBJECTS, LAUNCH / "kubernetes" / "site.yaml"], ids=lambda path: path.name)
+def test_objects_have_one_place_to_edit(file: Path) -> None:
+    text = file.read_text()
+    if file.name == "site.yaml":
+        site = read_site(file)
+        assert site.kubernetes is not None
+        assert site.kubernetes.mounts(Path("/shared/my-model/runs"))
+    else:
+        assert text.count(BEGIN) == text.count(END) == 1
 
 
 def test_the_site_is_read() -> None:

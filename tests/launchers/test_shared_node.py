@@ -1,0 +1,108 @@
+"""A node's part of an attempt whose launcher and nodes meet in a shared folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.launchers import shared_node
+from quartet_plugin.launchers.shared_run import SharedFolder, highest, node_words
+
+SLEEP = [sys.executable, "-c", "import time; print('began', flush=True); time.sleep(100)"]
+
+
+def request_of(
+    folder: Path, argv: list[str], *, num_nodes: int = 1, env: dict[str, str] | None = None
+) -> SharedFolder:
+    """What the launcher writes."""
+    shared = SharedFolder(folder / "stdout.log")
+    shared.write_request(
+        argv,
+        env={"PATH": os.environ["PATH"], **(env or {})},
+        cwd=folder,
+        num_nodes=num_nodes,
+        index_variables=("INDEX",) if num_nodes > 1 else (),
+        names="host",
+    )
+    return shared
+
+
+def node(shared: SharedFolder, index: int = 0, **more: str) -> "subprocess.Popen[str]":
+    """What the engine starts on a node."""
+    words = node_words(shared.stdout, python=sys.executable)
+    environment = {**os.environ, "INDEX": str(index), **more}
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_folder_that_is_not_mounted_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = shared_node.main([str(tmp_path / "request.json")], see_s=0.0)
+    assert code == shared_node.NOT_SEEN_EXIT
+    assert "does not see" in capsys.readouterr().out
+
+
+def test_a_node_is_never_begun_twice(tmp_path: Path) -> None:
+    shared = request_of(tmp_path, ["true"])
+    assert node(shared).wait(timeout=30) == 0
+    again = node(shared)
+    assert again.wait(timeout=30) == shared_node.BEGUN_BEFORE_EXIT
+    assert shared.exit_codes(1) == {0: 0}
+
+
+def test_the_request_is_the_owners_alone_and_is_forgotten(tmp_path: Path) -> None:
+    shared = request_of(tmp_path, ["true"], env={"TOKEN": "secret"})
+    path = shared.path / shared_node.REQUEST_FILE
+    assert path.stat().st_mode & 0o777 == 0o600
+    shared.collect()
+    assert not path.exists()
+
+
+def test_variables_of_the_engines_ranks_are_set_anew(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    shared = request_of(tmp_path, argv, env={"OF_THE_TUNER": "1"})
+    found = node(shared, RANK="5", PET_NPROC_PER_NODE="auto", NVIDIA_VISIBLE_DEVICES="2", MASTER_PORT="1")
+    printed, _ = found.communicate(timeout=30)
+    seen = json.loads(printed)
+    assert "RANK" not in seen
+    assert "PET_NPROC_PER_NODE" not in seen
+    assert (seen["OF_THE_TUNER"], seen["NVIDIA_VISIBLE_DEVICES"], seen["NNODES"]) == ("1", "2", "1")
+    assert seen["MASTER_PORT"] != "1"
+    # Both in the engine's own log and in the attempt's output.
+    assert json.loads(shared.stdout.read_text()) == seen
+
+
+def test_the_launcher_ends_a_node_by_a_file(tmp_path: Path) -> None:
+    shared = request_of(tmp_path, SLEEP)
+    running = node(shared)
+    await_text(shared.stdout, "began")
+    shared.ask_to_end()
+    assert running.wait(timeout=30) == 128 + signal.SIGTERM
+    assert shared.await_end(1, limit_s=5.0) == []
+
+
+def test_a_node_that_waits_for_the_others_ends_too(tmp_path: Path) -> None:
+    shared = request_of(tmp_path, SLEEP, num_nodes=2)
+    waiting = node(shared, 1)
+    while not shared.num_begun():
+        time.sleep(0.02)
+    assert not shared.has_begun(2)
+    waiting.send_signal(signal.SIGTERM)
+    assert waiting.wait(timeout=30) == shared_node.STOPPED_EXIT
+
+
+def test_the_exit_code_is_that_of_the_command() -> None:
+    assert highest({0: 0, 1: 7}) == 7
+    assert highest({0: 1, 1: shared_node.NOT_SEEN_EXIT}) == 1
+    assert highest({}) is None
+
+
+def await_text(path: Path, text: str) -> None:
+    """Wait until a file has the text."""
+    end = time.monotonic() + 30.0
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
