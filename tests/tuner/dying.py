@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
@@ -105,7 +105,7 @@ def main() -> None:
         replace(source, target, **more)
 
     replace = os.replace
-    os.replace = replace_of_run
+    os.replace = cast(Any, replace_of_run)
     os.write = before(os.write)
     os.link = before(os.link)
     event.listen(Engine, "commit", one)

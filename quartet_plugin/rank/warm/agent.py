@@ -148,7 +148,7 @@ def run_agent(argv: Sequence[str], waiting: list[WaitingRank]) -> NoReturn:
 
 def _show_without_our_frames(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Print an error's traceback from torchrun's own code on, as a torchrun that was started anew does."""
-    own = trace
-    while own is not None and own.tb_frame.f_globals.get("__name__", "").partition(".")[0] != "torch":
-        own = own.tb_next
-    sys.__excepthook__(kind, error.with_traceback(own or trace), own or trace)
+    begin = trace
+    while begin is not None and begin.tb_frame.f_globals.get("__name__", "").partition(".")[0] != "torch":
+        begin = begin.tb_next
+    sys.__excepthook__(kind, error.with_traceback(begin or trace), begin or trace)
