@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from quartet_plugin.deepspeed.cpu import use_cpu
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.protocol.ds_config import Settings, config_file_of, parse_settings, read_config
-from quartet_plugin.protocol.environment import CPU_INSTRUCTIONS, CPU_SETTINGS
 from quartet_plugin.protocol.terminal import terminal_line
 from quartet_plugin.rank.entry_options import EntryOptions, read_command, run_program
 from quartet_plugin.rank.rendezvous import RankEnv
@@ -112,12 +112,7 @@ def _use_device(session: DeepSpeedSession) -> None:
             "no accelerator is visible here: this trains on the CPU (--quartet-device cpu says it is meant)"
         )
         print_notes([line], rank_env=session.rank_env)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault(CPU_INSTRUCTIONS, CPU_SETTINGS[CPU_INSTRUCTIONS])
-    import deepspeed
-
-    # An all-reduce inside a node that would be compiled for a minute at the first start.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    use_cpu()
 
 
 def _install(session: DeepSpeedSession) -> None:

@@ -10,11 +10,19 @@ from itertools import pairwise
 from pathlib import Path
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.launchers.command import ENTRY_MODULE, Assignments, Command, parse_command
+from quartet_plugin.launchers.command import (
+    DEEPSPEED_MODULE,
+    ENTRY_MODULE,
+    Assignments,
+    Command,
+    parse_command,
+)
 from quartet_plugin.launchers.starter_options import read_options
 from quartet_plugin.protocol.environment import ATTEMPT_ID, CPU_REEXECUTED, CPU_SETTINGS, DEVICE_FLAG
 from quartet_plugin.protocol.trial_server import NO_ATTEMPT, SERVER_MODULE, ForkRequest, Preload
 
+# The adapters whose ranks are forked, and the packages that they adapt.
+_FRAMEWORKS = {ENTRY_MODULE: "megatron", DEEPSPEED_MODULE: "deepspeed"}
 _MAX_SCRIPT_BYTES = 10_000
 _INTERPRETER = re.compile(rb"#!(?:/bin/sh\n'''exec' )?\"?(/[^\s\"]*python[0-9.]*)\"?(?: \"\$0\" \"\$@\")?\n")
 _MAIN = b"from torch.distributed.run import main"
@@ -91,8 +99,9 @@ def server_command(argv: Sequence[str], *, env: Mapping[str, str], cwd: Path) ->
     server = dict(given)
     if num_ranks > 1:
         server.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it for ranks
-    if on_cpu and any(server.get(name) != value for name, value in CPU_SETTINGS.items()):
-        server |= {**CPU_SETTINGS, CPU_REEXECUTED: "1"}  # what a rank starts itself anew with
+    is_megatron = command.entry == ENTRY_MODULE
+    if is_megatron and on_cpu and any(server.get(name) != value for name, value in CPU_SETTINGS.items()):
+        server |= {**CPU_SETTINGS, CPU_REEXECUTED: "1"}  # what a rank of Megatron starts itself anew with
     return ServerCommand(
         (interpreter, *(("-u",) if has_agent else options), "-m", SERVER_MODULE),
         cwd,
@@ -103,6 +112,8 @@ def server_command(argv: Sequence[str], *, env: Mapping[str, str], cwd: Path) ->
         command.target if command.is_module else str(cwd / command.target),
         command.is_module,
         on_cpu,
+        command.entry,
+        _FRAMEWORKS[command.entry],
     )
 
 
@@ -111,8 +122,8 @@ def _cold_reason(command: Command) -> str | None:
     if command.starter not in ("torchrun", "python"):
         name = command.program if command.starter == "other" else command.starter
         return f"{name} starts the processes itself"
-    if command.entry != ENTRY_MODULE or not command.is_wrapped:
-        return "only ranks of Megatron are forked"
+    if command.entry not in _FRAMEWORKS or not command.is_wrapped:
+        return "only ranks of Megatron and DeepSpeed are forked"
     if command.num_processes is None:
         return "the number of processes is left to the machine"
     if command.starter == "torchrun":

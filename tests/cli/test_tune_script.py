@@ -16,9 +16,9 @@ from quartet_plugin.trial.runner import run_trial
 from tests.cli.tuning import living, wait_until
 from tests.megatron.support import PRETRAIN_SCRIPT, dataset, free_port
 from tests.rank.hooked import HOOK, environment
+from tests.short_rounds import SHORT_ENTRY
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_gpt.sh"
-ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 CONFIG = """\
 run: script
 search: {tensor_parallel: 1, pipeline_parallel: 2, virtual_stages: 1, micro_batch_size: 1, schedule: 1f1b}
@@ -48,7 +48,7 @@ def words(tmp_path: Path) -> list[str]:
 def tune_argv(folder: Path, words: list[str]) -> list[str]:
     (folder / "q.yaml").write_text(CONFIG)
     options = ["tune", "--config", str(folder / "q.yaml"), "--run-dir", str(folder / "runs")]
-    return [sys.executable, "-c", ENTRY, *options, "--", *words]
+    return [sys.executable, "-c", SHORT_ENTRY, *options, "--", *words]
 
 
 @pytest.mark.nightly
@@ -77,7 +77,7 @@ def test_a_bash_script_is_tuned_unedited(
     assert not (tmp_path / "hostile").exists()
     assert living(tmp_path) == []
     trained = subprocess.run(
-        [sys.executable, "-c", ENTRY, "train", "--plan", str(plan), "--device", "cpu", "--", *words],
+        [sys.executable, "-c", SHORT_ENTRY, "train", "--plan", str(plan), "--device", "cpu", "--", *words],
         env={**surroundings, "TRAIN_ITERS": "4"},
         cwd=tmp_path,
         capture_output=True,

@@ -33,6 +33,8 @@ from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.files import write_schedule
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
+from tests import warm_ranks
+from tests.megatron.support import run_forked
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--rdzv-backend", "c10d"]
@@ -144,24 +146,26 @@ def environment() -> dict[str, str]:
     return {**kept, **settings, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
 
 
+def run_ranks(words: Sequence[str], *, log: Path, **more: str) -> tuple[int, str]:
+    """Run torchrun with `words`, its ranks forked, in an environment with `more`: exit code and output."""
+    return run_forked(
+        [*TORCHRUN, *words],
+        {**environment(), **more},
+        timeout_s=TIMEOUT_S,
+        log=log,
+        framework=warm_ranks.DEEPSPEED,
+    )
+
+
 def train(folder: Path, *, processes: int, options: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train with each of the options in the same processes; returns what rank 0 saw of each."""
     number = len(list(folder.iterdir()))
     given, output = folder / f"options-{number}.json", folder / f"output-{number}.json"
     given.write_text(json.dumps(list(options)), encoding="utf-8")
-    run = subprocess.run(
-        [
-            *(*TORCHRUN, f"--nproc-per-node={processes}", "--rdzv-endpoint=localhost:0"),
-            *("-m", "tests.deepspeed.train_rank", str(given), str(output)),
-        ],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    words = [f"--nproc-per-node={processes}", "--rdzv-endpoint=localhost:0"]
+    words += ["-m", "tests.deepspeed.train_rank", str(given), str(output)]
+    code, said = run_ranks(words, log=folder / f"log-{number}")
+    assert code == 0, said[-4000:]
     results: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
     return results
 

@@ -11,15 +11,24 @@ import pytest
 from deepspeed.accelerator import get_accelerator
 
 from quartet_plugin.model.plan import write_plan
-from tests.deepspeed.support import ROOT, TORCHRUN, environment, layout, plan, schedule, schedule_file, shape
-
-TIMEOUT_S = 200
+from tests.deepspeed.support import (
+    ROOT,
+    TIMEOUT_S,
+    TORCHRUN,
+    environment,
+    layout,
+    plan,
+    run_ranks,
+    schedule,
+    schedule_file,
+    shape,
+)
 
 
 def launch(
     tmp_path: Path, config: dict[str, Any], *, words: tuple[str, ...] = (), launcher: str = "torchrun"
-) -> Any:
-    """Run the example under the entry on two processes; returns the launch and the ranks' records."""
+) -> tuple[int, str, dict[str, Any]]:
+    """Run the example under the entry on two processes: exit code, output and the ranks' records."""
     file, errors = tmp_path / "ds.json", tmp_path / "errors"
     errors.mkdir(exist_ok=True)
     file.write_text(json.dumps({**BASE, **config}), encoding="utf-8")
@@ -32,21 +41,25 @@ def launch(
     script += ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16"]
     script += ["--vocab-size", "260", "--train-iters", "3", "--log-interval", "1", "--pipeline-stages", "2"]
     script += ["--deepspeed_config", str(file), *words]
-    start = {
-        "torchrun": [*TORCHRUN, "--nproc-per-node=2", "--rdzv-endpoint=localhost:0", "-m"],
-        "deepspeed": [str(Path(TORCHRUN[0]).with_name("deepspeed")), "--num_gpus", "2", "--module"],
-    }[launcher]
-    run = subprocess.run(
-        [*start, "quartet_plugin.deepspeed", *script],
-        env={**environment(), "QUARTET_ERRORS": str(errors)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    if launcher == "torchrun":
+        own = ["--nproc-per-node=2", "--rdzv-endpoint=localhost:0", "-m", "quartet_plugin.deepspeed"]
+        log = tmp_path / f"log-{len(list(tmp_path.iterdir()))}"
+        code, said = run_ranks([*own, *script], log=log, QUARTET_ERRORS=str(errors))
+    else:
+        program = str(Path(TORCHRUN[0]).with_name("deepspeed"))
+        run = subprocess.run(
+            [program, "--num_gpus", "2", "--module", "quartet_plugin.deepspeed", *script],
+            env={**environment(), "QUARTET_ERRORS": str(errors)},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        code, said = run.returncode, run.stdout
     found = {path.name: json.loads(path.read_text()) for path in errors.glob("rank-*.err.json")}
-    return run, found
+    return code, said, found
 
 
 BASE: dict[str, Any] = {
@@ -59,13 +72,13 @@ BASE: dict[str, Any] = {
 }
 
 
-def refused(run: Any, found: dict[str, Any], *words: str) -> None:
-    assert run.returncode != 0
-    lines = [line for line in run.stderr.splitlines() if line.startswith("quartet: ")]
-    assert len(lines) == 1, run.stderr[-3000:]
+def refused(code: int, said: str, found: dict[str, Any], *words: str) -> None:
+    assert code != 0
+    lines = [line for line in said.splitlines() if line.startswith("quartet: ")]
+    assert len(lines) == 1, said[-3000:]
     for word in words:
         assert word in lines[0]
-    assert "quartet_plugin/" not in run.stderr, "no frame of ours: torchrun alone shows a traceback, its own"
+    assert "quartet_plugin/" not in said, "no frame of ours: torchrun alone shows a traceback, its own"
     # torchrun ends a rank that is still importing as soon as the other one has refused.
     assert found
     assert set(found) <= {"rank-0.err.json", "rank-1.err.json"}
@@ -89,11 +102,8 @@ def test_a_plan_for_another_world_size(tmp_path: Path) -> None:
     own = layout(4, world=4)
     write_plan(plan((1, 1, 1, 1), planned=own, own=own, batch=8), path=tmp_path / "plan.json")
     started = time.monotonic()
-    refused(
-        *launch(tmp_path, {"quartet": {"plan": "plan.json"}}),
-        "world_size 2 (plan: 4)",
-        "made for another job",
-    )
+    section = {"quartet": {"plan": str(tmp_path / "plan.json")}}
+    refused(*launch(tmp_path, section), "world_size 2 (plan: 4)", "made for another job")
     assert time.monotonic() - started < TIMEOUT_S
 
 
@@ -104,9 +114,10 @@ def test_a_plan_that_would_clip_otherwise(tmp_path: Path) -> None:
     made = plan((3, 1), planned=own, own=own, batch=8)
     made = replace(made, shape=small, made_for=replace(made.made_for, shape=small))
     write_plan(made, path=tmp_path / "plan.json")
-    config = {"quartet": {"plan": "plan.json"}, "zero_optimization": {"stage": 0}}
-    refused(*launch(tmp_path, config), "gradient_clipping", "first stage's norm")
-    refused(*launch(tmp_path, {"quartet": {"plan": "plan.json"}}), "zero_optimization.stage 1 (plan: 0)")
+    section = {"quartet": {"plan": str(tmp_path / "plan.json")}}
+    without_zero = launch(tmp_path, {**section, "zero_optimization": {"stage": 0}})
+    refused(*without_zero, "gradient_clipping", "first stage's norm")
+    refused(*launch(tmp_path, section), "zero_optimization.stage 1 (plan: 0)")
 
 
 def test_fewer_layers_than_stages(tmp_path: Path) -> None:
@@ -123,11 +134,11 @@ def test_a_split_of_another_model(tmp_path: Path) -> None:
 def test_a_type_that_the_device_does_not_compute_in(tmp_path: Path) -> None:
     made = schedule("gpipe", 2, 4, (3, 3))
     section = {"quartet": {"schedule": schedule_file(tmp_path, made)}, "fp16": {"enabled": True}}
-    run, found = launch(tmp_path, section)
+    code, said, found = launch(tmp_path, section)
     if get_accelerator().is_fp16_supported():
-        assert run.returncode == 0, run.stderr[-3000:]
+        assert code == 0, said[-3000:]
     else:
-        refused(run, found, "fp16.enabled", "use bf16")
+        refused(code, said, found, "fp16.enabled", "use bf16")
 
 
 def test_zero_2_with_a_pipeline(tmp_path: Path) -> None:
@@ -143,11 +154,11 @@ def test_an_unedited_script_trains_under_both_launchers(tmp_path: Path) -> None:
     config = {"quartet": {"schedule": schedule_file(tmp_path, made)}}
     losses = []
     for launcher in ("torchrun", "deepspeed"):
-        run, found = launch(tmp_path, config, launcher=launcher)
-        assert run.returncode == 0, run.stderr[-3000:]
+        code, said, found = launch(tmp_path, config, launcher=launcher)
+        assert code == 0, said[-3000:]
         assert found == {}
-        losses.append([line for line in run.stdout.splitlines() if line.startswith("iteration")])
+        losses.append([line for line in said.splitlines() if line.startswith("iteration")])
     assert len(losses[0]) == 3
     assert losses[0] == losses[1]
-    run, _ = launch(tmp_path, {"zero_optimization": {"stage": 0}})
-    assert "clips all stages by the first stage's gradient norm alone" in run.stderr
+    _, said, _ = launch(tmp_path, {"zero_optimization": {"stage": 0}})
+    assert "clips all stages by the first stage's gradient norm alone" in said

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from quartet_plugin.cli.main import main
 from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
 from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, receipt_path, tolerance_for
 from quartet_plugin.trial import parity
@@ -36,6 +38,13 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.fixture(scope="module")
+def warm() -> Iterator[WarmLauncher]:
+    """One server forks the ranks of all checks."""
+    with WarmLauncher() as launcher:
+        yield launcher
+
+
 def command(folder: Path, *, starter: list[str], fault: str, **config: Any) -> list[str]:
     """The words of a training command with dropout, and with its data and ds_config written."""
     subprocess.run(
@@ -49,15 +58,16 @@ def command(folder: Path, *, starter: list[str], fault: str, **config: Any) -> l
     return [*starter, str(FAULTY), *flags, "--deepspeed_config", str(folder / "ds.json")]
 
 
-def gate_for(folder: Path, words: list[str]) -> ParityGate:
+def gate_for(folder: Path, words: list[str], launcher: WarmLauncher) -> ParityGate:
     return ParityGate(
+        launcher=launcher,
         command=parse_command(words, environment={}),
         folder=folder / "gate",
         weights=folder / "weights",
         num_steps=STEPS,
         device="cpu",
         deadline_s=200.0,
-        cwd=folder,
+        cwd=ROOT,
     )
 
 
@@ -85,8 +95,10 @@ def worst(receipt: Receipt) -> float:
 
 
 @pytest.mark.slow
-def test_what_trains_as_the_command_does_passes_and_a_wrong_gradient_does_not(tmp_path: Path) -> None:
-    gate = gate_for(tmp_path, command(tmp_path, starter=TORCHRUN, fault="gradient"))
+def test_what_trains_as_the_command_does_passes_and_a_wrong_gradient_does_not(
+    tmp_path: Path, warm: WarmLauncher
+) -> None:
+    gate = gate_for(tmp_path, command(tmp_path, starter=TORCHRUN, fault="gradient"), warm)
     made = v_plan()
     assert needs_receipt(made)
     receipt = gate.check(made)
@@ -104,7 +116,7 @@ def test_what_trains_as_the_command_does_passes_and_a_wrong_gradient_does_not(tm
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "verdict"), [("none", "passed"), ("stage", "failed")])
 def test_the_rounding_of_another_micro_batch_is_stocks_own_and_a_wrong_stage_is_not(
-    fault: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, verdict: str, tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A narrow tolerance stands for a large model, whose rounding exceeds the usual one."""
     usual = tolerance_for("fp32", tensor_parallel_differs=False)
@@ -112,7 +124,7 @@ def test_the_rounding_of_another_micro_batch_is_stocks_own_and_a_wrong_stage_is_
     monkeypatch.setattr(parity, "tolerance_for", lambda *_, **__: narrow)
     wide = replace(usual, loss=1e-3, grad_norm=1e-3)
     monkeypatch.setattr(parity, "rounding_limit", lambda *_, **__: wide)
-    gate = gate_for(tmp_path, command(tmp_path, starter=TORCHRUN, fault=fault))
+    gate = gate_for(tmp_path, command(tmp_path, starter=TORCHRUN, fault=fault), warm)
     receipt = gate.check(v_plan(micro_batch=1))
     second = receipt.layout_reference
     assert second is not None
@@ -123,7 +135,7 @@ def test_the_rounding_of_another_micro_batch_is_stocks_own_and_a_wrong_stage_is_
 
 
 @pytest.mark.slow
-def test_a_sharded_optimizer_in_bf16(tmp_path: Path) -> None:
+def test_a_sharded_optimizer_in_bf16(tmp_path: Path, warm: WarmLauncher) -> None:
     words = command(
         tmp_path,
         starter=TORCHRUN,
@@ -132,7 +144,7 @@ def test_a_sharded_optimizer_in_bf16(tmp_path: Path) -> None:
         zero_optimization={"stage": 1},
         gradient_clipping=1.0,
     )
-    receipt = gate_for(tmp_path, words).check(v_plan(is_sharded=True))
+    receipt = gate_for(tmp_path, words, warm).check(v_plan(is_sharded=True))
     assert (receipt.verdict, receipt.precision) == ("passed", "bf16"), receipt
     assert all(float(one.grad_norm) > 0 for one in receipt.steps)
 
@@ -140,10 +152,12 @@ def test_a_sharded_optimizer_in_bf16(tmp_path: Path) -> None:
 def test_check_writes_the_receipt_that_train_asks_for(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = command(tmp_path, starter=["deepspeed", "--num_gpus", "2"], fault="none")
+    """Under the launcher whose ranks are forked; training then begins under DeepSpeed's own."""
+    words = command(tmp_path, starter=TORCHRUN, fault="none")
     path = tmp_path / "plan.json"
     write_plan(v_plan(), path=path)
-    train = ["train", "--plan", str(path), "--device", "cpu", "--", *words]
+    own = ["deepspeed", "--num_gpus", "2", *words[len(TORCHRUN) :]]
+    train = ["train", "--plan", str(path), "--device", "cpu", "--", *own]
     assert main(train) == 2
     assert "has no parity receipt" in capfd.readouterr().err
     assert main(["check", str(path), "--device", "cpu", "--steps", "2", "--", *words]) == 0

@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from quartet_plugin.cli.trace import trace
 from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.model.plan import Mapping, Plan, Split
 from quartet_plugin.model.training_job import parse_training_job
 from quartet_plugin.protocol.rank_files import RankFileReader, read_actions
@@ -35,6 +37,14 @@ FAULTY = ROOT / "tests" / "deepspeed" / "faulty_pretrain.py"
 STARTERS = ["deepspeed --num_gpus 2", f"{sys.executable} -m torch.distributed.run --nproc-per-node 2"]
 
 Request = Callable[..., TrialRequest]
+Run = Callable[..., TrialResult]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Runs trials, with the ranks of torchrun forked; the deepspeed launcher starts its own."""
+    with WarmLauncher() as launcher:
+        yield partial(run_trial, launcher=launcher)
 
 
 @pytest.fixture(params=STARTERS, ids=["deepspeed", "torchrun"])
@@ -64,16 +74,17 @@ def request_for(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
     return make
 
 
-def measured(request: TrialRequest) -> TrialResult:
-    result = run_trial(request)
+def measured(request: TrialRequest, run: Run) -> TrialResult:
+    result = run(request)
+    assert result.start == ("warm" if request.command.starter == "torchrun" else "cold"), result.cold_reason
     assert result.outcome in (Outcome.OK, Outcome.UNSTABLE), (result.reason, result.last_lines)
     assert len(result.iteration_s) == len(result.loss) == len(result.grad_norm) == 3
     return result
 
 
-def test_the_baseline_and_plans(request_for: Request, tmp_path: Path) -> None:
+def test_the_baseline_and_plans(request_for: Request, run: Run, tmp_path: Path) -> None:
     request = request_for(EXAMPLE)
-    result = measured(request)
+    result = measured(request, run)
     assert result.job is not None
     job = parse_training_job(result.job)
     assert job.framework == "deepspeed"
@@ -92,9 +103,9 @@ def test_the_baseline_and_plans(request_for: Request, tmp_path: Path) -> None:
         split=Split(transformer_layers_per_stage=(3, 1)),
         mapping=Mapping(slots=tuple(reversed(own.mapping.slots))),
     )
-    tried = measured(replace(request, folder=tmp_path / "trials" / "1", plan=uneven))
+    tried = measured(replace(request, folder=tmp_path / "trials" / "1", plan=uneven), run)
     assert tried.loss == pytest.approx(result.loss, rel=1e-3)
-    ours = measured(replace(request, folder=tmp_path / "trials" / "2", plan=of_ours(own)))
+    ours = measured(replace(request, folder=tmp_path / "trials" / "2", plan=of_ours(own)), run)
     assert ours.loss == pytest.approx(result.loss, rel=1e-3)
     sheets = read_actions(ours.folder)
     assert [len(sheet.actions) for sheet in sheets] == [2 * 3 * 4] * 2, "F, I and W of two stages"
@@ -119,41 +130,51 @@ def of_ours(own: Plan) -> Plan:
 
 
 @pytest.mark.slow
-def test_a_script_that_calls_our_initialize_is_measured_alike(request_for: Request, tmp_path: Path) -> None:
+@pytest.mark.parametrize("request_for", STARTERS[1:], indirect=True, ids=["torchrun"])
+def test_losses_are_those_of_a_cold_start(request_for: Request, run: Run) -> None:
+    warm, cold = measured(request_for(EXAMPLE), run), run_trial(request_for(EXAMPLE, name="cold"))
+    assert cold.start == "cold"
+    assert (warm.loss, warm.grad_norm, warm.job) == (cold.loss, cold.grad_norm, cold.job)
+
+
+@pytest.mark.slow
+def test_a_script_that_calls_our_initialize_is_measured_alike(
+    request_for: Request, run: Run, tmp_path: Path
+) -> None:
     own = layout(2, world=2, is_sharded=True)
     uneven = plan((3, 1), planned=own, own=own, batch=8)
     small = replace(shape(4), vocab_size=260)
     uneven = replace(uneven, shape=small, made_for=replace(uneven.made_for, shape=small))
-    result = measured(request_for(FAULTY, "--fault", "drop-in", plan=uneven))
+    result = measured(request_for(FAULTY, "--fault", "drop-in", plan=uneven), run)
     assert result.plan_key == uneven.key
     assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.slow
-def test_out_of_memory_and_a_refusal(request_for: Request, tmp_path: Path) -> None:
-    full = run_trial(request_for(FAULTY, "--fault", "oom", name="oom"))
+def test_out_of_memory_and_a_refusal(request_for: Request, run: Run, tmp_path: Path) -> None:
+    full = run(request_for(FAULTY, "--fault", "oom", name="oom"))
     assert full.outcome is Outcome.INFEASIBLE
     assert "out of memory on rank 1" in full.reason
     assert full.memory_excess_bytes == 2 * 2**30
-    refused = run_trial(request_for(EXAMPLE, name="zero", config={"zero_optimization": {"stage": 2}}))
+    refused = run(request_for(EXAMPLE, name="zero", config={"zero_optimization": {"stage": 2}}))
     assert refused.outcome is Outcome.INFEASIBLE
     assert "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism" in refused.reason
     assert not living(tmp_path)
 
 
-def test_a_plan_that_does_not_fit_is_our_fault(request_for: Request, tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_is_our_fault(request_for: Request, run: Run, tmp_path: Path) -> None:
     own = layout(4, world=4)
     other = plan((1, 1, 1, 1), planned=own, own=own, batch=8)
-    result = run_trial(request_for(EXAMPLE, plan=replace(other, shape=shape(4))))
+    result = run(request_for(EXAMPLE, plan=replace(other, shape=shape(4))))
     assert result.outcome is Outcome.HARNESS
     assert "world_size 2 (plan: 4)" in result.reason
     assert not living(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_hang_and_a_stop(request_for: Request, tmp_path: Path) -> None:
+def test_a_hang_and_a_stop(request_for: Request, run: Run, tmp_path: Path) -> None:
     short = Timeouts(init_s=150.0, first_step_s=60.0, step_s=6.0, shutdown_s=3.0)
-    hung = run_trial(request_for(FAULTY, "--fault", "hang", name="hang", timeouts=short, max_attempts=1))
+    hung = run(request_for(FAULTY, "--fault", "hang", name="hang", timeouts=short, max_attempts=1))
     assert hung.outcome is Outcome.INFRA
     assert "rank" in hung.reason
     assert hung.phase in ("warmup", "measure")
@@ -164,7 +185,7 @@ def test_a_hang_and_a_stop(request_for: Request, tmp_path: Path) -> None:
         is_stopped |= progress.phase == "measure" and progress.iteration >= 2
 
     request = request_for(FAULTY, "--fault", "slow", "--train-iters", "1000", name="stop", measure=900)
-    stopped = run_trial(request, on_progress=on_progress, stop=lambda: is_stopped)
+    stopped = run(request, on_progress=on_progress, stop=lambda: is_stopped)
     assert stopped.outcome is Outcome.CANCELLED, stopped.reason
     assert is_stopped
     assert not living(tmp_path)

@@ -10,8 +10,9 @@ from quartet_plugin.errors import ExitCode
 from quartet_plugin.model.plan import read_plan
 from tests.cli.tuning import living
 from tests.deepspeed.support import ROOT, prepare_launchers
+from tests.short_rounds import short_rounds as short_rounds
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("short_rounds")]
 
 CONFIG = """\
 run: small

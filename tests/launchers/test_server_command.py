@@ -24,7 +24,10 @@ def made(words: str, *, cwd: Path = Path("/work"), **environment: str) -> Server
     ("words", "reason"),
     [
         ("deepspeed --num_gpus 2 train.py", "deepspeed starts the processes itself"),
-        ("torchrun train.py --deepspeed_config c.json", "only ranks of Megatron are forked"),
+        (
+            "torchrun --nproc-per-node 2 -m megatron.bridge.train",
+            "only ranks of Megatron and DeepSpeed are forked",
+        ),
         ("torchrun --nproc-per-node gpu train.py", "the number of processes is left to the machine"),
         (
             "torchrun --numa-binding node train.py",

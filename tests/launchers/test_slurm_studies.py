@@ -17,11 +17,11 @@ import pytest
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.launchers.slurm_cluster import SlurmCluster
 from tests.megatron.entry_launch import GLOBAL_BATCH_SIZE, MEGATRON_FLAGS, SCRIPT
+from tests.short_rounds import SHORT_ENTRY
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("outside_of_jobs")]
 
 ROOT = Path(__file__).parents[2]
-ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 CONFIG = """\
 run: fake
 search: {pipeline_parallel: 2, virtual_stages: 1, schedule: 1f1b}
@@ -55,7 +55,7 @@ def tuner_words(folder: Path, *options: str, fake: Sequence[str] = ()) -> list[s
     """The tuner with two ranks of the stand-in, one on each of two nodes."""
     words, command = prepare(folder, config=CONFIG)
     per_node = [*command[:2], "1", *command[3:]]
-    return [sys.executable, "-c", ENTRY, *words, *options, "--", *per_node, *fake]
+    return [sys.executable, "-c", SHORT_ENTRY, *words, *options, "--", *per_node, *fake]
 
 
 def submit(cluster: SlurmCluster, folder: Path, words: Sequence[str], *options: str) -> str:
@@ -113,7 +113,7 @@ def test_the_job_script_queues_itself_again_and_goes_on(cluster: SlurmCluster, t
     """As Slurm's signal before the time limit, or of a preemption, makes it do."""
     words = tuner_words(tmp_path, fake=["--step-s", "0.3"])
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "quartet").write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{ENTRY}" "$@"\n')
+    (tmp_path / "bin" / "quartet").write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{SHORT_ENTRY}" "$@"\n')
     (tmp_path / "bin" / "quartet").chmod(0o755)
     own = [
         f"PATH={shlex.quote(str(tmp_path / 'bin'))}:$PATH",
@@ -207,7 +207,7 @@ def test_megatron_is_tuned_and_trained_on_two_nodes(cluster: SlurmCluster, tmp_p
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     command = [torchrun, "--nproc-per-node", "1", str(SCRIPT), *MEGATRON_FLAGS]
     options = ["--config", str(tmp_path / "q.yaml"), "--run-dir", str(tmp_path / "runs"), "--workers", "2"]
-    words = [sys.executable, "-c", ENTRY, "tune", *options, "--", *command]
+    words = [sys.executable, "-c", SHORT_ENTRY, "tune", *options, "--", *command]
     job = submit(cluster, tmp_path, words)
     printed = await_end(cluster, job, tmp_path, limit_s=800.0)
     run = tmp_path / "runs" / "real"
@@ -216,7 +216,7 @@ def test_megatron_is_tuned_and_trained_on_two_nodes(cluster: SlurmCluster, tmp_p
     train = ["train", "--launcher", "slurm", "--device", "cpu", "--plan", str(plan), "--", *command]
     began = time.monotonic()
     (tmp_path / "out.txt").unlink()
-    job = submit(cluster, tmp_path, [sys.executable, "-c", ENTRY, *train])
+    job = submit(cluster, tmp_path, [sys.executable, "-c", SHORT_ENTRY, *train])
     trained = await_end(cluster, job, tmp_path)
     assert "iteration       20/      20" in trained, (trained, time.monotonic() - began)
     check_nothing_is_left(cluster, tmp_path)
@@ -232,7 +232,7 @@ def test_megatron_is_tuned_on_two_nodes_for_four(cluster: SlurmCluster, tmp_path
     slow = ["--micro-batch-size", "1"]
     command = [torchrun, "--nproc-per-node", "1", str(SCRIPT), *MEGATRON_FLAGS, *slow]
     options = ["--config", str(tmp_path / "q.yaml"), "--run-dir", str(tmp_path / "runs")]
-    job = submit(cluster, tmp_path, [sys.executable, "-c", ENTRY, "tune", *options, "--", *command])
+    job = submit(cluster, tmp_path, [sys.executable, "-c", SHORT_ENTRY, "tune", *options, "--", *command])
     printed = await_end(cluster, job, tmp_path, limit_s=800.0)
     run = tmp_path / "runs" / "small"
     assert set(verdicts(run)) == {"measured"}, printed

@@ -181,7 +181,7 @@ def launch(
     environment = {**support.own_environment(), "OMP_NUM_THREADS": "1"}
     # Ranks of the CPU device are forked; what is said of other starts needs a start.
     is_warm = tuple(entry) == ENTRY and not torchrun and ("--quartet-device", "cpu") in pairwise(flags)
-    run = support.run_forked if is_warm else _run_cold
+    run = support.run_forked if is_warm else support.run_cold
     with tempfile.TemporaryDirectory() as place:
         code, output = run(command, environment, timeout_s=timeout_s, log=Path(place) / "log")
 
@@ -198,9 +198,3 @@ def launch(
         failures=read("err.json"),
         beats=read("beat.json"),
     )
-
-
-def _run_cold(
-    command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float, log: Path
-) -> tuple[int, str]:
-    return support.run_processes(command, environment=environment, timeout_s=timeout_s, log=log)

@@ -18,7 +18,7 @@ import psutil
 
 from quartet_plugin.launchers.protocol import Handle
 from quartet_plugin.protocol.environment import CPU_SETTINGS
-from tests.megatron import warm_ranks
+from tests import warm_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRETRAIN_SCRIPT = REPOSITORY / "examples" / "pretrain_gpt.py"
@@ -184,11 +184,23 @@ def run_ranks(num_processes: int, *program: str, timeout_s: float, log: Path) ->
 
 
 def run_forked(
-    command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float, log: Path
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    timeout_s: float,
+    log: Path,
+    framework: warm_ranks.Framework = warm_ranks.MEGATRON,
 ) -> tuple[int, str]:
     """Run a command line of torchrun, whose ranks on the CPU device are forked."""
-    process = warm_ranks.start(command, environment=environment, log=log)
+    process = warm_ranks.start(command, environment=environment, log=log, framework=framework)
     return _await_end(process, timeout_s=timeout_s, log=log), log.read_text(errors="replace")
+
+
+def run_cold(
+    command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float, log: Path
+) -> tuple[int, str]:
+    """The same with ranks that are started anew."""
+    return run_processes(command, environment=environment, timeout_s=timeout_s, log=log)
 
 
 def _await_end(process: Handle, *, timeout_s: float, log: Path) -> int:

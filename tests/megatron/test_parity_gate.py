@@ -11,6 +11,7 @@ from quartet_plugin.errors import InfrastructureError, PlanError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.receipt import Receipt, needs_receipt
 from quartet_plugin.trial.parity import ParityGate, stock_of
+from tests import warm_ranks
 from tests.megatron.entry_launch import MEGATRON_FLAGS, ROOT, SCRIPT, SHAPE, make_plan
 from tests.megatron.runtime.test_plan import custom_plan
 
@@ -24,6 +25,7 @@ FLAGS = [*MEGATRON_FLAGS, "--hidden-dropout", "0.1", "--attention-dropout", "0.1
 
 def gate_for(folder: Path, *, script: Path = SCRIPT, steps: int = 10) -> ParityGate:
     return ParityGate(
+        launcher=warm_ranks.launcher(),
         command=parse_command([*TORCHRUN, str(script), *FLAGS], environment={}),
         folder=folder,
         weights=folder / "weights",

@@ -13,8 +13,9 @@ from quartet_plugin.model.plan import read_plan
 from quartet_plugin.model.receipt import read_receipt
 from tests.megatron.entry_launch import MEGATRON_FLAGS
 from tests.megatron.support import Step, read_steps
+from tests.short_rounds import short_rounds as short_rounds
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("short_rounds")]
 
 SCRIPT = Path(__file__).with_name("recording_pretrain.py")
 NUM_STEPS, INTERVAL = 9, 3

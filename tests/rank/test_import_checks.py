@@ -37,3 +37,14 @@ def test_a_rank_variable_that_is_read_is_named(checks: ImportChecks, name: str) 
     assert checks.fault(on_cpu=True) == f"reads {name}"
     os.environ.get("GROUP_RANK")
     assert checks.fault(on_cpu=True) == f"reads {name}"
+
+
+def test_a_copy_of_its_own_output_is_nothing_new(checks: ImportChecks, tmp_path: Path) -> None:
+    """As DeepSpeed leaves one behind, that looks for a library with a compiler."""
+    copy = os.dup(2)
+    try:
+        assert checks.fault(on_cpu=True) is None
+    finally:
+        os.close(copy)
+    with (tmp_path / "other").open("wb"):
+        assert checks.fault(on_cpu=True) == f"opens {tmp_path / 'other'}"

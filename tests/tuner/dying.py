@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
@@ -98,7 +98,14 @@ def main() -> None:
 
         return wrapped
 
-    os.replace = before(os.replace)
+    def replace_of_run(source: Any, target: Any, **more: Any) -> None:
+        # Caches of compiled code are written once, by whichever process is the first.
+        if Path(target).is_relative_to(folder):
+            one()
+        replace(source, target, **more)
+
+    replace = os.replace
+    os.replace = cast(Any, replace_of_run)
     os.write = before(os.write)
     os.link = before(os.link)
     event.listen(Engine, "commit", one)

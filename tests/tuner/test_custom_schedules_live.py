@@ -17,8 +17,9 @@ from quartet_plugin.trial.attempt import attempt_number, read_result
 from quartet_plugin.trial.parity import STEPS
 from quartet_plugin.trial.request import Outcome
 from tests.megatron.entry_launch import MEGATRON_FLAGS
+from tests.short_rounds import short_rounds as short_rounds
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("short_rounds")]
 
 # Two that train as stock does, and a third, with two stages a rank, in whose model there is a fault.
 CONFIG = """\

@@ -142,4 +142,13 @@ def run_agent(argv: Sequence[str], waiting: list[WaitingRank]) -> NoReturn:
         sys.path[0] = str(Path(program).parent)
     sys.argv[:] = words
     sys.orig_argv[:] = list(argv)
+    sys.excepthook = _show_without_our_frames
     sys.exit(main())
+
+
+def _show_without_our_frames(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print an error's traceback from torchrun's own code on, as a torchrun that was started anew does."""
+    begin = trace
+    while begin is not None and begin.tb_frame.f_globals.get("__name__", "").partition(".")[0] != "torch":
+        begin = begin.tb_next
+    sys.__excepthook__(kind, error.with_traceback(begin or trace), begin or trace)

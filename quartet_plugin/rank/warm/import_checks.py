@@ -45,7 +45,13 @@ class ImportChecks:
             return f"starts {num_threads - 1} thread{'s' if num_threads > 2 else ''}"
         if _has_children():
             return "starts a process"
-        new = {number: path for number, path in _descriptors().items() if number not in self._descriptors}
+        # A copy of the server's own input or output; a fork closes it and has its own.
+        standard = {self._descriptors.get(number) for number in range(3)}
+        new = {
+            number: path
+            for number, path in _descriptors().items()
+            if number not in self._descriptors and path not in standard
+        }
         devices = [path for path in new.values() if path.startswith(_DEVICE_FILES)]
         if devices:
             return f"opens the device {devices[0]}"

@@ -114,11 +114,13 @@ class References:
             "--data-path", str(self.data),
             *(self.loading(model) if is_loaded else shlex.split(_MODELS[model])), *flags,
         ]  # fmt: skip
-        code, output = support.run_processes(
+        # Ranks with an order of ours prepare themselves before they import Megatron.
+        run = support.run_cold if order else support.run_forked
+        code, output = run(
             support.torchrun(num_processes, *rank, str(program), *arguments),
+            {**support.rank_environment(), **(environment or {})},
             timeout_s=400,
             log=folder / "log",
-            environment={**support.rank_environment(), **(environment or {})},
         )
         assert code == 0, output[-3000:]
         return support.Run(exit_code=code, output=output, steps=support.read_steps(folder))
