@@ -258,6 +258,12 @@ def head_times(run: TrainingRun, constants: Constants, rates: Rates) -> LayerTim
     )
 
 
+def joined_states_times(run: TrainingRun, rates: Rates) -> Times:
+    """The product that joins a layer's output with the next token's embedding (MTP's `eh_proj`)."""
+    h = run.shape.hidden_size
+    return _gemms(rates, run.tokens_per_microbatch, [(h / run.layout.tensor_parallel, 2.0 * h)])
+
+
 def embedding_times(run: TrainingRun, rates: Rates) -> LayerTimes:
     """A gather, and a scattered addition to fp32 gradients.
 
@@ -326,15 +332,18 @@ def _experts(run: TrainingRun, rates: Rates, experts: Experts) -> tuple[Times, f
     tp, ep = layout.tensor_parallel, layout.expert_parallel
     local = max(1.0, experts.num_experts / ep)
     arriving = t * experts.experts_per_token * IMBALANCE
-    each = arriving / local
-    sizes = ffn_products(h, experts.ffn_hidden_size / tp, gated=shape.gated_ffn)
+    # Tensor-parallel devices share the products of an expert, or the tokens of whole ones.
+    each = arriving / local * run.expert_shards / tp
+    sizes = ffn_products(h, experts.ffn_hidden_size / run.expert_shards, gated=shape.gated_ffn)
     routed = _gemms(rates, each, sizes).scaled(local)
     if experts.shared_ffn_hidden_size:
         shared = ffn_products(h, experts.shared_ffn_hidden_size / tp, gated=shape.gated_ffn)
         routed = routed.plus(_gemms(rates, t, shared))
     width = (experts.ffn_hidden_size * experts.experts_per_token + experts.shared_ffn_hidden_size) / tp
-    # Permute before and after the exchange and back: four copies of every routed token.
-    return routed, width, 2.0 * arriving * h * 8
+    # Permute before and after the exchange and back: four copies of every routed token, or two where the
+    # dispatcher brings tokens into the order of experts by itself.
+    copies = 2.0 if run.software.sends_once_a_domain else 4.0
+    return routed, width, 2.0 * arriving * h * 2 * copies
 
 
 def _accumulation_s(run: TrainingRun, rates: Rates, sizes: list[tuple[float, float]], ffn: float) -> float:

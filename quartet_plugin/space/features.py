@@ -39,11 +39,14 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "moe_capacity": _DATA,
     # Its kernels want the ranks that share experts inside one fast domain.
     "moe_flex_dispatcher": _MAPPING,
-    # A plan has one tensor-parallel size, the experts' too.
-    "expert_tensor_parallel": frozenset({Axis.DEGREES}),
-    "overlap_moe": _DATA | _STAGES | _SCALING | _MAPPING,
+    # A plan has one tensor-parallel size, the experts' too, or whole experts; they are spread over copies.
+    "expert_tensor_parallel": _MAPPING | {Axis.DEGREES},
+    # It needs virtual stages where there is a pipeline, and a degree of experts (transformer_config.py).
+    "moe_shared_expert_overlap": _NONE,
+    "overlap_moe": _SCALING | frozenset({Axis.DEGREES, Axis.SCHEDULE}),
     # Layers that are not all alike, or not a list of layers at all.
-    "mtp": _STAGES | _SCALING,
+    # They lie before the head, on its stage.
+    "mtp": _SCALING,
     "hybrid": _STAGES | _SCALING,
     "heterogeneous": _STAGES | _SCALING,
     "multi_latent_attention": _SCALING,
