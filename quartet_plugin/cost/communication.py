@@ -6,7 +6,7 @@ scale-up domain, or several with some ranks in each.
 
 from dataclasses import dataclass
 
-from quartet_plugin.cost.compute import IMBALANCE, LayerTimes, Times
+from quartet_plugin.cost.compute import LayerTimes, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import device_of_stages
 from quartet_plugin.cost.layer_partition import exposed_times, stock_share
@@ -170,7 +170,7 @@ def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) ->
         * run.tokens_per_microbatch
         * experts.experts_per_token
         * run.shape.hidden_size
-        * IMBALANCE
+        * run.imbalance
     )
     share = _share_sent(experts, ranks.num_domains) if run.software.sends_once_a_domain else 1.0
     once = exchange_s(ranks, run.machines, constants, size / run.layout.tensor_parallel, outside_share=share)

@@ -28,8 +28,6 @@ FUSED_KERNELS, PLAIN_KERNELS = 14, 30
 # A fused attention's backward multiplies five matrices where its forward multiplies two, a bit slower.
 FLASH_BACKWARD = 2.5 / 0.85
 ELEMENTWISE_BACKWARD = 1.5
-# Tokens of the fullest device of an expert group, over the mean, with balanced routing.
-IMBALANCE = 1.1
 
 
 class Times(NamedTuple):
@@ -98,7 +96,8 @@ class Rates:
         self.operand_bytes = 1 if low else self.element
         self.cast = constants.cast if low else 0.0
         self.units = device.compute_units
-        self.launch_s = 0.0 if run.software.graphs else constants.launch_s
+        graphed = 1.0 if run.software.graphs else run.software.graphed_share
+        self.launch_s = constants.launch_s * (1.0 - graphed)
         self.ratios = constants if isinstance(constants, ClusterConstants) else NEUTRAL
 
     def gemm(self, m: float, n: float, k: float, *, gradient: bool = False) -> float:
@@ -331,7 +330,7 @@ def _experts(run: TrainingRun, rates: Rates, experts: Experts) -> tuple[Times, f
     t, h = run.tokens_per_microbatch, shape.hidden_size
     tp, ep = layout.tensor_parallel, layout.expert_parallel
     local = max(1.0, experts.num_experts / ep)
-    arriving = t * experts.experts_per_token * IMBALANCE
+    arriving = t * experts.experts_per_token * run.imbalance
     # Tensor-parallel devices share the products of an expert, or the tokens of whole ones.
     each = arriving / local * run.expert_shards / tp
     sizes = ffn_products(h, experts.ffn_hidden_size / run.expert_shards, gated=shape.gated_ffn)

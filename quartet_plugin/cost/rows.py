@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from quartet_plugin.cost.devices import DeviceSpec, device_named
 from quartet_plugin.cost.run import (
+    FORCED_IMBALANCE,
+    IMBALANCE,
     HalfPrecision,
     Overlap,
     ScheduleKind,
@@ -78,6 +80,7 @@ class Row:
     mtp_layers: Annotated[int, Bounds(ge=0, le=MAX_LAYERS)] | None = None
     dense_layers: Annotated[int, Bounds(ge=0, le=MAX_LAYERS)] | None = None
     shared_ffn: Annotated[int, Bounds(ge=0, le=2**31)] | None = None
+    forced_balance: bool | None = None
     gpu_mem_gb: _Rate | None = None
     gpus_per_node: _Devices | None = None
     nvlink_domain: _Devices | None = None
@@ -104,7 +107,7 @@ _OF_SECTION = {
 # The other columns of published tables: results, labels, sources, and what a prediction does not read.
 IGNORED = frozenset({
     "active_b", "arch_detail", "check_mfu_bf16_peak", "check_model_tflops_per_gpu", "commit", "core",
-    "extra", "family", "forced_balance", "gpu_short", "hf", "hfu", "id", "inferred", "iter_time_s",
+    "extra", "family", "gpu_short", "hf", "hfu", "id", "inferred", "iter_time_s",
     "kind", "low_precision", "memory_gb", "memory_kind", "mfu", "missing", "mla", "model", "moe",
     "moe_token_drop", "notes", "optimizer", "overlaps_old_dataset", "params_b", "precision_printed",
     "recipe", "recipe_path", "recipe_tag", "release", "samples_per_s_per_gpu", "section",
@@ -217,6 +220,7 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
         latent=latent,
         has_whole_experts=(row.knobs or {}).get("expert_tensor_parallel_size") == 1,
         mtp_layers=row.mtp_layers or 0,
+        imbalance=FORCED_IMBALANCE if row.forced_balance else IMBALANCE,
     )
     return Resolved(run, assumed, warnings)
 
@@ -257,10 +261,16 @@ def _software(row: Row, assumed: dict[str, Any]) -> Software:
     return software
 
 
+# The share of the kernels of a layer with experts that a scope of CUDA graphs replays.
+_GRAPHED = {"attn": 0.3, "moe_router": 0.15, "moe_preprocess": 0.15, "mlp": 0.1}
+
+
 def _with_knobs(software: Software, knobs: Mapping[str, Any]) -> Software:
     """The behaviour under the stated settings of experts."""
+    scopes = knobs.get("cuda_graph_scope") if knobs.get("cuda_graph_impl") not in (None, "none") else None
     return replace(
         software,
+        graphed_share=sum(_GRAPHED.get(str(scope), 0.0) for scope in scopes or ()),
         expert_overlap=knobs.get("moe_a2a_overlap") is True,
         sends_once_a_domain=knobs.get("moe_flex_dispatcher_backend") in ("deepep", "hybridep"),
     )

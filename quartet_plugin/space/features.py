@@ -73,8 +73,8 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "gpu_sniff_test": _MAPPING,
     "persistent_checkpoint_worker": _MAPPING,
     "local_checkpoint_replication": _MAPPING,
-    # Graphs are captured for one order of microbatches.
-    "cuda_graphs": frozenset({Axis.SCHEDULE}),
+    # Graphs are captured in every launch for the order of the framework's schedule; the runtime steps aside.
+    "cuda_graphs": _NONE,
     # DeepSpeed: the layers of the first device decide about clipping; the script batches its own data.
     "clips_by_first_stage": _STAGES,
     "own_data_iterator": _DATA,

@@ -77,6 +77,7 @@ def words_of(recipe: Mapping[str, Any]) -> list[str]:
         *(["--swiglu"] if model.get("gated_ffn") else []),
         *(["--multi-latent-attention"] if "latent_attention" in model else []),
         *_precision(recipe["precision_and_variant"]),
+        *(["--ckpt-format", "fsdp_dtensor"] if knobs.get("use_megatron_fsdp") else []),
         *_ends(recipe, num_layers=model["num_layers"]),
     ]
 
@@ -207,9 +208,10 @@ def axes_of_recipe(recipe: Mapping[str, Any]) -> set[Axis] | str:
         words = tuple(words_of(recipe))
     except KeyError as error:
         return f"model {error}"
-    command = ProductionCommand(
-        recipe["recipe"], words, recipe["gpus"], {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    )
+    # Hopper GPUs want one connection where layers are shared.
+    connections = "1" if (recipe["tp"] or 1) * (recipe["cp"] or 1) > 1 else "32"
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    command = ProductionCommand(recipe["recipe"], words, recipe["gpus"], environment)
     with mock.patch.dict(os.environ, command.environment), hopper(command):
         try:
             job = job_of(command)

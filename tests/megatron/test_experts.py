@@ -68,16 +68,13 @@ def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: La
     assert {"moe", "moe_microbatch_loss"} <= set(job["features"])
 
 
-LATENT = """
-    --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8
-    --v-head-dim 8 --position-embedding-type rope --mtp-num-layers 1
-"""
+MTP = ("--position-embedding-type", "rope", "--mtp-num-layers", "1")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_uneven_layout_with_multi_token_prediction_trains_as_one_process_does(tmp_path: Path) -> None:
-    flags = [*FLAGS, *shlex.split(LATENT)]
+    flags = [*FLAGS, *MTP]
     weights = tmp_path / "weights"
     words = ["--save", str(weights), "--save-interval", "1", "--exit-interval", "1"]
     done = launch(1, [*flags, *words, "--no-save-optim", "--no-save-rng", *CPU])
