@@ -336,7 +336,7 @@ def _load_deviation(
     shares = []
     for part in actual.keys() & expected.keys():
         here, there = actual[part], expected[part]
-        moved = sum(abs(one - two) for one, two in zip(here, there, strict=False))
+        moved = sum(abs(count - stock) for count, stock in zip(here, there, strict=False))
         is_alike = len(here) == len(there) and sum(there) > 0
         shares.append(moved / (2 * sum(there)) if is_alike else math.inf)
     return as_number(max(shares)) if shares else None

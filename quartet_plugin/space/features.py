@@ -45,8 +45,8 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "moe_shared_expert_overlap": _NONE,
     "overlap_moe": _SCALING | frozenset({Axis.DEGREES, Axis.SCHEDULE}),
     # Layers that are not all alike, or not a list of layers at all.
-    # They lie before the head, on its stage.
-    "mtp": _SCALING,
+    # MTP lies before the head, on a stage that not every script gives tokens.
+    "mtp": _STAGES | _SCALING,
     "hybrid": _STAGES | _SCALING,
     "heterogeneous": _STAGES | _SCALING,
     "multi_latent_attention": _SCALING,

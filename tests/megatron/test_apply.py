@@ -202,6 +202,8 @@ def test_settings_become_flags_and_are_read_back() -> None:
     edited, _ = rewrite(replace(plan, layout=on), flags=native_flags(), words=words)
     assert edited == [*words, "--ddp-bucket-size", "4000"]
     assert {x.name: x.value for x in settings_of(native_flags().values(edited))} == {
+        "expert_tensor_parallel": 0,
+        "moe_token_dispatcher": "allgather",
         "overlap_grad_reduce": True,
         "overlap_param_gather": False,
         "ddp_bucket_size": 4000,
@@ -215,7 +217,7 @@ def test_settings_become_flags_and_are_read_back() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("telemetry", True, "layout.settings: telemetry; this release knows overlap_grad_reduce"),
+        ("telemetry", True, "layout.settings: telemetry; this release knows expert_tensor_parallel"),
         ("overlap_grad_reduce", 3, "layout.settings.overlap_grad_reduce: 3; must be a switch"),
         ("ddp_bucket_size", "many", "layout.settings.ddp_bucket_size: 'many'; must be a size"),
     ],

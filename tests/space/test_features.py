@@ -94,20 +94,6 @@ def test_a_loss_of_one_microbatch_keeps_the_micro_batch_alone() -> None:
     assert any(plan.layout.data_parallel != 2 and plan.schedule.custom is not None for plan in plans)
 
 
-def test_multi_token_prediction_keeps_the_shape_alone() -> None:
-    assert set(locked_axes(["mtp"], change_class="B")) == {Axis.SCALING}
-    job = replace(
-        make_job(layout=LAYOUT, features=("mtp",)),
-        mtp_layers=1,
-        no_custom_schedules="--mtp-num-layers: bound",
-    )
-    search = parse_config({"search": {}}, where="q.yaml").search
-    plans = plans_of(build_space(job, nodes=make_nodes(4), search=search, run="r", seed=0), num=60)
-    assert {plan.made_for.mtp_layers for plan in plans} == {1}
-    assert all(plan.schedule.custom is None for plan in plans)
-    assert len({plan.split for plan in plans}) > 1
-
-
 def test_an_unknown_feature_keeps_everything_whatever_is_asked_for() -> None:
     assert set(locked_axes(["something-new"], change_class="C")) == set(Axis)
 
