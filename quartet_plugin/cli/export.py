@@ -261,7 +261,9 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool]:
         # Megatron pads by the tensor-parallel size: without this it would be another model.
         flags["--padded-vocab-size"] = shape.vocab_size
     if layout.pipeline_parallel > 1:
-        flags["--pipeline-model-parallel-layout"] = plan.split.megatron_layout
+        flags["--pipeline-model-parallel-layout"] = plan.split.layout_text(
+            mtp_layers=plan.made_for.mtp_layers or 0
+        )
     if plan.schedule.group is not None:
         flags["--microbatch-group-size-per-virtual-pipeline-stage"] = plan.schedule.group
     for knob, value in _settings(layout):

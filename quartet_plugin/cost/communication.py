@@ -6,7 +6,7 @@ scale-up domain, or several with some ranks in each.
 
 from dataclasses import dataclass
 
-from quartet_plugin.cost.compute import IMBALANCE, LayerTimes, Times
+from quartet_plugin.cost.compute import LayerTimes, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import device_of_stages
 from quartet_plugin.cost.layer_partition import exposed_times, stock_share
@@ -71,15 +71,26 @@ def group(machines: UniformCluster, constants: Constants, *, size: int, stride: 
     return Group(size=size, local=local, bytes_per_s=bandwidth, hop_s=constants.hop_s)
 
 
-def exchange_s(ranks: Group, machines: UniformCluster, constants: Constants, total_bytes: float) -> float:
-    """Seconds of an all-to-all where every rank sends `total_bytes`, the share that it keeps included."""
+def exchange_s(
+    ranks: Group,
+    machines: UniformCluster,
+    constants: Constants,
+    total_bytes: float,
+    *,
+    outside_share: float = 1.0,
+) -> float:
+    """Seconds of an all-to-all where every rank sends `total_bytes`, the share that it keeps included.
+
+    `outside_share` of what leaves the domain crosses the slow links; the domain's own links spread the rest.
+    """
     if ranks.size == 1:
         return 0.0
     inside = total_bytes * (ranks.local - 1) / ranks.size
     outside = total_bytes * (ranks.size - ranks.local) / ranks.size
     up = machines.scale_up_bytes_per_s * constants.scale_up
     out = machines.scale_out_bytes_per_s * constants.scale_out
-    return inside / up + outside / out + ranks.tree_latency_s
+    spread = outside * (1.0 - outside_share)
+    return (inside + spread) / up + outside * outside_share / out + ranks.tree_latency_s
 
 
 def tensor_parallel(run: TrainingRun, constants: Constants) -> tuple[Times, float]:
@@ -153,16 +164,31 @@ def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) ->
     ep = run.layout.expert_parallel
     if ep == 1:
         return Times()
-    ranks = group(run.machines, constants, size=ep, stride=run.layout.tensor_parallel)
+    ranks = group(run.machines, constants, size=ep, stride=run.expert_shards)
     size = (
         run.element_bytes
         * run.tokens_per_microbatch
         * experts.experts_per_token
         * run.shape.hidden_size
-        * IMBALANCE
+        * run.imbalance
     )
-    once = exchange_s(ranks, run.machines, constants, size / run.layout.tensor_parallel)
+    share = _share_sent(experts, ranks.num_domains) if run.software.sends_once_a_domain else 1.0
+    once = exchange_s(ranks, run.machines, constants, size / run.layout.tensor_parallel, outside_share=share)
     return Times(2 * once, 2 * once, 0.0)
+
+
+def _share_sent(experts: Experts, num_domains: int) -> float:
+    """The domains that a token is sent to, over its experts, which lie in each domain with equal chance."""
+    chosen = experts.experts_per_token
+    return num_domains * (1.0 - (1.0 - 1.0 / num_domains) ** chosen) / chosen
+
+
+def beside_compute(run: TrainingRun, constants: Constants, exchange: Times, layer: LayerTimes) -> Times:
+    """What stays exposed of a layer's exchanges where they run beside another microbatch's computation."""
+    total, compute = sum(exchange), sum(layer.total)
+    if not run.software.expert_overlap or not total:
+        return exchange
+    return exchange.scaled(max(constants.data_exposed, 1.0 - compute / total))
 
 
 def transfer_s(run: TrainingRun, constants: Constants, *, sender: int, receiver: int) -> float:
@@ -244,8 +270,10 @@ def data_parallel(
         return 0.0
     tp, ep = run.layout.tensor_parallel, run.layout.expert_parallel
     reduce, gather = _reduce_and_gather(run, constants, dense, ranks=run.copies, stride=tp)
-    if expert and run.copies > ep:
-        more = _reduce_and_gather(run, constants, expert, ranks=run.copies // ep, stride=tp * ep)
+    shards = run.expert_shards
+    expert_copies = run.copies * tp // (ep * shards)
+    if expert and expert_copies > 1:
+        more = _reduce_and_gather(run, constants, expert, ranks=expert_copies, stride=shards * ep)
         reduce, gather = reduce + more[0], gather + more[1]
     if not run.software.data_overlap:
         return reduce + gather

@@ -28,8 +28,6 @@ FUSED_KERNELS, PLAIN_KERNELS = 14, 30
 # A fused attention's backward multiplies five matrices where its forward multiplies two, a bit slower.
 FLASH_BACKWARD = 2.5 / 0.85
 ELEMENTWISE_BACKWARD = 1.5
-# Tokens of the fullest device of an expert group, over the mean, with balanced routing.
-IMBALANCE = 1.1
 
 
 class Times(NamedTuple):
@@ -98,7 +96,8 @@ class Rates:
         self.operand_bytes = 1 if low else self.element
         self.cast = constants.cast if low else 0.0
         self.units = device.compute_units
-        self.launch_s = 0.0 if run.software.graphs else constants.launch_s
+        graphed = 1.0 if run.software.graphs else run.software.graphed_share
+        self.launch_s = constants.launch_s * (1.0 - graphed)
         self.ratios = constants if isinstance(constants, ClusterConstants) else NEUTRAL
 
     def gemm(self, m: float, n: float, k: float, *, gradient: bool = False) -> float:
@@ -258,6 +257,12 @@ def head_times(run: TrainingRun, constants: Constants, rates: Rates) -> LayerTim
     )
 
 
+def joined_states_times(run: TrainingRun, rates: Rates) -> Times:
+    """The product that joins a layer's output with the next token's embedding (MTP's `eh_proj`)."""
+    h = run.shape.hidden_size
+    return _gemms(rates, run.tokens_per_microbatch, [(h / run.layout.tensor_parallel, 2.0 * h)])
+
+
 def embedding_times(run: TrainingRun, rates: Rates) -> LayerTimes:
     """A gather, and a scattered addition to fp32 gradients.
 
@@ -325,16 +330,19 @@ def _experts(run: TrainingRun, rates: Rates, experts: Experts) -> tuple[Times, f
     t, h = run.tokens_per_microbatch, shape.hidden_size
     tp, ep = layout.tensor_parallel, layout.expert_parallel
     local = max(1.0, experts.num_experts / ep)
-    arriving = t * experts.experts_per_token * IMBALANCE
-    each = arriving / local
-    sizes = ffn_products(h, experts.ffn_hidden_size / tp, gated=shape.gated_ffn)
+    arriving = t * experts.experts_per_token * run.imbalance
+    # Tensor-parallel devices share the products of an expert, or the tokens of whole ones.
+    each = arriving / local * run.expert_shards / tp
+    sizes = ffn_products(h, experts.ffn_hidden_size / run.expert_shards, gated=shape.gated_ffn)
     routed = _gemms(rates, each, sizes).scaled(local)
     if experts.shared_ffn_hidden_size:
         shared = ffn_products(h, experts.shared_ffn_hidden_size / tp, gated=shape.gated_ffn)
         routed = routed.plus(_gemms(rates, t, shared))
     width = (experts.ffn_hidden_size * experts.experts_per_token + experts.shared_ffn_hidden_size) / tp
-    # Permute before and after the exchange and back: four copies of every routed token.
-    return routed, width, 2.0 * arriving * h * 8
+    # Permute before and after the exchange and back: four copies of every routed token, or two where the
+    # dispatcher brings tokens into the order of experts by itself.
+    copies = 2.0 if run.software.sends_once_a_domain else 4.0
+    return routed, width, 2.0 * arriving * h * 2 * copies
 
 
 def _accumulation_s(run: TrainingRun, rates: Rates, sizes: list[tuple[float, float]], ffn: float) -> float:

@@ -112,7 +112,7 @@ def weights_of_stages(run: TrainingRun) -> list[Weights]:
     if run.experts:
         e = run.experts
         shared = common + width * h * e.shared_ffn_hidden_size / tp + e.num_experts * h
-        routed = width * h * e.ffn_hidden_size / tp * e.num_experts / layout.expert_parallel
+        routed = width * h * e.ffn_hidden_size / run.expert_shards * e.num_experts / layout.expert_parallel
     num_dense = run.experts.num_dense_layers if run.experts else shape.num_layers
     positions = shape.max_position_embeddings * (shape.position_embedding == "learned_absolute")
     vocabulary = shape.vocab_size * h / tp
@@ -129,7 +129,9 @@ def weights_of_stages(run: TrainingRun) -> list[Weights]:
                 total += vocabulary + h * positions
             if stage == last and not (stage == 0 and shape.tied_embeddings):
                 total += vocabulary
-            kinds[kind] = Weights(dense=total, expert=(count - plain) * routed)
+            mtp = run.mtp_layers if stage == last else 0
+            total += mtp * (2.0 * h * h / tp + (shared if run.experts else dense))
+            kinds[kind] = Weights(dense=total, expert=(count - plain + mtp) * routed)
         stages.append(kinds[kind])
     return stages
 
@@ -206,7 +208,7 @@ def _states(run: TrainingRun, dense: float, expert: float) -> tuple[float, float
     expert_ranks = (
         max(1.0, ranks * run.layout.tensor_parallel / run.layout.expert_parallel) if expert else 1.0
     )
-    if run.layout.tensor_parallel > 1 and expert:
+    if run.expert_shards > 1 and expert:
         expert_ranks = max(1.0, ranks / run.layout.expert_parallel)
     weight, gradient, optimizer = bytes_per_weight(run.half, run.software)
     if run.zero_stage == 3:
@@ -237,6 +239,7 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
         layers = plain * kept_dense + (count - plain) * kept_moe
         stages.append(layers + boundaries * boundary)
         held.append(plain * held_dense + (count - plain) * held_moe)
+    stages[-1] += run.mtp_layers * (kept_moe + 2.0 * boundary)
     held[-1] += held_bytes.head_product(run).total_bytes
     # Full recompute takes full backwards.
     return np.array(stages), np.array(held) * (run.layout.recompute != "full")

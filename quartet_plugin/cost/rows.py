@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from quartet_plugin.cost.devices import DeviceSpec, device_named
 from quartet_plugin.cost.run import (
+    FORCED_IMBALANCE,
+    IMBALANCE,
     HalfPrecision,
     Overlap,
     ScheduleKind,
@@ -24,6 +26,7 @@ from quartet_plugin.model.files import field_path
 from quartet_plugin.model.huggingface import model_section
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Layout, Recompute
+from quartet_plugin.model.megatron_arguments import stages_of_layout
 from quartet_plugin.model.schema import Bounds, Length, parse, record, unknown_key
 from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS, ModelShape
 from quartet_plugin.model.tensor_partition import partition_from_label
@@ -73,6 +76,11 @@ class Row:
     recompute: _Words | None = None
     software: _Words | None = None
     options: Mapping[str, Any] | None = None
+    knobs: Mapping[str, Any] | None = None
+    mtp_layers: Annotated[int, Bounds(ge=0, le=MAX_LAYERS)] | None = None
+    dense_layers: Annotated[int, Bounds(ge=0, le=MAX_LAYERS)] | None = None
+    shared_ffn: Annotated[int, Bounds(ge=0, le=2**31)] | None = None
+    forced_balance: bool | None = None
     gpu_mem_gb: _Rate | None = None
     gpus_per_node: _Devices | None = None
     nvlink_domain: _Devices | None = None
@@ -99,13 +107,13 @@ _OF_SECTION = {
 # The other columns of published tables: results, labels, sources, and what a prediction does not read.
 IGNORED = frozenset({
     "active_b", "arch_detail", "check_mfu_bf16_peak", "check_model_tflops_per_gpu", "commit", "core",
-    "dense_layers", "extra", "family", "forced_balance", "gpu_short", "hf", "hfu", "id", "inferred",
-    "iter_time_s", "kind", "knobs", "low_precision", "memory_gb", "memory_kind", "mfu", "missing", "mla",
-    "model", "moe", "moe_token_drop", "mtp_layers", "notes", "optimizer", "overlaps_old_dataset",
-    "params_b", "precision_printed", "recipe", "recipe_path", "recipe_tag", "release",
-    "samples_per_s_per_gpu", "section", "shape_source", "shared_ffn", "source", "table", "task",
-    "tflops_kind", "tflops_per_gpu", "tier", "time_basis", "tokens_per_s", "tokens_per_s_per_gpu",
-    "unverified", "unverified_fields", "url", "usable", "uses_cp",
+    "extra", "family", "gpu_short", "hf", "hfu", "id", "inferred", "iter_time_s",
+    "kind", "low_precision", "memory_gb", "memory_kind", "mfu", "missing", "mla", "model", "moe",
+    "moe_token_drop", "notes", "optimizer", "overlaps_old_dataset", "params_b", "precision_printed",
+    "recipe", "recipe_path", "recipe_tag", "release", "samples_per_s_per_gpu", "section",
+    "shape_source", "source", "table", "task", "tflops_kind", "tflops_per_gpu", "tier", "time_basis",
+    "tokens_per_s", "tokens_per_s_per_gpu", "unverified", "unverified_fields", "url", "usable",
+    "uses_cp",
 })  # fmt: skip
 
 
@@ -181,6 +189,7 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
     software = _software(row, assumed)
     if software.tensor_overlap is Overlap.FULL and "fp8" in (row.precision or ""):
         software = replace(software, parameter_bytes=1)
+    software = _with_knobs(software, row.knobs or {})
     device = device_named(row.gpu, extra=devices)
     shape, experts, latent = _shape(row, assumed)
     layout, num_microbatches = _layout(row, assumed, warnings)
@@ -188,7 +197,7 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
     _check_partition(shape, layout, is_plain=experts is None and latent is None)
     half, matmul = _precisions(row, device, assumed, warnings)
     schedule = _schedule(row, layout, assumed)
-    stages = split_layers(shape.num_layers, layout.num_stages)
+    stages = _stages(row, layout)
     zero = row.zero if row.zero is not None else (3 if row.fsdp else 1)
     if row.zero is None:
         assumed["zero"] = zero
@@ -209,8 +218,28 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
         software=software,
         experts=experts,
         latent=latent,
+        has_whole_experts=(row.knobs or {}).get("expert_tensor_parallel_size") == 1,
+        mtp_layers=row.mtp_layers or 0,
+        imbalance=FORCED_IMBALANCE if row.forced_balance else IMBALANCE,
     )
     return Resolved(run, assumed, warnings)
+
+
+def _stages(row: Row, layout: Layout) -> tuple[int, ...]:
+    """Transformer layers of each stage: of a stated layout, else balanced.
+
+    A layer of multi-token prediction takes the place of one, and runs the head once more; recipes leave room
+    for both, and for the head, on the last stage.
+    """
+    stated = (row.knobs or {}).get("pp_layout")
+    if isinstance(stated, str):
+        counts = tuple(stages_of_layout(stated))
+        if len(counts) == layout.num_stages and sum(counts) == row.layers:
+            return counts
+    if row.mtp_layers and layout.num_stages > 1:
+        head = 1 + 2 * row.mtp_layers
+        return even_split_with_ends(row.layers, num_stages=layout.num_stages, embedding=0, head=head)
+    return split_layers(row.layers, layout.num_stages)
 
 
 def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -230,6 +259,21 @@ def _software(row: Row, assumed: dict[str, Any]) -> Software:
     if "all-reduce sync" not in (row.schedule or "") and software.name == "zero-bubble":
         return replace(software, post_validation=True)
     return software
+
+
+# The share of the kernels of a layer with experts that a scope of CUDA graphs replays.
+_GRAPHED = {"attn": 0.3, "moe_router": 0.15, "moe_preprocess": 0.15, "mlp": 0.1}
+
+
+def _with_knobs(software: Software, knobs: Mapping[str, Any]) -> Software:
+    """The behaviour under the stated settings of experts."""
+    scopes = knobs.get("cuda_graph_scope") if knobs.get("cuda_graph_impl") not in (None, "none") else None
+    return replace(
+        software,
+        graphed_share=sum(_GRAPHED.get(str(scope), 0.0) for scope in scopes or ()),
+        expert_overlap=knobs.get("moe_a2a_overlap") is True,
+        sends_once_a_domain=knobs.get("moe_flex_dispatcher_backend") in ("deepep", "hybridep"),
+    )
 
 
 def _shape(row: Row, assumed: dict[str, Any]) -> tuple[ModelShape, Experts | None, LatentAttention | None]:
@@ -263,12 +307,16 @@ def _shape(row: Row, assumed: dict[str, Any]) -> tuple[ModelShape, Experts | Non
         num_experts=row.experts,
         experts_per_token=_default(row.topk, 1, "topk", assumed),
         ffn_hidden_size=moe_ffn,
-        shared_ffn_hidden_size=_shared_ffn(row.experts, moe_ffn) if latent else 0,
-        num_dense_layers=1 if latent else 0,
+        shared_ffn_hidden_size=(_shared_ffn(row.experts, moe_ffn) if latent else 0)
+        if row.shared_ffn is None
+        else row.shared_ffn,
+        num_dense_layers=int(latent is not None) if row.dense_layers is None else row.dense_layers,
     )
     if latent:
-        assumed["latent_attention"] = "DeepSeek: ranks 1536 and 512, heads 128 + 64, one dense layer"
-        assumed["shared_ffn"] = experts.shared_ffn_hidden_size
+        dense = "" if row.dense_layers is not None else ", one dense layer"
+        assumed["latent_attention"] = f"DeepSeek: ranks 1536 and 512, heads 128 + 64{dense}"
+        if row.shared_ffn is None:
+            assumed["shared_ffn"] = experts.shared_ffn_hidden_size
     return shape, experts, latent
 
 

@@ -66,6 +66,11 @@ class ScheduleKind(StrEnum):
         return self is ScheduleKind.CUSTOM or (self.spec is not None and self.spec.split_backward)
 
 
+# Tokens of the fullest device of an expert group, over the mean, with balanced routing; and where routing is
+# by chance, as thousands of tokens a device have it.
+IMBALANCE, FORCED_IMBALANCE = 1.1, 1.02
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
     """The behaviour of a framework that costs time or memory.
@@ -92,6 +97,9 @@ class Software:
     of a pipeline, and those of tensor parallelism; elsewhere they are too short to matter.
     `keeps_gathered_inputs`: between input and weight gradient, whole where sequences are split.
     `shares_memory`: ranks of a node compute out of one memory, the slower the more of them compute.
+    `expert_overlap`: experts' all-to-all of one microbatch runs beside another's computation.
+    `graphed_share`: the share of a layer's kernels that are replayed from graphs of its parts.
+    `sends_once_a_domain`: a dispatcher that sends a token to another domain once, for all its experts there.
     """
 
     name: str = "Megatron-Core"
@@ -127,6 +135,9 @@ class Software:
     reduces_ends: bool = False
     keeps_gathered_inputs: bool = True
     shares_memory: bool = False
+    expert_overlap: bool = False
+    sends_once_a_domain: bool = False
+    graphed_share: float = 0.0
 
 
 # Megatron-Core on processors: plain PyTorch operations in fp32, and collectives that stop the computation.
@@ -191,6 +202,14 @@ class TrainingRun:
     latent: LatentAttention | None = None
     group: int | None = None
     custom: CustomSchedule | None = None
+    mtp_layers: int = 0
+    has_whole_experts: bool = False
+    imbalance: float = IMBALANCE
+
+    @property
+    def expert_shards(self) -> int:
+        """Devices that share each expert's products."""
+        return 1 if self.has_whole_experts else self.layout.tensor_parallel
 
     @property
     def is_custom(self) -> bool:

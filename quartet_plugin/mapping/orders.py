@@ -123,7 +123,7 @@ def _num_sharing_experts(layout: Layout) -> int | None:
     experts, context = layout.expert_parallel, layout.context_parallel
     if context % experts == 0:
         return 1
-    return None if experts % context else experts // context
+    return None if experts % context or layout.data_parallel % (experts // context) else experts // context
 
 
 def _renumbered(replicas: list[_Replica], *, num_sharing: int | None) -> list[_Replica]:

@@ -128,6 +128,7 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
     made_for = plan.made_for
     layout = layout_of(user, world_size=world_size)
     batch = user.global_batch_size or user.micro_batch_size * layout.data_parallel
+    mtp_layers = getattr(user, "mtp_num_layers", None)
     # The tokenizer decides the vocabulary, so it is compared when Megatron has built that.
     shape = dump(shape_of(user, vocab_size=made_for.shape.vocab_size))
     made_for.check_same_job(
@@ -137,7 +138,7 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
             "world_size": world_size,
             "global_batch_size": batch,
             **shape,
-            **({} if made_for.job is None else model_words(user)),
+            **({"mtp_layers": mtp_layers or None} if made_for.job is None else model_words(user)),
         }
     )
     for name in _FIXED_SHAPE:
@@ -229,7 +230,7 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
                 remove.add(knob.destination)
             else:
                 values[knob.destination] = value
-    if current.tensor_parallel != layout.tensor_parallel:
+    if current.tensor_parallel != layout.tensor_parallel and _expert_shards(user) != 1:
         # Megatron then takes the tensor-parallel size for the experts, too, as plans do.
         remove.add("expert_tensor_parallel_size")
     if current.tensor_parallel != layout.tensor_parallel and getattr(user, "padded_vocab_size", None) is None:
@@ -241,6 +242,12 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
                 f"({size}); pad the command's with --padded-vocab-size, or plan with another size"
             )
         values["padded_vocab_size"] = size
+
+
+def _expert_shards(user: Namespace) -> int | None:
+    """The stated size of the experts' tensor parallelism, which not every configuration has."""
+    size: int | None = getattr(user, "expert_tensor_parallel_size", None)
+    return size
 
 
 def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[str]) -> None:
@@ -258,7 +265,9 @@ def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
                     "split: a hybrid model takes no --pipeline-model-parallel-layout; its split is the | in "
                     "--hybrid-layer-pattern, so keep the split and the stages of the command"
                 )
-            values["pipeline_model_parallel_layout"] = plan.split.megatron_layout
+            values["pipeline_model_parallel_layout"] = plan.split.layout_text(
+                mtp_layers=getattr(user, "mtp_num_layers", None) or 0
+            )
     if (
         layout.pipeline_parallel == 2
         and layout.virtual_stages > 1

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from quartet_plugin.megatron.expert_loads import ExpertLoads
 from quartet_plugin.megatron.measure import step_result
 from quartet_plugin.megatron.parity import can_save_weights, part_squares, save_weights
 from quartet_plugin.megatron.random_settings import RandomSettings
@@ -45,6 +46,8 @@ class ComparedIterations:
         self._files = files
         self._steps: list[dict[str, float]] = []
         self._settings = RandomSettings([])
+        self._loads = ExpertLoads()
+        self._tokens: list[dict[str, tuple[int, ...]]] = []
         self._weights_s = 0.0
         self._unavailable: str | None = None
         self._has_begun = False
@@ -96,6 +99,7 @@ class ComparedIterations:
         if self._unavailable is None:
             self._settings = RandomSettings.of(model)
             self._settings.set_aside()
+            self._loads.begin(model)
             self._is_comparing = True
         else:
             self._write()
@@ -105,8 +109,10 @@ class ComparedIterations:
         if not self._is_comparing:
             return
         self._steps.append(_parts_if_known(model, optimizer, step_result(results).grad_norm))
+        self._tokens.append(self._loads.take())
         if len(self._steps) == self._files.spec.num_compared:
             self._is_comparing = False
+            self._loads.end()
             self._settings.restore()
             self._write()
 
@@ -116,6 +122,7 @@ class ComparedIterations:
             settings=self._settings.names,
             weights_s=self._weights_s,
             unavailable=self._unavailable,
+            expert_tokens=self._tokens,
         )
 
     def _agreed(self, reason: str | None) -> str | None:

@@ -35,7 +35,10 @@ def settings_of(args: Namespace) -> list[Setting]:
 def as_user_wrote(args: Namespace, as_written: Namespace) -> Namespace:
     """Megatron's arguments; what a trial leaves out or Megatron derives, as the user's own words have it."""
     derived = (refused.dest for refused in REFUSED if refused.is_flag_only)
-    changed = {dest for dest in (*REMOVED, *derived) if hasattr(as_written, dest)}
+    # What Megatron derives of another size would not follow that size in a plan.
+    changed = {
+        dest for dest in (*REMOVED, *derived, "expert_tensor_parallel_size") if hasattr(as_written, dest)
+    }
     return Namespace(**{**vars(args), **{dest: getattr(as_written, dest) for dest in changed}})
 
 
@@ -82,11 +85,12 @@ def describe_job(
         "precision": precision_of(args),
         "features": features,
         "neutralised": neutralised,
-        "settings": [dump(setting) for setting in settings_of(args)],
+        "settings": [dump(setting) for setting in settings_of(written)],
         "no_custom_schedules": no_custom_schedules or refusal(written) or changed_source_reason(changed),
         "no_tensor_partition": tensor_partition_reason(written),
         "full_backward": layers_need_full_backwards(args),
         "layer_impl": getattr(args, "transformer_impl", None),
+        **({"mtp_layers": args.mtp_num_layers} if getattr(args, "mtp_num_layers", None) else {}),
         **({"changed_functions": list(changed)} if changed else {}),
         **_routed(args),
     }

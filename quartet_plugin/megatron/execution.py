@@ -72,6 +72,7 @@ def live_job(chunks: Sequence[Any]) -> LiveJob:
             "data_parallel": parallel_state.get_data_parallel_world_size(),
             "context_parallel": parallel_state.get_context_parallel_world_size(),
             "expert_parallel": parallel_state.get_expert_model_parallel_world_size(),
+            "expert_tensor_parallel": parallel_state.get_expert_tensor_parallel_world_size(),
             "virtual_stages": len(chunks),
             "micro_batch_size": int(get_micro_batch_size()),
         },

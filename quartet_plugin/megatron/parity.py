@@ -1,7 +1,8 @@
 """A rank's side of the parity gate: weights written before the first step, and gradient norms of every step.
 
 Beside loss and gradient norm each rank leaves the squared gradient norm of its share of every part of the
-model, by global layer number, so that two layouts can be compared stage by stage. Only trials that are asked
+model, by global layer number, so that two layouts can be compared stage by stage, and the tokens that it has
+routed to each expert. Only trials that are asked
 for it pay for this.
 """
 
@@ -10,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from quartet_plugin.megatron.expert_loads import ExpertLoads
 from quartet_plugin.megatron.measure import step_result
 from quartet_plugin.megatron.train_step import around_train_step
 from quartet_plugin.rank.files import RankFileWriter
@@ -25,18 +27,24 @@ class ParityMeter:
     def __init__(self, files: RankFileWriter) -> None:
         self._files = files
         self._steps: list[dict[str, float]] = []
+        self._loads = ExpertLoads()
+        self._tokens: list[dict[str, tuple[int, ...]]] = []
 
     def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """`train_step` as Megatron calls it, with our file written after every step."""
         return around_train_step(train_step, before=self._begin, after=self._note)
 
     def _begin(self, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
-        if not self._steps and self._files.spec.save_weights is not None:
+        if self._steps:
+            return
+        if self._files.spec.save_weights is not None:
             save_weights(model, optimizer, opt_param_scheduler)
+        self._loads.begin(model)
 
     def _note(self, model: Any, optimizer: Any, results: Any) -> None:
         self._steps.append(part_squares(model, optimizer, step_result(results).grad_norm))
-        self._files.write_gradients(self._steps)
+        self._tokens.append(self._loads.take())
+        self._files.write_gradients(self._steps, expert_tokens=self._tokens)
 
 
 def save_weights(model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:

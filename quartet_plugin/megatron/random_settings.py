@@ -6,12 +6,13 @@ from typing import Any
 
 # Layers keep the probability they were built with; some read the configuration in every pass.
 _DROPOUTS = ("hidden_dropout", "attention_dropout")
-_JITTER = "moe_input_jitter_eps"
+# Jitter of the router's inputs, and routing by chance; each with the value that is off.
+_ROUTER = {"moe_input_jitter_eps": None, "moe_router_force_load_balancing": False}
 
 
 @dataclass(slots=True)
 class RandomSettings:
-    """Dropout and router jitter of a built model: the objects that have them, and their values."""
+    """What draws at random in a built model: the objects that have the settings, and their values."""
 
     _values: list[tuple[Any, str, Any]]
 
@@ -28,7 +29,7 @@ class RandomSettings:
     def set_aside(self) -> None:
         """Switch them off."""
         for holder, name, _ in self._values:
-            setattr(holder, name, None if name == _JITTER else 0.0)
+            setattr(holder, name, _ROUTER.get(name, 0.0))
 
     def restore(self) -> None:
         """Give each the value that it had."""
@@ -56,5 +57,6 @@ def _all_settings(model: Any) -> Iterator[tuple[Any, str, Any]]:
             value = getattr(config, name, None)
             if isinstance(value, int | float) and value > 0.0:
                 yield config, name, value
-        if getattr(config, _JITTER, None) is not None:
-            yield config, _JITTER, getattr(config, _JITTER)
+        for name, off in _ROUTER.items():
+            if getattr(config, name, off) != off:
+                yield config, name, getattr(config, name)

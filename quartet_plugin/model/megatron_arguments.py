@@ -327,9 +327,22 @@ def _router_features(args: Namespace) -> list[str]:
         features.append("moe_capacity")
     if _optional(args, "moe_token_dispatcher_type") == "flex":
         features.append("moe_flex_dispatcher")
-    if _optional(args, "expert_tensor_parallel_size") not in (None, args.tensor_model_parallel_size):
+    if _is_on(args, "moe_shared_expert_overlap"):
+        features.append("moe_shared_expert_overlap")
+    if _has_other_expert_shards(args):
         features.append("expert_tensor_parallel")
     return features
+
+
+def _has_other_expert_shards(args: Namespace) -> bool:
+    """Whether experts are cut as no plan has it: in other shares than layers, or spread over the shares."""
+    shards, tp = _optional(args, "expert_tensor_parallel_size"), args.tensor_model_parallel_size
+    if shards in (None, tp):
+        return False
+    if shards != 1:
+        return True
+    copies = (_optional(args, "data_parallel_size") or 1) * args.context_parallel_size
+    return bool(copies % args.expert_model_parallel_size)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -70,7 +70,12 @@ class Split:
     @property
     def megatron_layout(self) -> str:
         """Megatron's `--pipeline-model-parallel-layout`, every layer written out: `Ettt|tt|tL`."""
-        return f"E{'|'.join('t' * count for count in self.transformer_layers_per_stage)}L"
+        return self.layout_text()
+
+    def layout_text(self, *, mtp_layers: int = 0) -> str:
+        """The same with the layers of multi-token prediction, which lie before the head: `Ettt|tt|tmL`."""
+        stages = "|".join("t" * count for count in self.transformer_layers_per_stage)
+        return f"E{stages}{'m' * mtp_layers}L"
 
 
 @record
@@ -111,7 +116,8 @@ class MadeFor:
     """The job that a plan fits: the user's model, batch and configuration, the framework and the cluster.
 
     `batching_features` of the job are those by which another micro-batch or DP can change the objective.
-    `job` is what the job's file says besides, in a plan that was made without a run.
+    `job` is what the job's file says besides, in a plan that was made without a run. `mtp_layers` predict
+    further tokens, after the last layer and before the head; None for a model without them.
     """
 
     framework: str
@@ -123,6 +129,7 @@ class MadeFor:
     nodes: tuple[NodeInfo, ...]
     batching_features: tuple[str, ...] | None = field(default=None, metadata=ADDED)
     job: JobDescription | None = field(default=None, metadata=ADDED)
+    mtp_layers: Annotated[int, Bounds(ge=1, le=MAX_LAYERS)] | None = field(default=None, metadata=ADDED)
 
     def differences(self, here: Values[str, Any]) -> dict[str, Any]:
         """The values of this plan that differ from those of `here`, by name.
@@ -134,7 +141,8 @@ class MadeFor:
         planned = {**dump(self), **dump(self.shape), "zero_optimization.stage": zero}
         if self.job is not None:
             planned |= self.job.model_words
-        return {name: planned[name] for name, value in here.items() if value != planned[name]}
+        # What was added to the file is left out of it where it is None.
+        return {name: planned.get(name) for name, value in here.items() if value != planned.get(name)}
 
     def check_same_job(self, here: Values[str, Any]) -> None:
         """Raises PlanError naming every value of `here` that differs from the plan's."""

@@ -40,8 +40,11 @@ _Hash = Annotated[str, Matches(pattern=r"[0-9a-f]{64}")]
 _Name = Annotated[str, Length(most=MAX_REASON)]
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Quantity = Literal["loss", "grad_norm"]
+Quantity = Literal["loss", "grad_norm", "expert_load"]
 _QUANTITIES: tuple[Quantity, ...] = ("loss", "grad_norm")
+# The share of routed tokens that may lie with other experts: rounding decides where two experts are nearly
+# equal. At least this, or this multiple of the loss's tolerance.
+_LEAST_LOAD, _LOAD_FACTOR = 1e-3, 25.0
 
 
 @record
@@ -50,6 +53,11 @@ class Tolerance:
 
     loss: Annotated[float, Bounds(gt=0, lt=1)]
     grad_norm: Annotated[float, Bounds(gt=0, lt=1)]
+
+    @property
+    def expert_load(self) -> float:
+        """The largest share of a layer's routed tokens that may lie with other experts."""
+        return max(_LEAST_LOAD, _LOAD_FACTOR * self.loss)
 
 
 @record
@@ -64,7 +72,11 @@ class Versions:
 
 @record
 class StepComparison:
-    """One step on both sides; deviations are relative to the reference, infinite where one has no number."""
+    """One step on both sides; deviations are relative to the reference, infinite where one has no number.
+
+    `expert_load_deviation` is the share of routed tokens that lie with other experts, of the layer where it
+    is largest; None where no router was counted on both sides.
+    """
 
     step: Annotated[int, Bounds(ge=1, le=MAX_STEPS)]
     loss: Number
@@ -73,6 +85,7 @@ class StepComparison:
     grad_norm: Number
     reference_grad_norm: Number
     grad_norm_deviation: Number
+    expert_load_deviation: Number | None = field(default=None, metadata=ADDED)
 
 
 @record
@@ -141,12 +154,14 @@ class StepValues:
     """The measured values of one step.
 
     `parts` has the gradient norm of each part of the model: `embedding`, `layer.0` ..., `head`; it may be
-    empty, and serves only to name the stage that differs.
+    empty, and serves only to name the stage that differs. `expert_loads` are the tokens of each expert, by
+    part.
     """
 
     loss: float
     grad_norm: float
     parts: Mapping[str, float]
+    expert_loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def tolerance_for(precision: Precision, *, tensor_parallel_differs: bool) -> Tolerance:
@@ -166,7 +181,8 @@ def rounding_limit(tolerance: Tolerance, *, precision: Precision) -> Tolerance:
 def is_within(steps: Sequence[StepComparison], limit: Tolerance) -> bool:
     """Whether every step's deviations are at most the limit's."""
     worst = worst_of(steps)
-    return worst[0] <= limit.loss and worst[1] <= limit.grad_norm
+    loads = [float(step.expert_load_deviation or 0.0) for step in steps]
+    return worst[0] <= limit.loss and worst[1] <= limit.grad_norm and max(loads) <= limit.expert_load
 
 
 def worst_of(steps: Sequence[StepComparison]) -> tuple[float, float]:
@@ -190,6 +206,7 @@ def compare(reference: Sequence[StepValues], measured: Sequence[StepValues]) -> 
             grad_norm=as_number(actual.grad_norm),
             reference_grad_norm=as_number(expected.grad_norm),
             grad_norm_deviation=as_number(_deviation(actual.grad_norm, expected.grad_norm)),
+            expert_load_deviation=_load_deviation(actual.expert_loads, expected.expert_loads),
         )
         for step, (expected, actual) in enumerate(zip(reference, measured, strict=True), start=1)
     )
@@ -213,6 +230,8 @@ def find_failure(
                 return _failure(
                     plan, reference, measured, step=comparison.step, quantity=quantity, tolerance=tolerance
                 )
+        if float(comparison.expert_load_deviation or 0.0) > tolerance.expert_load:
+            return _load_failure(comparison, tolerance=tolerance)
     for quantity in _QUANTITIES:
         deviations = [float(getattr(comparison, f"{quantity}_deviation")) for comparison in steps]
         step = _growing_step(deviations, limit=getattr(tolerance, quantity))
@@ -264,6 +283,18 @@ def _failure(
     )
 
 
+def _load_failure(comparison: StepComparison, *, tolerance: Tolerance) -> ParityFailure:
+    share = float(comparison.expert_load_deviation or 0.0)
+    return ParityFailure(
+        step=comparison.step,
+        quantity="expert_load",
+        grows=False,
+        stage=None,
+        reason=f"step {comparison.step}: {share:.2g} of the routed tokens lie with other experts than "
+        f"stock's, above {tolerance.expert_load:g}",
+    )
+
+
 def parts_of(plan: Plan, stage: int) -> list[str]:
     """The names of a stage's parts: `embedding`, `layer.N`, `head`."""
     counts = plan.split.transformer_layers_per_stage
@@ -296,6 +327,19 @@ def _first_stage(
     if not above:
         return max(deviations, key=lambda stage: deviations[stage])
     return min(above) if in_forward else max(above)
+
+
+def _load_deviation(
+    actual: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> Number | None:
+    """The share of tokens with other experts, of the worst part that both sides have counted."""
+    shares = []
+    for part in actual.keys() & expected.keys():
+        here, there = actual[part], expected[part]
+        moved = sum(abs(count - stock) for count, stock in zip(here, there, strict=False))
+        is_alike = len(here) == len(there) and sum(there) > 0
+        shares.append(moved / (2 * sum(there)) if is_alike else math.inf)
+    return as_number(max(shares)) if shares else None
 
 
 def _deviation(value: float, reference: float) -> float:

@@ -8,7 +8,7 @@ from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Layout, Setting, SettingValue
 from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.schema import ADDED, Bounds, Length, parse, record
-from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.shape import MAX_LAYERS, ModelShape
 
 Name = Annotated[str, Length(most=512)]
 Count = Annotated[int, Bounds(ge=0, le=2**53)]
@@ -26,6 +26,7 @@ class TrainingJob:
     framework's own way alone; None where they need not be. `layer_impl` is the implementation of the layers
     (`local`, `transformer_engine`).
     `experts` and `latent` attention are the model's, None where it has none or one that no plan describes.
+    `mtp_layers` predict further tokens, None where there are none.
     `changed_functions` are the framework's whose source is not a known one, which keeps custom schedules off.
     """
 
@@ -48,6 +49,7 @@ class TrainingJob:
     no_tensor_partition: Name | None = field(default=None, metadata=ADDED)
     experts: Experts | None = field(default=None, metadata=ADDED)
     latent: LatentAttention | None = field(default=None, metadata=ADDED)
+    mtp_layers: Annotated[int, Bounds(ge=1, le=MAX_LAYERS)] | None = field(default=None, metadata=ADDED)
     changed_functions: Annotated[tuple[Name, ...], Length(most=1_000)] | None = field(
         default=None, metadata=ADDED
     )

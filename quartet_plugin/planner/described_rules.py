@@ -11,6 +11,7 @@ from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
 from quartet_plugin.space.knobs.tensor_partition import REFUSED_FEATURES
 from quartet_plugin.space.layouts import stock_choice
 from quartet_plugin.space.rules import LayoutRules
+from quartet_plugin.space.runtime_refusals import GROUPED_EXPERTS
 
 # The release that a plan is for where no Megatron is here and none is asked for.
 DEFAULT_RELEASE = "0.19.2"
@@ -75,6 +76,7 @@ def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...])
         precision=job.half,
         features=("fp8",) if job.precision == "fp8" else (),
         neutralised=(),
+        full_backward=None if job.experts is None else GROUPED_EXPERTS,
         layer_impl="transformer_engine",
         experts=job.experts,
         latent=job.latent,

@@ -148,9 +148,19 @@ class RankFailure(FailureReport):
 
 @record
 class StepGradients:
-    """The squared gradient norms of one step, of a rank's share of every part of the model."""
+    """The squared gradient norms of one step, of a rank's share of every part of the model.
+
+    `expert_tokens` are those that the rank routed to each expert, by part; None where no router was counted.
+    """
 
     squares: Annotated[dict[Name, Number], Length(most=100_000)]
+    expert_tokens: (
+        Annotated[
+            dict[Name, Annotated[tuple[Annotated[int, Bounds(ge=0)], ...], Length(most=65_536)]],
+            Length(most=100_000),
+        ]
+        | None
+    ) = field(default=None, metadata=ADDED)
 
 
 @record

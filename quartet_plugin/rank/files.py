@@ -164,14 +164,19 @@ class RankFileWriter:
         settings: tuple[str, ...] | None = None,
         weights_s: float | None = None,
         unavailable: str | None = None,
+        expert_tokens: Sequence[Mapping[str, tuple[int, ...]]] | None = None,
     ) -> None:
         """Write rank-K.parity.json: of each step the squared gradient norm by part of the model.
 
-        The rest is of a trial whose first steps alone are compared, as `RankGradients` says.
+        `expert_tokens` are those of each expert, step by step. The rest is of a trial whose first steps alone
+        are compared, as `RankGradients` says.
         """
         records = (
-            StepGradients(squares={part: as_number(value) for part, value in squares.items()})
-            for squares in steps
+            StepGradients(
+                squares={part: as_number(value) for part, value in squares.items()},
+                expert_tokens=dict(expert_tokens[step]) or None if expert_tokens else None,
+            )
+            for step, squares in enumerate(steps)
         )
         self.write(
             RankGradients(

@@ -39,10 +39,13 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "moe_capacity": _DATA,
     # Its kernels want the ranks that share experts inside one fast domain.
     "moe_flex_dispatcher": _MAPPING,
-    # A plan has one tensor-parallel size, the experts' too.
-    "expert_tensor_parallel": frozenset({Axis.DEGREES}),
-    "overlap_moe": _DATA | _STAGES | _SCALING | _MAPPING,
+    # A plan has one tensor-parallel size, the experts' too, or whole experts; they are spread over copies.
+    "expert_tensor_parallel": _MAPPING | {Axis.DEGREES},
+    # It needs virtual stages where there is a pipeline, and a degree of experts (transformer_config.py).
+    "moe_shared_expert_overlap": _NONE,
+    "overlap_moe": _SCALING | frozenset({Axis.DEGREES, Axis.SCHEDULE}),
     # Layers that are not all alike, or not a list of layers at all.
+    # MTP lies before the head, on a stage that not every script gives tokens.
     "mtp": _STAGES | _SCALING,
     "hybrid": _STAGES | _SCALING,
     "heterogeneous": _STAGES | _SCALING,
@@ -70,8 +73,8 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "gpu_sniff_test": _MAPPING,
     "persistent_checkpoint_worker": _MAPPING,
     "local_checkpoint_replication": _MAPPING,
-    # Graphs are captured for one order of microbatches.
-    "cuda_graphs": frozenset({Axis.SCHEDULE}),
+    # Graphs are captured in every launch for the order of the framework's schedule; the runtime steps aside.
+    "cuda_graphs": _NONE,
     # DeepSpeed: the layers of the first device decide about clipping; the script batches its own data.
     "clips_by_first_stage": _STAGES,
     "own_data_iterator": _DATA,

@@ -152,12 +152,11 @@ def schedules_of(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> tu
     is_custom = not is_kept and not is_grouped and rules.no_custom_schedules is None
     if is_custom and not rules.can_change_objective(layout):
         job = rules.job
-        is_split = job.full_backward is None and job.experts is None and "moe" not in job.features
         names += custom_schedules_of(
             layout,
             num_microbatches=layout.num_microbatches(rules.job.global_batch_size),
             requested=rules.search.schedule,
-            splits_backward=layout.recompute != "full" and is_split,
+            splits_backward=layout.recompute != "full" and job.full_backward is None,
         )
         names += [
             name

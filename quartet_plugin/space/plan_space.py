@@ -359,6 +359,7 @@ def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed
             shape=job.shape,
             global_batch_size=job.global_batch_size,
             baseline=baseline,
+            mtp_layers=job.mtp_layers,
             batching_features=batching_features(job.features) or None,
             world_size=job.layout.world_size,
             nodes=tuple(nodes),

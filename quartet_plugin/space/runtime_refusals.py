@@ -47,6 +47,12 @@ _CHUNK_ORDER = "it expects Megatron's own order of chunks"
 _GATHERED = "weights are gathered in Megatron's own order"
 _SHARDS = "tensor_parallel_num_weight_shards"
 
+# Why every backward of such a job is a full one.
+GROUPED_EXPERTS = (
+    "--num-experts: backwards are not split, because delayed gradients of Transformer Engine's grouped "
+    "experts were not tried"
+)
+
 REFUSED = (
     Refused("cuda_graph_impl", _CAPTURED, lambda value: value not in (None, "none")),
     Refused("enable_cuda_graph", _CAPTURED),

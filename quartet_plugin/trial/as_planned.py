@@ -140,6 +140,9 @@ def _knobs(plan: Plan, done: Execution) -> Iterator[str]:
         # A setting that does nothing in this layout is one that the framework may take back.
         if isinstance(knob, SettingKnob) and not knob.applies(plan.layout):
             continue
+        # Without layers nothing is cut.
+        if knob.kind == "partition" and not any(stage.num_layers for stage in done.stages):
+            continue
         live = done.knobs.get(knob.name)
         if live != planned:
             value = "was not read back" if live is None else f"{knob.text(live)} ran"

@@ -60,16 +60,18 @@ def read_compared_steps(result: TrialResult) -> ComparedSteps:
         reason = "it made fewer iterations than are compared"
     if reason is not None:
         return ComparedSteps(unavailable=reason)
-    parts = part_norms(sheets)
+    parts, loads = part_norms(sheets), expert_loads(sheets)
     ordered = sorted(reports.values(), key=lambda report: report.rank)
     return ComparedSteps(
-        steps=tuple(_step(ordered, step, parts=parts[step]) for step in range(count)),
+        steps=tuple(_step(ordered, step, parts=parts[step], loads=loads[step]) for step in range(count)),
         settings=tuple(sorted({name for sheet in sheets for name in sheet.settings or ()})),
         weights_s=max((float(sheet.weights_s or 0.0) for sheet in sheets), default=0.0),
     )
 
 
-def _step(reports: Sequence[RankReport], step: int, *, parts: dict[str, float]) -> StepValues:
+def _step(
+    reports: Sequence[RankReport], step: int, *, parts: dict[str, float], loads: dict[str, tuple[int, ...]]
+) -> StepValues:
     """The lowest RANK's loss and gradient norm of a step."""
     rows = [report.iterations[step] for report in reports if step < len(report.iterations)]
     loss = next((row.loss for row in rows if row.loss is not None), None)
@@ -78,6 +80,7 @@ def _step(reports: Sequence[RankReport], step: int, *, parts: dict[str, float]) 
         loss=math.nan if loss is None else float(loss),
         grad_norm=math.nan if norm is None else float(norm),
         parts=parts,
+        expert_loads=loads,
     )
 
 
@@ -109,6 +112,20 @@ def part_norms(sheets: Sequence[RankGradients]) -> list[dict[str, float]]:
     """The gradient norm of every part of the model, step by step, over all ranks."""
     length = min((len(sheet.steps) for sheet in sheets), default=0)
     return [_norms([sheet.steps[step].squares for sheet in sheets]) for step in range(length)]
+
+
+def expert_loads(sheets: Sequence[RankGradients]) -> list[dict[str, tuple[int, ...]]]:
+    """The tokens of every expert by part of the model, step by step, over all ranks."""
+    length = min((len(sheet.steps) for sheet in sheets), default=0)
+    loads: list[dict[str, tuple[int, ...]]] = []
+    for step in range(length):
+        total: dict[str, tuple[int, ...]] = {}
+        for sheet in sheets:
+            for name, tokens in (sheet.steps[step].expert_tokens or {}).items():
+                before = total.get(name, (0,) * len(tokens))
+                total[name] = tuple(map(sum, zip(before, tokens, strict=False)))
+        loads.append(total)
+    return loads
 
 
 def _norms(squares: Sequence[dict[str, Number]]) -> dict[str, float]:

@@ -45,7 +45,7 @@ from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.protocol.rank_files import RankFileReader
 from quartet_plugin.split.layers import even_split
 from quartet_plugin.trial.attempt import PREFIX
-from quartet_plugin.trial.compared_start import kept_by, part_norms, read_gradients
+from quartet_plugin.trial.compared_start import expert_loads, kept_by, part_norms, read_gradients
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import Device, Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import Stop, run_trial
@@ -372,13 +372,15 @@ def _steps(result: TrialResult, *, num_steps: int, is_plan: bool) -> tuple[StepV
     num_reported = min(len(result.loss), len(result.grad_norm))
     if not is_plan and num_reported == 0:
         raise ParityUnavailableError(f"{result.folder}: no rank reported a loss; parity cannot be checked")
-    parts = part_norms(read_gradients(result.folder, attempt_id=result.attempt_id))
+    sheets = read_gradients(result.folder, attempt_id=result.attempt_id)
+    parts, loads = part_norms(sheets), expert_loads(sheets)
     length = num_steps if is_plan else num_reported
     return tuple(
         StepValues(
             loss=result.loss[step] if step < num_reported else math.nan,
             grad_norm=result.grad_norm[step] if step < num_reported else math.nan,
             parts=parts[step] if step < len(parts) else {},
+            expert_loads=loads[step] if step < len(loads) else {},
         )
         for step in range(length)
     )

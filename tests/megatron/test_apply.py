@@ -30,6 +30,18 @@ def test_uneven_split_is_written_out() -> None:
     assert notes == []
 
 
+def test_layers_of_multi_token_prediction_lie_before_the_head() -> None:
+    words = [*MEGATRON_FLAGS, "--pipeline-model-parallel-size", "2", "--mtp-num-layers", "1"]
+    plan = make_plan(split=(6, 0), pipeline=2)
+    edited, _ = rewrite(plan, flags=native_flags(), words=words)
+    assert edited[len(words) :] == ["--pipeline-model-parallel-layout", "Etttttt|mL"]
+    user = native_flags().values(words)
+    with pytest.raises(PlanError, match=r"mtp_layers 1 \(plan: None\)"):
+        check_fit(plan, user, version="0.19.2", world_size=2)
+    made_for = replace(plan.made_for, mtp_layers=1)
+    check_fit(replace(plan, made_for=made_for), user, version="0.19.2", world_size=2)
+
+
 def test_replaced_flags_of_the_user_are_named() -> None:
     words = [
         *MEGATRON_FLAGS,
@@ -190,6 +202,8 @@ def test_settings_become_flags_and_are_read_back() -> None:
     edited, _ = rewrite(replace(plan, layout=on), flags=native_flags(), words=words)
     assert edited == [*words, "--ddp-bucket-size", "4000"]
     assert {x.name: x.value for x in settings_of(native_flags().values(edited))} == {
+        "expert_tensor_parallel": 0,
+        "moe_token_dispatcher": "allgather",
         "overlap_grad_reduce": True,
         "overlap_param_gather": False,
         "ddp_bucket_size": 4000,
@@ -203,7 +217,7 @@ def test_settings_become_flags_and_are_read_back() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("telemetry", True, "layout.settings: telemetry; this release knows overlap_grad_reduce"),
+        ("telemetry", True, "layout.settings: telemetry; this release knows expert_tensor_parallel"),
         ("overlap_grad_reduce", 3, "layout.settings.overlap_grad_reduce: 3; must be a switch"),
         ("ddp_bucket_size", "many", "layout.settings.ddp_bucket_size: 'many'; must be a size"),
     ],

@@ -155,6 +155,20 @@ def test_a_verdict_is_the_deviations(factors: list[float], limit: float) -> None
         assert found.step == above[0]
 
 
+def test_experts_with_other_tokens_fail() -> None:
+    def with_loads(*tokens: int) -> list[StepValues]:
+        return [replace(step, expert_loads={"layer.1": tokens}) for step in STOCK]
+
+    assert find_failure(PLAN, with_loads(500, 500), with_loads(500, 500), tolerance=LIMIT) is None
+    # One token in a thousand may lie between two experts.
+    assert find_failure(PLAN, with_loads(500, 500), with_loads(501, 499), tolerance=LIMIT) is None
+    found = find_failure(PLAN, with_loads(500, 500), with_loads(505, 495), tolerance=LIMIT)
+    assert found is not None
+    assert (found.step, found.quantity) == (1, "expert_load")
+    assert "0.005 of the routed tokens lie with other experts" in found.reason
+    assert find_failure(PLAN, with_loads(500, 500), STOCK, tolerance=LIMIT) is None
+
+
 def test_tolerances_follow_the_precision() -> None:
     assert tolerance_for("fp32", tensor_parallel_differs=False) == LIMIT
     assert tolerance_for("fp32", tensor_parallel_differs=True).loss == 5e-6

@@ -74,6 +74,16 @@ def test_what_ran_as_planned_is_no_difference(name: str) -> None:
     assert difference_from(plan, reports_of(plan)) is None
 
 
+def test_a_rank_without_layers_cuts_none() -> None:
+    plan = stock_plan(split=(6, 0))
+
+    def without_partition(done: Execution) -> Execution:
+        knobs = {name: value for name, value in done.knobs.items() if name != "tensor_partition"}
+        return replace(done, knobs=knobs)
+
+    assert difference_from(plan, reports_of(plan, without_partition)) is None
+
+
 CHECKED = [knob for knob in LAYOUT_KNOBS if knob.name in executed(stock_plan(), 0).knobs]
 
 

@@ -130,9 +130,9 @@ class IterationModelCache:
     def _units_of(self, plan: Plan, run: TrainingRun) -> UnitArrays:
         """The units with the links of the plan's groups: tensor parallel ones stay in a node."""
         layout = plan.layout
-        apart = tuple(
-            size > 1 and leaves_node(plan, size) for size in (layout.context_parallel, layout.expert_parallel)
-        )
+        # Ranks of whole experts lie beside each other, tensor-parallel ones among them.
+        experts = max(1, layout.expert_parallel * run.expert_shards // layout.tensor_parallel)
+        apart = tuple(size > 1 and leaves_node(plan, size) for size in (layout.context_parallel, experts))
         key = (plan.shape, layout, run.is_custom, run.splits_backward, apart)
         if key not in self._units:
             constants = self.machine_model.constants

@@ -87,9 +87,17 @@ def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
             {setting.name: setting.value for setting in settings},
         ),
     )
-    if machine_model.experts is None and machine_model.latent is None:
+    mtp_layers = plan.made_for.mtp_layers or 0
+    if machine_model.experts is None and machine_model.latent is None and not mtp_layers:
         return run
-    return replace(run, experts=machine_model.experts, latent=machine_model.latent)
+    known = {setting.name: setting.value for setting in settings}
+    return replace(
+        run,
+        experts=machine_model.experts,
+        latent=machine_model.latent,
+        mtp_layers=mtp_layers,
+        has_whole_experts=known.get("expert_tensor_parallel") == 1,
+    )
 
 
 def slowdown_indices(plan: Plan, machine_model: MachineModel) -> IntArray | None:

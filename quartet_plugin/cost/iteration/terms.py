@@ -35,13 +35,32 @@ def unit_parts(run: TrainingRun, constants: Constants) -> UnitParts:
     dense = layer_parts(run, constants, rates)
     embedding_comm, head_comm = communication.tensor_parallel_ends(run, constants)
     head = compute.head_times(run, constants, rates)
+    routed = dense if run.experts is None else layer_parts(run, constants, rates, experts=run.experts)
+    head_parts = _end_parts(replace(head, gemm=Times())) | {"tp_comm": head_comm, "head": head.gemm}
+    if run.mtp_layers:
+        head_parts = _with_mtp(run, rates, head=head_parts, layer=routed)
     return UnitParts(
         dense=dense,
-        routed=dense if run.experts is None else layer_parts(run, constants, rates, experts=run.experts),
+        routed=routed,
         embedding=_end_parts(compute.embedding_times(run, rates)) | {"tp_comm": embedding_comm},
-        head=_end_parts(replace(head, gemm=Times())) | {"tp_comm": head_comm, "head": head.gemm},
+        head=head_parts,
         action={"action": _action_times(run, constants)} if isinstance(constants, ClusterConstants) else {},
     )
+
+
+def _with_mtp(run: TrainingRun, rates: Rates, *, head: StageParts, layer: StageParts) -> StageParts:
+    """The head's parts with the layers of multi-token prediction before it.
+
+    Each is a transformer layer behind a product of two hidden states, and runs the head once more
+    (DeepSeek-V3, section 2.2).
+    """
+    joined = {"gemm": compute.joined_states_times(run, rates)}
+    parts = dict(head)
+    for added in (layer, head, joined):
+        for name, times in added.items():
+            more = times.scaled(run.mtp_layers)
+            parts[name] = parts[name].plus(more) if name in parts else more
+    return parts
 
 
 def _end_parts(end: LayerTimes) -> StageParts:
@@ -118,5 +137,9 @@ def layer_parts(
         "recompute": Times(0.0, layer.recompute, 0.0),
         "tp_comm": tensor.plus(communication.skew(run, constants, layer)),
         "cp_comm": communication.context_parallel(run, constants, layer.attention),
-        "ep_comm": communication.expert_parallel(run, constants, experts) if experts else Times(),
+        "ep_comm": Times()
+        if experts is None
+        else communication.beside_compute(
+            run, constants, communication.expert_parallel(run, constants, experts), layer
+        ),
     }

@@ -4,6 +4,7 @@ from argparse import Namespace
 from typing import Any
 
 from quartet_plugin.megatron.te_layers import obstacle
+from quartet_plugin.space.runtime_refusals import GROUPED_EXPERTS
 
 
 def without_alignment(args: Namespace) -> dict[str, Any]:
@@ -36,13 +37,13 @@ def needs_full_backwards(args: Namespace) -> str | None:
 def layers_need_full_backwards(args: Namespace) -> str | None:
     """The same of the model's layers, under any layout: a plan changes what is recomputed, not the layers.
 
-    Expert layers do not call the function that is split, and Transformer Engine's layers delay their weight
-    gradients themselves.
+    Local layers call the function that is split, experts one after the other too; Transformer Engine's delay
+    their weight gradients themselves.
     """
-    if getattr(args, "num_experts", None):
-        return "--num-experts: backwards are not split, because expert layers cannot be"
     layers = getattr(args, "transformer_impl", "local")
     if layers == "transformer_engine":
+        if getattr(args, "num_experts", None):
+            return GROUPED_EXPERTS
         return obstacle(args)
     if layers != "local":
         return "--transformer-impl: backwards are not split with such layers"

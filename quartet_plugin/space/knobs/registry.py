@@ -7,6 +7,7 @@ from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
 from quartet_plugin.space.knobs.ddp_bucket_size import DDP_BUCKET_SIZE
 from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
+from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL
 from quartet_plugin.space.knobs.group import GROUP
 from quartet_plugin.space.knobs.knob import Knob, LayoutKnob, LiveJob, SettingKnob, Value
 from quartet_plugin.space.knobs.mapping import MAPPING
@@ -21,6 +22,7 @@ from quartet_plugin.space.knobs.shape import SHAPE
 from quartet_plugin.space.knobs.split import SPLIT
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
 from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
+from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
 from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
 from quartet_plugin.space.knobs.zero_buckets import ALLGATHER_BUCKET_SIZE, REDUCE_BUCKET_SIZE
 from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
@@ -44,7 +46,13 @@ BEFORE_SCHEDULE: tuple[LayoutKnob, ...] = (
     RECOMPUTE,
 )
 # Chosen last: no other choice depends on them.
-SETTINGS: tuple[SettingKnob, ...] = (OVERLAP_GRAD_REDUCE, OVERLAP_PARAM_GATHER, DDP_BUCKET_SIZE)
+SETTINGS: tuple[SettingKnob, ...] = (
+    EXPERT_TENSOR_PARALLEL,
+    TOKEN_DISPATCHER,
+    OVERLAP_GRAD_REDUCE,
+    OVERLAP_PARAM_GATHER,
+    DDP_BUCKET_SIZE,
+)
 OPTIONS: tuple[LayoutKnob, ...] = (REDUCE_BUCKET_SIZE, ALLGATHER_BUCKET_SIZE, *SETTINGS)
 LAYOUT_KNOBS: tuple[LayoutKnob, ...] = (*DEGREES, *BEFORE_SCHEDULE, *OPTIONS)
 KNOBS: tuple[Knob, ...] = (SHAPE, *DEGREES, *BEFORE_SCHEDULE, SCHEDULE, GROUP, SPLIT, MAPPING, *OPTIONS)

@@ -15,6 +15,8 @@ from quartet_plugin.cost.constants import ClusterConstants
 from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.cost.iteration.plan_terms import run_of_plan
+from quartet_plugin.cost.iteration.terms import stage_parts, stage_sums
+from quartet_plugin.cost.memory import weights_of_stages
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.mapping.orders import order_named
@@ -160,6 +162,20 @@ def test_experts_cost_more_than_a_dense_layer_and_their_collectives_have_a_slope
     seconds, slopes = IterationModelCache(replace(dense, experts=EXPERTS)).of(plan).evaluate(zeros)
     assert slopes[INDEX[Coefficient.EXPERTS]] > 0
     assert seconds != pytest.approx(IterationModelCache(dense).of(plan).evaluate(zeros)[0])
+
+
+def test_layers_of_multi_token_prediction_weigh_on_the_last_stage() -> None:
+    plan = plan_of((2, 2), pipeline_parallel=2, data_parallel=2)
+    with_mtp = replace(plan, made_for=replace(plan.made_for, mtp_layers=1))
+    machine_model = iteration_models_of(plan).machine_model
+    runs = [run_of_plan(each, machine_model) for each in (plan, with_mtp)]
+    plain, more = (stage_sums(stage_parts(run, machine_model.constants)) for run in runs)
+    assert more[0] == plain[0]
+    # A layer, the head once more, and the product that joins two hidden states.
+    assert more[1].forward > 1.5 * plain[1].forward
+    weights = [weights_of_stages(run) for run in runs]
+    assert weights[1][0] == weights[0][0]
+    assert weights[1][1].total > weights[0][1].total
 
 
 def sampled(nodes: tuple[int, ...], *, num: int) -> list[Plan]:

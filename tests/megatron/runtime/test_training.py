@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,6 +65,13 @@ RAMP = "--rampup-batch-size 4 2 30"
 EVALUATED = "--eval-iters 2 --eval-interval 4 --split 80,20,0"
 PER_TOKEN = "--calculate-per-token-loss"
 BF16 = "--bf16"
+# Eight experts, two of them a token's, behind a dense layer; a bias of experts writes into a view.
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32 "
+    "--moe-layer-freq ([0]*1+[1]*9) --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
+    "--moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --disable-bias-linear"
+)
+EP2 = "--expert-model-parallel-size 2"
 FP16 = "--fp16 --initial-loss-scale 4096"
 
 FUSED = "--gradient-accumulation-fusion"
@@ -82,6 +90,9 @@ CORE = {
     "searched pp2": Case(order=f"searched:{V_2}", flags=CHUNKS_2),
     "zb-v pp2 ramp-up": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=RAMP),
     "zb-v pp2 evaluated": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=EVALUATED),
+    "zb-v pp2 dp2 ep2 experts": Case(
+        order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} {EP2} {_OVERLAP}", num_processes=4, variant=EXPERTS
+    ),
     "1f1b pp2 dp2 fused as a trial": Case(
         order="1f1b:0-1:tracked", flags=f"{EVEN_2} {FUSED} {_OVERLAP}", num_processes=4
     ),
@@ -95,6 +106,17 @@ CORE = {
 MATRIX = {
     "zb-v pp2 dp2 fused as a trial": Case(
         order=f"zb-v:{V_2}:tracked", flags=f"{CHUNKS_2} {FUSED} {_OVERLAP}", num_processes=4
+    ),
+    "zb-h1 pp2 dp2 ep2 experts as a trial": Case(
+        order="zb-h1:0-1:tracked", flags=f"{LINEAR_2} {EP2}", num_processes=4, variant=EXPERTS
+    ),
+    "zb-h1 pp2 tp2 experts of one device": Case(
+        order="zb-h1:0-1",
+        flags=f"{LINEAR_2} {EP2} --tensor-model-parallel-size 2 --sequence-parallel "
+        "--expert-tensor-parallel-size 1",
+        num_processes=4,
+        variant=EXPERTS,
+        tolerance=_TOLERANCE_ACROSS_TP,
     ),
     "zb-v pp2 dp2 engine as a trial": Case(
         order=f"zb-v:{V_2}:tracked", flags=f"{CHUNKS_2} {ENGINE}", num_processes=4
@@ -210,6 +232,7 @@ MATRIX = {
 
 # Cases of many processes, or near to others: `make test-nightly`.
 LONG = {
+    "zb-h1 pp2 tp2 experts of one device",
     "zb-v pp2 dp2 fused as a trial",
     "1f1b pp2 dp2 engine as a trial",
     "zb-h1 pp2 dp2 engine unfused",
@@ -249,7 +272,7 @@ class References:
         arguments = [
             *support.MODEL_FLAGS, *support.TRAINING_FLAGS, *shlex.split(f"{_MODEL} {flags}"),
             *("--train-iters", str(_TRAIN_ITERS), "--data-path", str(self.data)),
-            *self.loading(UNTIED if UNTIED in flags else ""),
+            *self.loading(next((variant for variant in (UNTIED, EXPERTS) if variant in flags), "")),
         ]  # fmt: skip
         words = [str(folder), *program, *arguments]
         code, output = self.server(preparation(words)).run(
@@ -341,13 +364,24 @@ def check_split(folder: Path, case: Case) -> None:
     is_split = case.order.startswith(("zb", "v-half", "family", "searched")) and ":whole" not in case.order
     assert bool(lines) == is_split
     layout = layers_of(case)
-    if is_split:
+    if is_split and case.variant == EXPERTS:
+        check_experts(lines, layout, expert_parallel=2)
+    elif is_split:
         run = training_run(case)
         layer = [product[1:] for product in held_bytes.layer_products(run, experts=None)]
         head = [held_bytes.head_product(run)[1:]]
         for stage, _, kept in lines:
             expected = sorted(layer * layout[stage].count("t") + head * layout[stage].count("L"))
             assert sorted(map(tuple, kept)) == expected
+
+
+def check_experts(lines: list[list[Any]], layout: list[str], *, expert_parallel: int) -> None:
+    """Of every product of experts the inputs are kept; how many tokens they hold is the router's choice."""
+    dense, experts = 2 + 2, 2 + 2 + 2 * (8 // expert_parallel)
+    for stage, _, kept in lines:
+        has_dense = "t" in layout[stage] and "t" not in "".join(layout[:stage])
+        expected = experts * layout[stage].count("t") + (dense - experts) * has_dense
+        assert len(kept) == expected + layout[stage].count("L")
 
 
 def training_run(case: Case) -> TrainingRun:

@@ -1,0 +1,64 @@
+"""Expert tensor parallelism: whether tensor-parallel devices share each expert, or hold whole ones."""
+
+from collections.abc import Mapping
+
+from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.space.features import Axis
+from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault
+
+AS_LAYERS, WHOLE = 0, 1
+
+
+def _offers(context: KnobContext) -> tuple[int, ...]:
+    return (AS_LAYERS, WHOLE)
+
+
+def _fault(value: Value, context: KnobContext) -> str | None:
+    layout, command = context.layout, context.rules.job.setting("expert_tensor_parallel")
+    if kept := kept_fault(value, command or AS_LAYERS, _kept(context.rules)):
+        return kept
+    copies = layout.data_parallel * layout.context_parallel
+    if value == AS_LAYERS and copies % layout.expert_parallel:
+        return f"must be 1: EP {layout.expert_parallel} does not divide DP x CP ({copies})"
+    return None
+
+
+def _kept(rules: KnobRules) -> str | None:
+    if "moe" not in rules.job.features:
+        return "the model has no experts"
+    known = (None, AS_LAYERS, WHOLE)
+    other = rules.job.setting("expert_tensor_parallel") not in known
+    return "the command has a size of its own" if other else None
+
+
+def _has_tensor_parallel(layout: Layout) -> bool:
+    return layout.tensor_parallel > 1
+
+
+def _in_groups(degrees: Mapping[str, int]) -> int | None:
+    """The value by the sizes of groups as they were built."""
+    size = degrees.get("expert_tensor_parallel")
+    return AS_LAYERS if size is not None and size == degrees["tensor_parallel"] > 1 else size
+
+
+EXPERT_TENSOR_PARALLEL = SettingKnob(
+    name="expert_tensor_parallel",
+    label="ETP",
+    meaning="devices that share each expert: 1, or 0 for as many as share each layer",
+    kind="word",
+    words=(AS_LAYERS, WHOLE),
+    axis=Axis.OPTIONS,
+    change_class="B",
+    rule="TP above 1, and 0 where EP divides DP x CP (megatron/core/parallel_state.py)",
+    flag="--expert-tensor-parallel-size",
+    destination="expert_tensor_parallel_size",
+    unset=AS_LAYERS,
+    default="stock",
+    offers=_offers,
+    fault=_fault,
+    kept=_kept,
+    read_back=lambda live: _in_groups(live.degrees),
+    framework=MEGATRON.framework,
+    applies=_has_tensor_parallel,
+)

@@ -1,0 +1,48 @@
+"""The axes that are tuned of recipes of mixtures of experts, read through the real parser."""
+
+from typing import Any
+
+import pytest
+
+from quartet_plugin.space.features import Axis
+from tests.megatron.recipes import axes_of_recipe
+
+RECIPE: dict[str, Any] = {
+    "recipe": "test",
+    "gpus": 64,
+    "precision_and_variant": "fp8cs",
+    "tp": 1,
+    "cp": 1,
+    "mbs": 1,
+    "knobs": {
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_force_load_balancing": True,
+        "expert_tensor_parallel_size": 1,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "seq_length": 4096,
+    },
+}
+EXPERTS = {Axis.SPLIT, Axis.SCHEDULE, Axis.MAPPING, Axis.DEGREES, Axis.MICRO_BATCH}
+
+
+def axes(model: str, knobs: dict[str, Any], **changes: Any) -> set[Axis] | str:
+    return axes_of_recipe({**RECIPE, "model": model, "knobs": {**RECIPE["knobs"], **knobs}, **changes})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_recipes_of_experts_have_axes() -> None:
+    qwen = {"pp": 2, "vpp": 4, "ep": 8, "gbs": 256}
+    assert axes("qwen3_30b_a3b", {}, **qwen) == EXPERTS
+    # Overlap of experts' communication has a schedule of its own, and needs the degrees of the command.
+    overlap = {"moe_a2a_overlap": True}
+    assert axes("qwen3_30b_a3b", overlap, **qwen) == EXPERTS - {Axis.SCHEDULE, Axis.DEGREES}
+    deepseek = {"pp": 8, "vpp": 2, "ep": 8, "gbs": 256}
+    knobs = {
+        "mtp_num_layers": 1,
+        "moe_token_dispatcher_type": "flex",
+        "cuda_graph_impl": "transformer_engine",
+    }
+    found = axes("deepseek_v3", knobs, **deepseek)
+    assert found == {Axis.MICRO_BATCH}

@@ -1,0 +1,77 @@
+"""The knobs of experts: a dense model never sees them, and Megatron's rules bind ETP and the dispatcher."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quartet_plugin.model.job_description import Experts
+from quartet_plugin.model.layout import Layout, Setting
+from quartet_plugin.space.knob_table import knob_rows
+from quartet_plugin.space.param_sources import RandomParams
+from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.tuner.config import parse_config
+from tests.space.jobs import make_job, make_layout, make_nodes
+
+KNOBS = {"moe_token_dispatcher": "auto", "expert_tensor_parallel": "auto"}
+EXPERTS = Experts(num_experts=8, experts_per_token=2, ffn_hidden_size=96)
+
+
+def space_of(
+    *, experts: Experts | None = EXPERTS, shards: int = 0, features: tuple[str, ...] = (), **layout: Any
+) -> Space:
+    job = make_job(
+        layout=make_layout(**{"data_parallel": 4, "pipeline_parallel": 1, **layout}),
+        features=("moe", *features) if experts else features,
+        experts=experts,
+    )
+    settings = (
+        Setting(name="expert_tensor_parallel", value=shards),
+        Setting(name="moe_token_dispatcher", value="alltoall"),
+    )
+    search = parse_config({"search": {**KNOBS, "schedule": ["no-pipelining", "1f1b"]}}, where="q.yaml").search
+    job = replace(job, settings=settings, layer_impl="transformer_engine")
+    return build_space(job, nodes=make_nodes(4), search=search, run="r", seed=0)
+
+
+def layouts(space: Space) -> list[Layout]:
+    generator = random.Random(0)
+    return [space.decode(RandomParams(generator), trial=1).layout for _ in range(300)]
+
+
+def test_a_dense_model_has_none_of_them() -> None:
+    space = space_of(experts=None)
+    assert {layout.settings for layout in layouts(space)} == {None}
+    states = {row.knob.name: row.state for row in knob_rows(space)}
+    assert states["expert_parallel"] == "kept: the model has no experts"
+
+
+def test_both_are_searched_where_they_do_something() -> None:
+    found = {
+        (
+            layout.expert_parallel * layout.tensor_parallel > 1,
+            layout.tensor_parallel > 1,
+            layout.setting("moe_token_dispatcher"),
+            layout.setting("expert_tensor_parallel"),
+        )
+        for layout in layouts(space_of())
+    }
+    assert {dispatcher for exchanges, _, dispatcher, _ in found if exchanges} == {None, "allgather"}
+    assert {shards for _, is_tensor, _, shards in found if is_tensor} == {None, 1}
+    assert not any(shards for _, is_tensor, _, shards in found if not is_tensor)
+    assert not any(dispatcher for exchanges, _, dispatcher, _ in found if not exchanges)
+
+
+def test_a_command_with_whole_experts_may_share_them_as_layers() -> None:
+    found = {
+        (layout.tensor_parallel > 1, layout.setting("expert_tensor_parallel"))
+        for layout in layouts(space_of(shards=1))
+    }
+    assert found == {(False, None), (True, None), (True, 0)}
+
+
+@pytest.mark.parametrize("feature", ["overlap_moe", "moe_flex_dispatcher", "moe_capacity"])
+def test_what_has_a_dispatcher_of_its_own_keeps_it(feature: str) -> None:
+    space = space_of(features=(feature,), expert_parallel=2)
+    assert {layout.setting("moe_token_dispatcher") for layout in layouts(space)} == {None}
