@@ -1,4 +1,4 @@
-"""README and docs: their length and width, their links, and figures that stand twice."""
+"""README and docs: their length and width, their links, their commands, and figures that stand twice."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,8 @@ from tests.cli.test_every_command import CALLS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-DOCUMENTS = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCS = ROOT / "docs"
+DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")))
 WIDTH, README_LINES = 100, 120
 
 
@@ -30,7 +31,7 @@ def anchor_of(heading: str) -> str:
     return re.sub(r"\s", "-", words.strip())
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_prose_is_wrapped(path: Path) -> None:
     long = [line for line in prose_of(path) if len(line) > WIDTH and not has_long_word(line)]
     assert not long
@@ -46,7 +47,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= README_LINES
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_leads_somewhere(path: Path) -> None:
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):

@@ -81,7 +81,9 @@ def test_retired_names_are_not_defined() -> None:
     assert not defined
 
 
-@pytest.mark.parametrize("document", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+@pytest.mark.parametrize(
+    "document", sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
+)
 def test_documents_name_files_that_are_there(document: str) -> None:
     """A path of the package or of its tests, benchmarks and tools in backquotes is a file or a folder."""
     text = (ROOT / "docs" / document).read_text(encoding="utf-8")
@@ -89,7 +91,10 @@ def test_documents_name_files_that_are_there(document: str) -> None:
         sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name.isidentifier())
     )
     paths = re.findall(rf"`((?:{rooms})/[\w/.]*)`", text)
+    places = (PACKAGE, ROOT / "tests")
     missing = [
-        path for path in paths if not (PACKAGE / path).exists() and not (ROOT / "tests" / path).exists()
+        path
+        for path in paths
+        if not any((folder / name).exists() for folder in places for name in (path, f"{path}.py"))
     ]
     assert not missing
