@@ -10,12 +10,15 @@ import typer
 
 from quartet_plugin.cli.main import build_app
 from tests.cli.test_every_command import CALLS
+from tests.test_names import EMPTY_PHRASES, retired_names
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")))
-WIDTH, README_LINES = 100, 120
+WIDTH, CELL, README_LINES = 100, 80, 120
+# Tables of measurements, and of what is supported, whose cells name many conditions.
+WIDE_TABLES = ("benchmarks.md", "clusters.md", "gpu.md", "runtime.md", "support.md")
 
 
 def prose_of(path: Path) -> list[str]:
@@ -39,6 +42,31 @@ def anchor_of(heading: str) -> str:
 def test_prose_is_wrapped(path: Path) -> None:
     long = [line for line in prose_of(path) if len(line) > WIDTH and not has_long_word(line)]
     assert not long
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a table's row as a reader sees them: without the addresses of links and marks of code."""
+    cells = re.split(r"(?<!\\)\|", line.strip().strip("|"))
+    return [re.sub(r"\]\([^)]*\)", "]", cell).replace("`", "").strip(" []") for cell in cells]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in DOCUMENTS if path.name not in WIDE_TABLES],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_no_cell_of_a_table_is_wide(path: Path) -> None:
+    rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    wide = [cell for row in rows for cell in cells_of(row) if len(cell) > CELL]
+    assert not wide
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_document_has_an_empty_phrase_or_a_retired_name(path: Path) -> None:
+    text = path.read_text(encoding="utf-8").partition("## Retired names")[0]
+    names = {name for name in retired_names() if re.search(rf"`{name}`", text)}
+    assert not names
+    assert not EMPTY_PHRASES.findall(" ".join(text.split()))
 
 
 def has_long_word(line: str) -> bool:

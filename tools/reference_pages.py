@@ -1,8 +1,9 @@
-"""Writes the pages of docs/ that follow from the code: commands, keys of q.yaml, exit codes, named schedules.
+"""Writes the pages of docs/ that follow from the code: commands, q.yaml, exit codes, schedules, knobs.
 
     python tools/reference_pages.py [--check]
 
-Each page is written whole. `--check` writes nothing and ends with exit code 1 where a page would change.
+Each page, or its part between two marks, is written whole. `--check` writes nothing and ends with exit code 1
+where a page would change.
 `tests/test_reference_pages.py` holds the committed pages to this.
 """
 
@@ -25,6 +26,7 @@ from quartet_plugin.errors import MEANINGS, QuartetError  # noqa: E402
 from quartet_plugin.model.sections import Section  # noqa: E402
 from quartet_plugin.schedule.named.registry import NAMED, Offer, named  # noqa: E402
 from quartet_plugin.space.config import ScalingConfig  # noqa: E402
+from quartet_plugin.space.knobs.registry import KNOBS  # noqa: E402
 from quartet_plugin.tuner.config import TuneConfig  # noqa: E402
 
 WIDTH = 100
@@ -228,9 +230,25 @@ def schedule_table_page() -> str:
             f"| {100 * simulation.bubble_fraction:.1f} % | {simulation.peak_activation_bytes.max():g} "
             f"| {OFFERS[schedule.offer]} |"
         )
-    path = ROOT / "docs" / "schedule-table.md"
-    before, _, rest = path.read_text(encoding="utf-8").partition(f"{MADE}\n")
-    return before + "\n".join([MADE, *rows, END]) + rest.partition(END)[2]
+    return put_into("schedule-table.md", rows)
+
+
+def knobs_page() -> str:
+    """`docs/knobs.md`: each knob as its descriptor says it."""
+    lines = []
+    for knob in KNOBS:
+        names = ", ".join(f"`{name}`" for name in (knob.flag, knob.ds_key) if name)
+        words = ", ".join(filter(None, (f"class {knob.change_class}", f"default {knob.default}", names)))
+        lines += wrapped(
+            f"`{knob.name}` ({words}): {knob.meaning}. *Legal:* {knob.rule}", first="- ", indent="  "
+        )
+    return put_into("knobs.md", lines)
+
+
+def put_into(name: str, lines: list[str]) -> str:
+    """A page of docs/ whose part between the two marks is made."""
+    before, _, rest = (ROOT / "docs" / name).read_text(encoding="utf-8").partition(f"{MADE}\n")
+    return before + "\n".join([MADE, "", *lines, "", END]) + rest.partition(END)[2]
 
 
 PAGES_MADE = {
@@ -238,6 +256,7 @@ PAGES_MADE = {
     "q-yaml.md": q_yaml_page,
     "exit-codes.md": exit_codes_page,
     "schedule-table.md": schedule_table_page,
+    "knobs.md": knobs_page,
 }
 
 

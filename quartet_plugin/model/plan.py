@@ -342,7 +342,7 @@ def _check_mapping(plan: Plan) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _slots_of_nodes(num_slots: tuple[int, ...]) -> frozenset[Slot]:
-    """Every slot of nodes with so many slots each."""
+    """Every slot of nodes with this number of slots each."""
     return frozenset(
         Slot(node=index, local=local) for index, number in enumerate(num_slots) for local in range(number)
     )
