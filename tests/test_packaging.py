@@ -106,4 +106,5 @@ def test_optunahubs_example_runs(
 
 def test_the_skill_has_every_exit_code() -> None:
     text = (ROOT / "SKILL.md").read_text(encoding="utf-8").partition("## Exit codes")[2].partition("##")[0]
+    text = " ".join(text.split())
     assert [code for code in ExitCode if not re.search(rf"\b{int(code)} ", text)] == []
