@@ -9,7 +9,7 @@ RELEASES := $(VENV)/.releases
 # Tests start thousands of processes, and each would compile all the modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: core-install demo demo-deepspeed system-packages test test-slow test-nightly support-matrix training-matrix lint types check clean
+.PHONY: core-install docs reference demo demo-deepspeed system-packages test test-slow test-nightly support-matrix training-matrix lint types check clean
 
 system-packages:
 	@bash tools/system_packages.sh
@@ -59,7 +59,15 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(VENV)/bin/mypy
 
-check: lint types test
+# The site of docs/, into site/; a warning is an error. NO_MKDOCS_2_WARNING: no advertisement of a successor.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+# The pages of docs/ that follow from the code.
+reference: $(STAMP)
+	$(PY) tools/reference_pages.py
+
+check: lint docs types test
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis site

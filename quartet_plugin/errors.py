@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of `quartet`, fixed by the fault matrix (docs/faults.md)."""
+    """Exit codes of `quartet`, which stay as they are (docs/exit-codes.md)."""
 
     DONE = 0
     USAGE = 2
@@ -19,6 +19,20 @@ class ExitCode(IntEnum):
     INCOMPLETE = 7
     INTERRUPTED = 130
     OUTPUT_CLOSED = 141
+
+
+# What each code tells the caller; docs/exit-codes.md has the table.
+MEANINGS: dict[ExitCode, str] = {
+    ExitCode.DONE: 'done; "no better plan was found" is a result',
+    ExitCode.USAGE: "usage, configuration, or a plan that is corrupt or made for something else",
+    ExitCode.INFEASIBLE: "no feasible plan",
+    ExitCode.UNSUPPORTED: "unsupported version, or a seam that is missing, changed or patched",
+    ExitCode.INFRASTRUCTURE: "infrastructure, or the user's own command fails",
+    ExitCode.STORAGE: "storage, or another tuner holds the run",
+    ExitCode.INCOMPLETE: "a batch ended with jobs that failed, or that its limits left out",
+    ExitCode.INTERRUPTED: "interrupted; `--resume` goes on",
+    ExitCode.OUTPUT_CLOSED: "the output's reader left, as `head` does; nothing is printed",
+}
 
 
 class QuartetError(Exception):

@@ -1,16 +1,24 @@
-"""README and docs: their length and width, their links, and figures that stand twice."""
+"""README and docs: their length and width, their links, their commands, and figures that stand twice."""
 
 import re
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from quartet_plugin.cli.main import build_app
 from tests.cli.test_every_command import CALLS
+from tests.test_names import EMPTY_PHRASES, retired_names
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-DOCUMENTS = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
-WIDTH, README_LINES = 100, 120
+DOCS = ROOT / "docs"
+DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")))
+WIDTH, CELL, README_LINES = 100, 80, 120
+# Tables of measurements, and of what is supported, whose cells name many conditions.
+WIDE_TABLES = ("benchmarks.md", "clusters.md", "gpu.md", "runtime.md", "support.md")
 
 
 def prose_of(path: Path) -> list[str]:
@@ -30,10 +38,35 @@ def anchor_of(heading: str) -> str:
     return re.sub(r"\s", "-", words.strip())
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_prose_is_wrapped(path: Path) -> None:
     long = [line for line in prose_of(path) if len(line) > WIDTH and not has_long_word(line)]
     assert not long
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a table's row as a reader sees them: without the addresses of links and marks of code."""
+    cells = re.split(r"(?<!\\)\|", line.strip().strip("|"))
+    return [re.sub(r"\]\([^)]*\)", "]", cell).replace("`", "").strip(" []") for cell in cells]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in DOCUMENTS if path.name not in WIDE_TABLES],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_no_cell_of_a_table_is_wide(path: Path) -> None:
+    rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    wide = [cell for row in rows for cell in cells_of(row) if len(cell) > CELL]
+    assert not wide
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_document_has_an_empty_phrase_or_a_retired_name(path: Path) -> None:
+    text = path.read_text(encoding="utf-8").partition("## Retired names")[0]
+    names = {name for name in retired_names() if re.search(rf"`{name}`", text)}
+    assert not names
+    assert not EMPTY_PHRASES.findall(" ".join(text.split()))
 
 
 def has_long_word(line: str) -> bool:
@@ -46,7 +79,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= README_LINES
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_leads_somewhere(path: Path) -> None:
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
@@ -79,3 +112,48 @@ def test_the_readmes_figures_stand_in_the_benchmarks() -> None:
 def test_the_page_of_commands_has_every_command() -> None:
     text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     assert [name for name in {call.split()[0] for call in CALLS} if f"quartet {name}" not in text] == []
+
+
+def commands_in(path: Path) -> list[str]:
+    """Every `quartet ...` of a document: the lines of its code, and its spans of code."""
+    text = path.read_text(encoding="utf-8")
+    spans = [" ".join(span.split()) for span in re.findall(r"`(quartet [^`]+)`", text)]
+    lines = [line.strip() for line in text.splitlines() if line.startswith(("    ", "quartet "))]
+    # What follows a literal -- is another program's, and a remark or a pipe is the shell's.
+    said = [*spans, *(line for line in lines if line.startswith("quartet "))]
+    return [re.split(r" -- | --$|  +#| \| (?!\w+\])| && ", command)[0] for command in said]
+
+
+@cache
+def options_by_command() -> dict[str, set[str]]:
+    """The long and short options of each command."""
+    group: Any = typer.main.get_command(build_app())
+    common = {"--help", "-h", "--debug"}
+    known = {"": common | {option for parameter in group.params for option in parameter.opts}}
+    for name in {call.split()[0] for call in CALLS}:
+        command = group.commands[name]
+        for path, found in [(name, command), *_below(name, command)]:
+            known[path] = common | {option for parameter in found.params for option in parameter.opts}
+            known[path] |= {option for parameter in found.params for option in parameter.secondary_opts}
+    return known
+
+
+def _below(name: str, group: Any) -> list[tuple[str, Any]]:
+    return [(f"{name} {word}", command) for word, command in getattr(group, "commands", {}).items()]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_commands_of_a_document_have_their_options(path: Path) -> None:
+    known, wrong = options_by_command(), []
+    for command in commands_in(path):
+        words = command.split()[1:]
+        name = next((name for name in (" ".join(words[:2]), " ".join(words[:1])) if name in known), "")
+        # Of a group named alone, and of several commands at once, every option below it counts.
+        taken = set().union(
+            *(known[other] for other in known if other == name or other.startswith(f"{name} "))
+        )
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", " ".join(words)))
+        if words and not name and re.fullmatch(r"[a-z]+", words[0]):
+            wrong.append(f"{command}: no such command")
+        wrong += [f"{command}: {option}" for option in sorted(named - taken)]
+    assert not wrong, "\n".join(wrong)

@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "quartet_plugin"
 # Words that say nothing of what they name.
 WITHOUT_CONTENT = frozenset({"found", "one", "at", "it", "own", "what", "told", "mine", "ours"})
+# Phrases after which a reader asks which one, or how many.
+EMPTY_PHRASES = re.compile(r"\b(?:so many|of ours|ours)\b", re.IGNORECASE)
 # Parts that both adapters have, under one name.
 ADAPTER_TWINS = frozenset({"WeightGradients", "ParityMeter", "Seam"})
 ADAPTERS = ("megatron", "deepspeed")
@@ -81,7 +83,9 @@ def test_retired_names_are_not_defined() -> None:
     assert not defined
 
 
-@pytest.mark.parametrize("document", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+@pytest.mark.parametrize(
+    "document", sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
+)
 def test_documents_name_files_that_are_there(document: str) -> None:
     """A path of the package or of its tests, benchmarks and tools in backquotes is a file or a folder."""
     text = (ROOT / "docs" / document).read_text(encoding="utf-8")
@@ -89,7 +93,44 @@ def test_documents_name_files_that_are_there(document: str) -> None:
         sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name.isidentifier())
     )
     paths = re.findall(rf"`((?:{rooms})/[\w/.]*)`", text)
+    places = (PACKAGE, ROOT / "tests")
     missing = [
-        path for path in paths if not (PACKAGE / path).exists() and not (ROOT / "tests" / path).exists()
+        path
+        for path in paths
+        if not any((folder / name).exists() for folder in places for name in (path, f"{path}.py"))
     ]
     assert not missing
+
+
+def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Every docstring and every other text of several words of a file, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+
+
+def test_no_text_has_an_empty_phrase() -> None:
+    empty = [
+        f"{path.relative_to(ROOT)}:{line}: {EMPTY_PHRASES.findall(text)}"
+        for path, tree in trees().items()
+        for line, text in texts_of(tree)
+        if EMPTY_PHRASES.search(text)
+    ]
+    assert not empty, "\n".join(empty)
+
+
+def test_every_public_thing_has_a_docstring() -> None:
+    """Each module, public class and public function of a module: two words or more, and an end."""
+    wrong = []
+    for path, tree in trees().items():
+        public = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+        ]
+        for node in (tree, *public):
+            text = ast.get_docstring(node) or ""
+            first = text.split("\n\n")[0].strip()
+            if not re.match(r"[\w`\"(*\[]", first) or len(first.split()) < 2 or first[-1] not in ".:;!?)`":
+                wrong.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}: {first[:60]!r}")
+    assert not wrong, "\n".join(wrong)

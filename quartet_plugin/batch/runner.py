@@ -40,11 +40,11 @@ from quartet_plugin.report.formatting import clean
 from quartet_plugin.tuner.config import TuneConfig
 from quartet_plugin.tuner.context import EventLog
 
-# A tuner that a signal ends is started again so many times.
+# A tuner that a signal ends is started again this number of times.
 MAX_LOST = 3
 # The shortest wait goes before the longest, since a batch must not disturb what is measured.
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S, _LONGER = 0.02, 1.0, 1.3
-# A live table is renewed so often, and reading the runs for it takes at most one part in so many of the time.
+# A live table is renewed so often, and reading the runs for it takes at most this part of the time.
 _REFRESH_S, _REFRESH_SHARE = 2.0, 50
 
 

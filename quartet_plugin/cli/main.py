@@ -75,6 +75,8 @@ _EPILOGS = {
 _IMPORTED_S = time.monotonic()
 _INTERRUPTED = "interrupted"
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+# The distributions that `--version` names where they are installed.
+_FRAMEWORKS = ("optuna", "torch", "megatron-core", "megatron-bridge", "deepspeed", "transformer-engine")
 # The modules that write to the output.
 _PRINTERS = ("quartet_plugin.cli.main", "quartet_plugin.cli.output", "typer", "click", "rich")
 
@@ -100,7 +102,13 @@ def build_app() -> "typer.Typer":
     def _options(
         ctx: typer.Context,
         version: Annotated[
-            bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+            bool,
+            typer.Option(
+                "--version",
+                help="Print the versions, of the frameworks too.",
+                callback=_version,
+                is_eager=True,
+            ),
         ] = False,
         debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     ) -> None:
@@ -297,10 +305,18 @@ def _names_a_command(arguments: Sequence[str]) -> bool:
 
 
 def _version(wanted: bool) -> None:
+    """Print the version and what is installed of the frameworks, one a line, and end."""
     if wanted:
+        import platform
+        from importlib.metadata import PackageNotFoundError, version
+
         import typer
 
         from quartet_plugin import __version__
 
         print(f"quartet {__version__}")
+        print(f"python {platform.python_version()}")
+        for name in _FRAMEWORKS:
+            with contextlib.suppress(PackageNotFoundError):
+                print(f"{name} {version(name)}")
         raise typer.Exit

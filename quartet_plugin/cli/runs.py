@@ -36,7 +36,7 @@ def status_command(
     watch_s: Annotated[
         float | None,
         typer.Option(
-            "--watch", metavar="SECONDS", min=0.5, help="Show it again every so many seconds, until it ends."
+            "--watch", metavar="SECONDS", min=0.5, help="Show it again at this interval, until it ends."
         ),
     ] = None,
 ) -> None:

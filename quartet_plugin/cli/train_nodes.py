@@ -17,7 +17,7 @@ def train_on_nodes(
 ) -> int:
     """Become the launcher's process, which starts `quartet train` with `options` and `words` on every node.
 
-    Raises ConfigError where there are not so many nodes, UsageError for a launcher that only queues.
+    Raises ConfigError where there are fewer nodes, UsageError for a launcher that only queues.
     """
     from quartet_plugin.launchers.engines import LOCAL, engine_named
     from quartet_plugin.launchers.site import read_site

@@ -63,7 +63,7 @@ def tune_command(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(help="Run so many trials at once, each on its own part of this host's devices."),
+        typer.Option(help="Run this number of trials at once, each on its own part of this host's devices."),
     ] = None,
     joined: Annotated[
         str | None,

@@ -56,7 +56,7 @@ class PartitionLoads:
 
 
 def loads_of(partition: Partition, *, devices_per_domain: int) -> PartitionLoads:
-    """The loads where so many devices are joined by scale-up links."""
+    """The loads where this number of devices is joined by scale-up links."""
     by_device: dict[tuple[Phase, int, str, int, int, bool], Counter[Tensor]] = {}
     sent: Counter[tuple[Phase, Tensor, str]] = Counter()
     arriving: dict[tuple[Phase, int], Counter[Tensor]] = {}

@@ -118,7 +118,7 @@ type _Replica = list[tuple[Slot, ...]]
 def _num_sharing_experts(layout: Layout) -> int | None:
     """The number of replicas that hold the experts together; None where a group ends inside a replica.
 
-    An expert-parallel group is so many consecutive ranks, CP counted before DP.
+    An expert-parallel group is this number of consecutive ranks, CP counted before DP.
     """
     experts, context = layout.expert_parallel, layout.context_parallel
     if context % experts == 0:

@@ -108,6 +108,7 @@ def model_words(args: Namespace) -> dict[str, str]:
 
 
 def experts_of(args: Namespace) -> Experts | None:
+    """The experts that Megatron's arguments ask for; None where all layers are dense."""
     if getattr(args, "num_experts", None) is None:
         return None
     pattern = args.moe_layer_freq
@@ -126,6 +127,10 @@ def experts_of(args: Namespace) -> Experts | None:
 
 
 def latent_attention_of(args: Namespace) -> LatentAttention | None:
+    """The sizes of multi-head latent attention; None where attention is another.
+
+    Raises ConfigError where the queries are not compressed.
+    """
     if not getattr(args, "multi_latent_attention", False):
         return None
     if args.q_lora_rank is None:

@@ -42,7 +42,7 @@ class BlockPartition:
         return self.outer or 1
 
     def side(self, tensor_parallel: int) -> int:
-        """The side of each grid on so many devices. Raises ConfigError where they make no grid."""
+        """The side of each grid on this number of devices. Raises ConfigError where they make no grid."""
         side = isqrt(tensor_parallel // self.num_outer)
         if side < 2 or side**2 * self.num_outer != tensor_parallel:
             squares = "4, 9, 16, ..." if self.outer is None else f"{self.outer} x 4, {self.outer} x 9, ..."
@@ -74,7 +74,7 @@ class TensorPartition:
         return ", ".join(f"{name} {block.label}" for name, block in self.blocks.items())
 
     def check_devices(self, tensor_parallel: int) -> None:
-        """Raise ConfigError where a block's form does not fit on so many devices."""
+        """Raise ConfigError where a block's form does not fit on this number of devices."""
         if tensor_parallel < 2:
             raise ConfigError(f"{self.label} on {tensor_parallel} devices: must be 2 or more")
         for block in self.blocks.values():

@@ -101,7 +101,7 @@ def planned_layer(
 def fault_of_sizes(
     partition: TensorPartition, shape: ModelShape, *, devices: int, micro_batch_size: int
 ) -> str | None:
-    """The size of a model that a partition does not divide on so many devices; None where it divides all."""
+    """The size of a model that a partition does not divide on these devices; None where it divides all."""
     sizes = {"heads": shape.num_attention_heads, "query groups": shape.num_query_groups}
     uneven = next((f"{size} {name}" for name, size in sizes.items() if size % devices), None)
     if uneven is not None and partition.attention.form != "stock":

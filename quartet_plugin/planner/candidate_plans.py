@@ -154,7 +154,7 @@ class PlanCandidates:
     def _of_least_bounds(
         self, layouts: list[tuple[ModelShape, Layout]], *, most: int
     ) -> list[tuple[ModelShape, Layout]]:
-        """At most so many layouts in their order: those that may be fastest by the planner's bounds."""
+        """At most `most` layouts in their order: those that may be fastest by the planner's bounds."""
         if len(layouts) <= most:
             return layouts
         bounds = least_seconds_of(layouts, request=self._request, constants=self._constants)

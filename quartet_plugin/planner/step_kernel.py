@@ -28,8 +28,8 @@ def step_seconds(
 
     Collectives 0 to 2 are those of context and expert groups and of gradients: `sizes` [3] are their ranks,
     `volumes` and `rounds` [3, pp] their coefficients; where `forbidden_s` [3] is not 0 a group that leaves
-    its domain takes so many seconds. `links` are the bandwidth and the latency inside a domain and between
-    two; `transfers_s` those of a boundary tensor inside and between.
+    its domain takes these seconds. `links` are the bandwidth and the latency inside a domain and between two;
+    `transfers_s` those of a boundary tensor inside and between.
     """
     # Element by element: to compile an operation on arrays takes numba seconds.
     pp, copies = domains.shape

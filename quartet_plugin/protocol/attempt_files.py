@@ -55,7 +55,7 @@ class TrialSpec:
     `measure` are. With `max_warmup` the measured ones begin where iterations are steady, after `warmup` to
     `max_warmup` of them; with `early_end` they are `measure` at most. `modules` are the classes whose forward
     ran in the user's own command. The ranks train with the command's global batch over `batch_divisor`, where
-    the trial has so many times fewer replicas. Raises ConfigError for paths that are not absolute, for
+    the trial has fewer replicas by this factor. Raises ConfigError for paths that are not absolute, for
     compared iterations outside of the warm-up, and for a `max_warmup` below `warmup`.
     """
 

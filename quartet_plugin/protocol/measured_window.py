@@ -49,7 +49,7 @@ def first_measured(times: Sequence[float], *, least: int, most: int, num_measure
     """The number of iterations before the measured ones: from `least` to `most`.
 
     `times` are the seconds of all iterations so far; `num_measured` of them or more are left to be measured
-    where there are so many after the first `least`.
+    where there are as many after the first `least`.
     """
     last = min(most, len(times) - num_measured)
     if last <= least:

@@ -69,7 +69,7 @@ def take_options(words: Sequence[str]) -> tuple[EntryOptions, list[str]]:
         flag, has_value, value = word.partition("=")
         name = flag.removeprefix("--quartet-")
         if name not in _HELP:
-            raise UsageError(f"{flag}: unknown; ours are {', '.join(f'--quartet-{n}' for n in _HELP)}")
+            raise UsageError(f"{flag}: unknown; quartet has {', '.join(f'--quartet-{n}' for n in _HELP)}")
         if not has_value:
             value = next(flags, "--")
             if value == "--":

@@ -17,7 +17,7 @@ class SearchExpense:
     Of `launch_s` the launches of the parity gate took `gate_s`, warm-up iterations `warmup_s`, measured ones
     `measured_s`, and processes that start or end `starts_s`; `waiting_s` of `search_s` nothing was launched.
     `num_warm_starts` launches were forked from a trial server, `num_cold_starts` were started anew.
-    `payback_iterations`: after so many iterations the winner has gained `search_s`; None without a winner
+    `payback_iterations`: the iterations after which the winner has gained `search_s`; None without a winner
     that is faster and of the user's own model.
     """
 

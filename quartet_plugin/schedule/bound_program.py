@@ -79,7 +79,7 @@ class _Program:
     ) -> tuple[float, FloatArray | None]:
         """The proven bound on T in seconds and the best point; the last variables are continuous.
 
-        `max_nodes` ends the solver after so many nodes of its tree, wherever the clock stands: 0 solves the
+        `max_nodes` ends the solver after these nodes of its tree, wherever the clock stands: 0 solves the
         linear relaxation alone. None sets no limit.
         """
         limits = {"time_limit": time_limit_s} if max_nodes is None else {"node_limit": max_nodes}

@@ -290,7 +290,7 @@ class _Run:
         return {path.name: path.read_text() for path in self.folder.glob("*.count")}
 
     def await_counting(self, number: int) -> None:
-        """Wait until so many processes count."""
+        """Wait until this number of processes count."""
         _await(lambda: len(self.counts()) == number, f"{number} processes that count")
 
     def is_counting(self) -> bool:

@@ -140,7 +140,7 @@ class TrialRequest:
     iteration times, relative to their median, above which they are measured once more. A trial whose
     iterations take longer than `slow_above_s` is cut short: it is not worth measuring well. `weights` (a
     weights-only checkpoint to start from) and `save_weights` (where to write such a checkpoint) make it a
-    trial of the parity gate; with `num_compared` only so many iterations of its warm-up are compared, and the
+    trial of the parity gate; with `num_compared` only the first of its warm-up are compared, and the
     trial goes on to be measured. `device_warmup_s` are seconds that a GPU computes before the first step, to
     be as warm as later trials find it. `max_warmup` and `early_end` let the iterations themselves decide
     which of them, and how many, are measured, and `modules` are compared with those that run: `TrialSpec`.

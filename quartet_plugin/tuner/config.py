@@ -150,7 +150,7 @@ class StudyConfig(Section):
 
     trials: int = Field(default=20, ge=1, le=100_000, description="plans that are tried")
     patience: int = Field(
-        default=0, ge=0, le=100_000, description="end after so many trials without a gain; 0: never"
+        default=0, ge=0, le=100_000, description="end after this number of trials without a gain; 0: never"
     )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="the same seed proposes the same plans")
     sampler: Sampler = Field(default=DEFAULT, description="Optuna's sampler beside the cost model")
@@ -161,13 +161,13 @@ class StudyConfig(Section):
         default=5, ge=3, le=100, description="final rounds; fewer decide, or three times as many end them"
     )
     control: int = Field(
-        default=10, ge=0, le=100_000, description="your own command again after so many trials; 0: never"
+        default=10, ge=0, le=100_000, description="trials until your own command runs again; 0: never"
     )
     starts: Literal["auto", "none"] = Field(
         default="auto", description="auto: the cost model proposes plans; none: the sampler alone"
     )
     explore: int = Field(
-        default=5, ge=0, le=100_000, description="every so many trials one is the sampler's own; 0: none"
+        default=5, ge=0, le=100_000, description="one trial in this number is the sampler's own; 0: none"
     )
     objective: Literal["auto", "tokens_per_s", "model_flops_per_s_per_device"] = Field(
         default="auto", description="what is maximized; auto: tokens/s, model FLOP/s where shapes differ"
@@ -203,7 +203,7 @@ class TuneConfig(Section):
     )
     confirm: Literal["auto", "none"] = Field(
         default="auto",
-        description="auto: the winner is compared on `nodes` nodes, where there are so many",
+        description="auto: the winner is compared on `nodes` nodes, where they are there",
     )
     site: FileName | None = Field(default=None, description="what the cluster asks of every job: a site.yaml")
     device: Literal["auto", "cpu", "cuda"] = Field(

@@ -38,7 +38,7 @@ NUM_DRAWS = 4_000
 MAX_UNTRIED, MAX_MADE, MAX_SEARCHED = 160, 240, 16
 # Neighbours: how many of the best are varied, how often a choice is another one, how far a number is.
 NUM_VARIED, OTHERWISE, STEP = 3, 0.25, 0.08
-# A plan that nothing is known of fits; that counts as so many plans that did.
+# A plan that nothing is known of fits; that counts as this number of plans that did.
 HOPE = 0.5
 # The normal's error of a median over its error of a mean; no measurement is surer than LEAST.
 MEDIAN_ERROR, LEAST = 1.25, 0.003

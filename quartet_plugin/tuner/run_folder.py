@@ -78,7 +78,7 @@ class RunFolder:
         return self.trials / f"{number:06d}"
 
     def drift_check(self, num_tried: int) -> Path:
-        """The folder of the baseline's re-measurement after so many trials."""
+        """The folder of the baseline's re-measurement after this number of trials."""
         return self.drift_checks / f"{num_tried:06d}"
 
     def depth_proxy(self, number: int) -> Path:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -160,12 +161,16 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"quartet {__version__}\n"
+    first, *installed = capsys.readouterr().out.splitlines()
+    assert first == f"quartet {__version__}"
+    assert f"optuna {version('optuna')}" in installed
+    assert f"megatron-core {version('megatron-core')}" in installed
+    assert not [line for line in installed if line.startswith("transformer-engine")]
 
 
 def test_the_console_script() -> None:
     done = subprocess.run([QUARTET, "--version"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"quartet {__version__}\n", "")
+    assert (done.returncode, done.stdout.splitlines()[0], done.stderr) == (0, f"quartet {__version__}", "")
     done = subprocess.run([QUARTET, "--nonsense"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("quartet: ")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NUM_ROWS = 44
-_ROW = re.compile(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+_ROW = re.compile(r"^- \*\*(\d+)\. (.+?)\*\*: (.+?) \*Shown by\* (.+?)$", re.MULTILINE)
 _TEST = re.compile(r"`([a-z_0-9/]+)::([a-z_0-9A-Z]+)`")
 
 
@@ -23,8 +23,8 @@ def names_in(path: Path) -> frozenset[str]:
 
 
 def rows() -> dict[int, tuple[str, str, str]]:
-    """The table of docs/faults.md."""
-    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    """The list of docs/faults.md: fault, answer and tests of each row."""
+    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").replace("\n  ", " ")
     return {int(match[1]): (match[2], match[3], match[4]) for match in _ROW.finditer(text)}
 
 

@@ -56,6 +56,7 @@ class UnitArrays:
 
 
 def unit_arrays(parts: UnitParts) -> UnitArrays:
+    """The seconds of the units of a stage as arrays [unit, cause, direction], in the order of INDEX."""
     compute, unslowed = np.zeros((4, len(CAUSES), 3)), np.zeros((4, len(UNSLOWED), 3))
     units = (parts.dense, parts.routed, parts.embedding, parts.head)
     ends = (None, None, Coefficient.EMBEDDING, Coefficient.HEAD)

@@ -54,20 +54,20 @@ def partition_fault(
 
 
 def partitions_for(devices: int) -> list[TensorPartition]:
-    """The partitions of both blocks alike that so many devices can have: rings, and every grid."""
+    """The partitions of both blocks alike that this number of devices can have: rings, and every grid."""
     forms = [BlockPartition(form="rings"), *grids_for(devices)] if devices > 1 else []
     return [TensorPartition(attention=form, mlp=form) for form in forms]
 
 
 def every_pair(devices: int) -> list[TensorPartition]:
-    """The partitions that so many devices can have, with a form of its own for each block, stock left out."""
+    """The partitions that the devices can have, with a form of its own for each block, stock left out."""
     forms = [BlockPartition(form="stock"), BlockPartition(form="rings"), *grids_for(devices)]
     pairs = list(product(forms, repeat=2))[1:]
     return [TensorPartition(attention=attention, mlp=mlp) for attention, mlp in pairs]
 
 
 def grids_for(devices: int) -> list[BlockPartition]:
-    """The grids that so many devices can be, the largest first."""
+    """The grids that this number of devices can be, the largest first."""
     grids = []
     for outer in range(1, devices // 4 + 1):
         grid = BlockPartition(form="grid", outer=None if outer == 1 else outer)

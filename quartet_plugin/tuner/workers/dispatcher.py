@@ -23,7 +23,7 @@ from quartet_plugin.tuner.context import EventLog
 from quartet_plugin.tuner.trial_backend import TrialBackend
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
-# A plan that took so many workers with it is not handed out again.
+# A plan that took this number of workers with it is not handed out again.
 MAX_LOST = 3
 
 ReadResult = Callable[[Path], TrialResult | None]

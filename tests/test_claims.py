@@ -1,0 +1,140 @@
+"""What the documents claim: figures that stand twice, what code decides, commands that can be run here."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from quartet_plugin.cli.main import main
+from quartet_plugin.space.knobs.registry import KNOBS
+from quartet_plugin.tuner.config import parse_config
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+# A page, a pattern of its figures, and the pattern of the same figures in docs/benchmarks.md.
+SAME = (
+    (
+        "planner.md",
+        r"`named` ([\d.]+) \(([\d.]+) to ([\d.]+)",
+        r"goals 1 s.*?\| ([\d.]+) s \(([\d.]+) to ([\d.]+)\)",
+    ),
+    (
+        "cost-model.md",
+        r"Core: (\d+) rows, mean ([\d.]+), median ([\d.]+)\.",
+        r"of (\d+) published.*?\| ([\d.]+) %, ([\d.]+) %",
+    ),
+    (
+        "cost-model.md",
+        r"memory, nothing fitted, is ([\d.]+) % for zero-bubble runs, ([\d.]+) %",
+        r"5\.7 %; ([\d.]+) %, ([\d.]+) %",
+    ),
+    (
+        "search-cost.md",
+        r"two CPU cores \| 74 \| (\d+) \(1 to 1\) \| (\d+) ",
+        r"goal: a fifth, and 10 \| (\d+) against (\d+);",
+    ),
+    (
+        "search-cost.md",
+        r"data_parallel: 1`\) \| 72 \| (\d+) \([^|]*\| ([\d.]+) ",
+        r"\| 1 against 6; (\d+) against ([\d.]+)",
+    ),
+    (
+        "search-cost.md",
+        r"two devices \| 112 \| (\d+) \([^|]*\| (\d+) ",
+        r"6,695 plans \| (\d+) against (\d+) ",
+    ),
+    ("faults.md", r"baseline ([\d.]+) % ended with a winner", r"all faster by 1\.1 \| ([\d.]+) % after"),
+)
+# `docs/knobs.md` and `docs/support.md`: what a search leaves as the command has it, unless it is asked for.
+KEPT = {
+    "context_parallel",
+    "ddp_bucket_size",
+    "distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "recompute",
+    "sequence_parallel",
+    "shape",
+    "tensor_partition",
+}
+
+
+def text_of(name: str) -> str:
+    """A page with its lines joined."""
+    return " ".join((DOCS / name).read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize(
+    ("page", "here", "there"), SAME, ids=[f"{row[0]}-{at}" for at, row in enumerate(SAME)]
+)
+def test_a_figure_that_stands_twice_is_one_figure(page: str, here: str, there: str) -> None:
+    found, measured = re.search(here, text_of(page)), re.search(there, text_of("benchmarks.md"))
+    assert found is not None
+    assert measured is not None
+    assert found.groups() == measured.groups()
+
+
+def test_the_waiting_beside_the_readmes_pictures_is_that_of_their_costs(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"(\d+) % of device time is waiting \| ZB-V, one of the schedules tried: (\d+) %", text)
+    assert shown is not None
+    waiting = []
+    for name in ("1f1b", "zb-v"):
+        path = tmp_path / f"{name}.json"
+        assert main(["schedule", "named", name, str(DOCS / "img" / "costs.json"), "-o", str(path)]) == 0
+        waiting.append(json.loads(path.read_text(encoding="utf-8"))["predicted"]["bubble_fraction"])
+    assert [f"{100 * part:.0f}" for part in waiting] == list(shown.groups())
+
+
+def test_what_a_search_keeps_unless_it_is_asked() -> None:
+    assert {knob.name for knob in KNOBS if knob.default == "stock"} == KEPT
+    (row,) = re.findall(r"^\| B \|.*$", (DOCS / "support.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert "sequence parallelism, distributed optimizer, overlaps and bucket sizes" in row
+    assert "by default but for the latter, which `search` asks for" in row
+
+
+def test_the_list_of_schedules_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "list"]) == 0
+    rows = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    page = {line.strip() for line in (DOCS / "schedules.md").read_text(encoding="utf-8").splitlines()}
+    assert [row for row in rows if row.strip() not in page] == []
+
+
+@pytest.mark.parametrize("page", ["tutorial.md", "how-to/experts.md"])
+def test_the_configurations_of_a_page_are_read(page: str) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        parse_config(yaml.safe_load(block), where=page)
+
+
+def test_every_program_of_the_benchmarks_is_there() -> None:
+    text = text_of("benchmarks.md")
+    modules = re.findall(r"`python -m benchmarks\.(\w+)", text)
+    files = [
+        *re.findall(r"`python (benchmarks/\w+\.py)", text),
+        *re.findall(r"pytest (tests/[\w/]+\.py)", text),
+    ]
+    assert len(modules) + len(files) > 15
+    places = [ROOT / "benchmarks" / name for name in modules]
+    assert [place for place in places if not (place.is_dir() or place.with_suffix(".py").is_file())] == []
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("page", ["plan-without-a-gpu.md", "schedule-by-hand.md"])
+def test_the_commands_of_a_page_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the page's order; those that start a training are run by tests of training."""
+    text = (DOCS / "how-to" / page).read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for name, block in re.findall(r"`(\w+\.json)`[^`]*?:\n\n```json\n(.*?)```", text, re.DOTALL):
+        (tmp_path / name).write_text(block, encoding="utf-8")
+    commands = [line.strip() for line in text.splitlines() if line.startswith("    quartet ")]
+    run = [command for command in commands if " -- " not in command]
+    assert len(run) >= 4
+    for command in run:
+        assert main(shlex.split(command)[1:]) == 0, (command, capsys.readouterr().err)
