@@ -53,6 +53,8 @@ KEPT = {
     "context_parallel",
     "ddp_bucket_size",
     "distributed_optimizer",
+    "expert_tensor_parallel",
+    "moe_token_dispatcher",
     "overlap_grad_reduce",
     "overlap_param_gather",
     "recompute",

@@ -198,9 +198,9 @@ class Mapping(_Remembering):
         )
 
     def indices(self, slots_of_nodes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The number of each rank's slot, counted node by node.
+        """The number of each rank's slot, counted node by node, on nodes with `slots_of_nodes` slots each.
 
-        None unless every slot of nodes with so many slots is there exactly once.
+        None unless every slot is there exactly once.
         """
         return self._remembered(slots_of_nodes, lambda: self._indices(slots_of_nodes))
 
