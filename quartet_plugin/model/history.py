@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quartet_plugin.model.axis_gains import AxisGains
 from quartet_plugin.model.launch import DEPTH_PROXY, Phase
 from quartet_plugin.model.measurement import Comparison, Objective, Regret
 from quartet_plugin.model.plan import NodeInfo, Plan
@@ -151,8 +152,8 @@ class RunHistory:
     1970; `elapsed_s` is of the latest session. `features` of the user's job keep the axes `locked` as they
     are; `neutralised` flags were left out in trials. `num_asked` trials were asked for, `num_spent` are used
     up. `controls` say how the machine drifted, `regret` what a search that has ended may have missed,
-    `shape_curve` has the best plan of each of several shapes. `baseline_note` says why the baseline is not
-    the user's own command, empty where it is.
+    `axis_gains` what each axis of the winner gave, `shape_curve` has the best plan of each of several
+    shapes. `baseline_note` says why the baseline is not the user's own command, empty where it is.
     `launch_s` are the seconds of all launches that have ended, whatever for, `launch_parts` what they went
     into, and `search_s` those of all sessions. `faults` are files that could not be read.
     """
@@ -185,6 +186,7 @@ class RunHistory:
     controls: tuple[DriftMeasurement, ...] = ()
     workers: tuple[WorkerRow, ...] = ()
     regret: Regret | None = None
+    axis_gains: AxisGains | None = None
     shape_curve: ShapeCurve | None = None
     launch_s: float = 0.0
     launch_parts: LaunchSeconds = LaunchSeconds()

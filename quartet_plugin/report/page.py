@@ -7,6 +7,7 @@ from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.model.measurement import Measurement
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report import figures, markup, page_tables
+from quartet_plugin.report.axis_gains import axis_section
 from quartet_plugin.report.document import document
 from quartet_plugin.report.final_choice import choice_paragraph
 from quartet_plugin.report.formatting import duration, iteration_words, rate, size, speedup_spread
@@ -49,6 +50,7 @@ def page(history: RunHistory, extras: Extras) -> str:
         _head(history),
         _cards(history),
         _intervals(history),
+        axis_section(history.axis_gains),
         _regret(history),
         _progress(history),
         _shapes(history),

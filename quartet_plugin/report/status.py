@@ -9,6 +9,7 @@ from quartet_plugin.model.history import LeaseHolder, RunHistory, RunningLaunch,
 from quartet_plugin.model.launch import LaunchPosition
 from quartet_plugin.model.measurement import NOTABLE, Regret
 from quartet_plugin.model.schema import dump
+from quartet_plugin.report.axis_gains import axis_lines
 from quartet_plugin.report.final_choice import choice_lines
 from quartet_plugin.report.formatting import (
     clean,
@@ -61,6 +62,8 @@ def status_lines(history: RunHistory) -> list[str]:
         lines.append("winner    none: your own command stays as it is")
     if history.regret is not None:
         lines += regret_lines(history.regret)
+    if history.axis_gains is not None:
+        lines += axis_lines(history.axis_gains)
     if history.shape_curve is not None:
         lines += shape_lines(history.shape_curve)
     if history.baseline_note:
@@ -111,6 +114,7 @@ def status_record(history: RunHistory) -> dict[str, Any]:
         "winner": None if history.winner is None else history.winner.provenance.trial,
         "choice": _choice_record(history),
         "regret": None if history.regret is None else dump(history.regret),
+        "axes": None if history.axis_gains is None else dump(history.axis_gains),
         "shapes": None if history.shape_curve is None else dump(history.shape_curve),
         "elapsed_s": round(history.elapsed_s, 3),
         "time_left_s": None if history.time_left_s is None else round(history.time_left_s, 3),

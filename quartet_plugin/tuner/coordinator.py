@@ -22,6 +22,7 @@ from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.study_log import StudyLog
 from quartet_plugin.study.tune_study import TuneStudy
 from quartet_plugin.trial.request import Timeouts, TrialResult
+from quartet_plugin.tuner.axis_gains import axis_gains_of
 from quartet_plugin.tuner.baseline_space import check_baseline, open_space
 from quartet_plugin.tuner.compared_trials import (
     ComparedTrials,
@@ -255,6 +256,7 @@ class Coordinator:
         return replace(
             tuned,
             regret=regret_of(space, tuned, proposer=proposer),
+            axis_gains=axis_gains_of(space, tuned, proposer=proposer),
             shape_curve=shape_curve_of(space, tuned, proposer=proposer),
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from quartet_plugin.errors import ConfigError, QuartetError
+from quartet_plugin.model.axis_gains import read_axis_gains
 from quartet_plugin.model.history import Finalist, LaunchSeconds, RunHistory, RunningLaunch, TrialRow
 from quartet_plugin.model.launch import Phase
 from quartet_plugin.model.measurement import Objective, read_regret
@@ -166,6 +167,7 @@ class _Reader:
             controls=drift_checks_of(events),
             workers=self._workers if self._goes_on else (),
             regret=self._read_if_there(read_regret, self._run.folder.best_regret),
+            axis_gains=self._read_if_there(read_axis_gains, self._run.folder.best_axes),
             shape_curve=self._read_if_there(read_shape_curve, self._run.folder.best_shapes),
             launch_s=launch_s,
             launch_parts=launch_parts,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.model.axis_gains import FILE_NAME as AXES_NAME
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.shape_curve import FILE_NAME as SHAPES_NAME
 from quartet_plugin.protocol.masking import is_same_command, masked_argv, num_same_words
@@ -65,6 +66,8 @@ class RunFolder:
     full_size = _Entry("full-size")
     full_plan, full_command = _Entry("best/full-size/plan.json"), _Entry("best/full-size/command.sh")
     full_prediction = _Entry("best/full-size/prediction.json")
+    # What each axis of the winner gave.
+    best_axes = _Entry(f"best/{AXES_NAME}")
     # Throughput against shape, where the search had several shapes.
     best_shapes = _Entry(f"best/{SHAPES_NAME}")
 

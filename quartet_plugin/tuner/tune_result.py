@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quartet_plugin.launchers.engines import LOCAL
+from quartet_plugin.model.axis_gains import AxisGains, write_axis_gains
 from quartet_plugin.model.files import write_text_atomic
 from quartet_plugin.model.full_size import write_full_size
 from quartet_plugin.model.history import DriftMeasurement
@@ -43,6 +44,7 @@ class TuneResult:
     receipt: Receipt | None = None
     drift_checks: tuple[DriftMeasurement, ...] = ()
     regret: Regret | None = None
+    axis_gains: AxisGains | None = None
     shape_curve: ShapeCurve | None = None
     stand_in: FinishedTrial | None = None
     full_size: "FullSizeWinner | None" = None
@@ -56,9 +58,10 @@ class TuneResult:
 def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
     """Write the winner with its measurement and return it.
 
-    A custom schedule has its receipt beside it, so that `quartet train` takes it at once. The regret and the
-    curve of shapes are written in any case. Without a winner a stand-in is written; without either nothing
-    is, and the files that an earlier, shorter search of the run left are removed.
+    A custom schedule has its receipt beside it, so that `quartet train` takes it at once. The regret, the
+    gains of the axes and the curve of shapes are written where there are some. Without a winner a stand-in
+    is written; without either nothing is, and the files that an earlier, shorter search of the run left are
+    removed.
     """
     folder = run.folder
     receipt_file = receipt_path(folder.best_plan)
@@ -69,6 +72,11 @@ def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
     else:
         folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
         write_regret(result.regret, path=folder.best_regret)
+    if result.axis_gains is None:
+        folder.best_axes.unlink(missing_ok=True)
+    else:
+        folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
+        write_axis_gains(result.axis_gains, path=folder.best_axes)
     if result.shape_curve is None:
         folder.best_shapes.unlink(missing_ok=True)
     else:
