@@ -300,6 +300,8 @@ def _sections(
         )
     sections = dict(content)
     if model is not None:
+        if "model" in sections:
+            raise ConfigError(f"{job}: model: --model {model} says it too; remove the section, or the option")
         sections["model"] = model_section_of(model)
     if cluster is not None:
         sections["cluster"] = _cluster_section(cluster)

@@ -75,7 +75,8 @@ def tune_command(
     launcher: Annotated[
         str | None,
         typer.Option(
-            help="Start trials on nodes: slurm (this allocation), slurm-batch, ssh, ray, kubernetes."
+            help="Start trials on nodes: slurm (this allocation), slurm-batch, ssh, ray, kubernetes, "
+            "nemo-run, or one of another package."
         ),
     ] = None,
     trial_nodes: Annotated[int | None, typer.Option(help="Nodes of one trial, with --launcher.")] = None,

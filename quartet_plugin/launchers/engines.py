@@ -10,6 +10,7 @@ from quartet_plugin.model.schema import nearest_word
 GROUP = "quartet_plugin.engines"
 # This machine alone: no engine, its processes are started and ended directly.
 LOCAL = "local"
+OF_SLURM = ("slurm", "slurm-batch")
 # The engines of this package, which are there without an installed distribution too.
 _OURS = {
     "kubernetes": "quartet_plugin.launchers.kubernetes:engine",

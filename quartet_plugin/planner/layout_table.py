@@ -329,10 +329,10 @@ class TooLarge:
         label = f"TP {self.tensor_parallel}{context} PP {self.pipeline_parallel}"
         least, available = distinct_numbers(self.least_bytes / GIB, available_bytes / GIB, digits=0)
         if self.least_bytes > available_bytes:
-            need = f"at least {least} GiB of the {available} GiB that are usable"
+            need = f"the least of these needs {least} GiB, {available} GiB are usable"
         else:
-            need = f"more than the {available_bytes / GIB:.0f} GiB that are usable"
-        return Refusal(reason=f"memory: {label} needs {need}", count=self.count)
+            need = f"these need more than the {available_bytes / GIB:.0f} GiB that are usable"
+        return Refusal(reason=f"memory: {label}: {need}", count=self.count)
 
 
 def refused_degrees(job: PlanRequest, shape: ModelShape) -> list[Refusal]:

@@ -116,12 +116,15 @@ def refusal_lines(refusals: Sequence[Refusal]) -> list[str]:
     degrees = [refusal for refusal in refusals if not refusal.reason.startswith("memory")]
     memory = [refusal for refusal in refusals if refusal.reason.startswith("memory")]
     lines = []
-    for title, rows in (("refused degrees (TP x CP x PP)", degrees), ("layouts that do not fit", memory)):
+    for title, rows, others in (
+        ("refused degrees (TP x CP x PP)", degrees, "for other reasons"),
+        ("layouts found not to fit", memory, "with other degrees"),
+    ):
         if rows:
             shown = [[str(refusal.count), refusal.reason] for refusal in rows[:MAX_REFUSALS]]
             lines += ["", *aligned([[">count", title], *shown])]
             hidden = sum(refusal.count for refusal in rows[MAX_REFUSALS:])
-            lines += [f"(and {hidden} for other reasons)"] if hidden else []
+            lines += [f"(and {hidden} {others})"] if hidden else []
     return lines
 
 

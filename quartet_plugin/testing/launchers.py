@@ -96,7 +96,7 @@ class LauncherConformance:
         """Once a node, with the variables that torchrun and scripts read."""
         run = _Run(self.engine(), tmp_path, num_nodes=self.num_nodes)
         handle = run.start("quick")
-        assert run.exit_code(handle) == 0
+        run.succeed(handle)
         seen = [run.seen(node)["environment"] for node in range(self.num_nodes)]
         assert [variables["NODE_RANK"] for variables in seen] == [str(n) for n in range(self.num_nodes)]
         assert [variables["PET_NODE_RANK"] for variables in seen] == [str(n) for n in range(self.num_nodes)]
@@ -112,7 +112,7 @@ class LauncherConformance:
         folder.mkdir()
         run = _Run(self.engine(), folder, num_nodes=1)
         handle = run.start("quick", *HOSTILE, environment={"OF_A_TEST": "$(touch injected) 'and\" more"})
-        assert run.exit_code(handle) == 0
+        run.succeed(handle)
         seen = run.seen(0)
         assert seen["argv"] == list(HOSTILE)
         assert seen["cwd"] == str(folder)
@@ -132,6 +132,7 @@ class LauncherConformance:
         run = _Run(self.engine(), tmp_path, num_nodes=self.num_nodes)
         handle = run.start("fail", str(self.num_nodes - 1))
         assert run.exit_code(handle) not in (0, None)
+        run.seen(self.num_nodes - 1)
         handle.end_on_nodes()
         assert not run.is_counting()
 
@@ -280,10 +281,22 @@ class _Run:
         _await(lambda: handle.poll() is not None, "the end of the command")
         return handle.poll()
 
+    def succeed(self, handle: NodesHandle) -> None:
+        """Wait for the end, which must be a good one."""
+        code = self.exit_code(handle)
+        assert code == 0, f"exit code {code}, fault {handle.fault}; {self._last_output()}"
+
     def seen(self, node: int) -> dict[str, Any]:
         """What the program on a node was given."""
-        content: dict[str, Any] = json.loads((self.folder / f"{node}.json").read_text())
+        file = self.folder / f"{node}.json"
+        assert file.exists(), f"the program did not run on node {node}; {self._last_output()}"
+        content: dict[str, Any] = json.loads(file.read_text())
         return content
+
+    def _last_output(self) -> str:
+        """The last of what the attempt has printed."""
+        text = self.stdout.read_text(errors="replace") if self.stdout.exists() else ""
+        return f"{self.stdout} ends with:\n{text[-2000:]}"
 
     def counts(self) -> dict[str, str]:
         """What each process that counts has written last."""

@@ -317,7 +317,8 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
         local_ranks = sorted(report.local_rank for report in ranks)
         if local_ranks != list(range(len(ranks))):
             raise ConfigError(
-                f"host {host}: local ranks {local_ranks}; must be 0 to {len(ranks) - 1}, each once"
+                f"host {host}: local ranks {local_ranks}; must be 0 to {len(ranks) - 1}, each once: nodes "
+                "are told apart by their host names"
             )
     return tuple(
         NodeInfo(

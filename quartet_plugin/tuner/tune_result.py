@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quartet_plugin.launchers.engines import LOCAL
+from quartet_plugin.launchers.engines import LOCAL, OF_SLURM
 from quartet_plugin.model.axis_gains import AxisGains, write_axis_gains
 from quartet_plugin.model.files import write_text_atomic
 from quartet_plugin.model.full_size import write_full_size
@@ -119,14 +119,18 @@ def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
         train += ["--device", run.config.device]
     elif any(node.has_no_accelerator for node in plan.made_for.nodes):
         train += ["--device", "cpu"]  # as `train` asks for, which never takes a processor by itself
-    if run.config.launcher != LOCAL:
+    where = ""
+    if run.config.launcher in OF_SLURM:
         train += ["--launcher", "slurm", "--nodes", str(len(plan.made_for.nodes))]
         train += [] if run.config.site is None else ["--site", str(run.cwd / run.config.site)]
+    elif run.config.launcher != LOCAL:
+        where = "# Start this on every node, as you start your own command there.\n"
     speedup = plan.measurement.speedup if plan.measurement is not None else None
     gain = f": {speedup.median:.2f}x ({speedup.low:.2f}x to {speedup.high:.2f}x)" if speedup else ""
     return (
         "#!/bin/sh\n"
         f"# Trains with the best plan of the run {run.name}{gain}.\n"
+        f"{where}"
         f"cd {shlex.quote(str(run.cwd))} || exit\n"
         f"exec {shlex.join(train)} -- \\\n"
         f"    {shell_words(run.command)}\n"

@@ -119,6 +119,11 @@ def test_a_wrong_cluster_file_is_one_line(
     assert len(error.strip().splitlines()) == 1
 
 
+def test_a_model_that_is_said_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", write_job(tmp_path), "--model", "llama3-8b"]) == 2
+    assert "remove the section, or the option" in capsys.readouterr().err
+
+
 def test_no_legal_layout_ends_with_three_and_a_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -219,7 +219,7 @@ def test_memory_refusals_are_grouped_and_counted() -> None:
     found = rank(job)
     memory = [one for one in refusals(job, found) if one.reason.startswith("memory")]
     assert sum(one.count for one in memory) == found.num_too_large > 0
-    assert any("needs at least" in one.reason and "GiB" in one.reason for one in memory)
+    assert any("the least of these needs" in one.reason and "GiB" in one.reason for one in memory)
 
 
 def test_no_legal_layout_names_the_commonest_reason() -> None:
@@ -280,10 +280,9 @@ def test_two_numbers_that_differ_look_different() -> None:
         tensor_parallel=1, context_parallel=1, pipeline_parallel=1, count=1, least_bytes=77.34 * 2**30
     )
     usable_bytes = 77.31 * 2**30
-    assert "at least 77.34 GiB of the 77.31 GiB" in group.refusal(usable_bytes).reason
-    assert (
-        "at least 90 GiB of the 77 GiB" in replace(group, least_bytes=90 * 2**30).refusal(usable_bytes).reason
-    )
+    assert "needs 77.34 GiB, 77.31 GiB are usable" in group.refusal(usable_bytes).reason
+    larger = replace(group, least_bytes=90 * 2**30)
+    assert "needs 90 GiB, 77 GiB are usable" in larger.refusal(usable_bytes).reason
     assert distinct_numbers(1.0, 1.0, digits=1) == ("1.0", "1.0")
     assert distinct_numbers(1.0, 1.0000001, digits=1) == ("1.0000000", "1.0000001")
 

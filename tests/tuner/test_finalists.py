@@ -163,6 +163,19 @@ def test_a_winner_of_a_machine_without_accelerators_trains_on_its_processor(
     assert ("--device cpu" in text) is is_named
 
 
+@pytest.mark.parametrize(
+    ("launcher", "is_of_slurm"), [("slurm", True), ("slurm-batch", True), ("ssh", False), ("ray", False)]
+)
+def test_a_winner_trains_through_slurm_only_where_it_was_tuned_there(
+    tmp_path: Path, launcher: str, is_of_slurm: bool
+) -> None:
+    run = a_run(tmp_path, "torchrun", "x.py")
+    run = replace(run, config=run.config.model_copy(update={"launcher": launcher}))
+    text = command_text(PLAN, run=run, path=run.folder.best_plan)
+    assert ("--launcher slurm" in text) is is_of_slurm
+    assert ("on every node" in text) is not is_of_slurm
+
+
 def test_the_shell_line_says_exactly_the_users_words(tmp_path: Path) -> None:
     import subprocess
 
