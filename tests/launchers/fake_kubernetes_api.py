@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -227,10 +227,11 @@ class FakeCluster:
         if pod.terminated_s is None:
             pod.terminated_s = time.monotonic()
             if pod.process is not None and pod.phase == "Running":
-                for child in (
-                    Path(f"/proc/{pod.process.pid}/task/{pod.process.pid}/children").read_text().split()
-                ):
-                    os.kill(int(child), signal.SIGTERM)
+                children = Path(f"/proc/{pod.process.pid}/task/{pod.process.pid}/children")
+                # It may end by itself in between.
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    for child in children.read_text().split():
+                        os.kill(int(child), signal.SIGTERM)
 
     def _of(self, content: dict[str, Any]) -> list[Pod]:
         return [pod for pod in self.pods if pod.job == content["metadata"]["name"]]
