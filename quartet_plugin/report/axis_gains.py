@@ -2,7 +2,7 @@
 
 from quartet_plugin.model.axis_gains import AxisGain, AxisGains
 from quartet_plugin.report import markup
-from quartet_plugin.report.formatting import clean, speedup_words
+from quartet_plugin.report.formatting import clean
 
 NAMES = {
     "shape": "width and depth",
@@ -48,4 +48,5 @@ def _sorted(gains: AxisGains) -> list[AxisGain]:
 
 
 def _words(gain: AxisGain) -> str:
-    return speedup_words(gain.gain) if gain.gain >= _LEAST else "nothing"
+    """In percent: a status has one speedup, the winner's as it was measured."""
+    return f"{100 * (gain.gain - 1):.0f} %" if gain.gain >= _LEAST else "nothing"
