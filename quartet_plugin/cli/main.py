@@ -314,9 +314,9 @@ def _version(wanted: bool) -> None:
 
         from quartet_plugin import __version__
 
-        print(f"quartet {__version__}")
-        print(f"python {platform.python_version()}")
+        lines = [f"quartet {__version__}", f"python {platform.python_version()}"]
         for name in _FRAMEWORKS:
             with contextlib.suppress(PackageNotFoundError):
-                print(f"{name} {version(name)}")
+                lines.append(f"{name} {version(name)}")
+        print("\n".join(lines))
         raise typer.Exit

@@ -15,6 +15,7 @@ MAY_LOAD_BY_NAME = {
     "bridge/recipe.py",
     "cli/main.py",
     "deepspeed/layer_builder.py",
+    "deepspeed/preload.py",
     "megatron/execution.py",
     "megatron/preload.py",
     "probe/devices.py",

@@ -139,11 +139,18 @@ def test_marks_are_taken_in_trials_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("recompute_granularity", "full"), ("num_experts", 8), ("transformer_impl", "transformer_engine")],
+    "arguments",
+    [
+        {"recompute_granularity": "full"},
+        {"num_experts": 8, "transformer_impl": "transformer_engine"},
+        {"transformer_impl": "transformer_engine"},
+    ],
+    ids=("recompute", "experts", "engine"),
 )
-def test_backwards_stay_whole_where_splitting_does_not_pay_or_is_not_possible(name: str, value: Any) -> None:
-    assert needs_full_backwards(Namespace(**{name: value})) is not None
+def test_backwards_stay_whole_where_splitting_does_not_pay_or_is_not_possible(
+    arguments: dict[str, Any],
+) -> None:
+    assert needs_full_backwards(Namespace(**arguments)) is not None
     spec = schedule_spec_of(choice(), num_microbatches=4, full_backward=True)
     schedule = make_schedule(spec, 4)
     assert {a.kind.name for d in range(2) for a in schedule.actions(d)} == {"F", "B"}
