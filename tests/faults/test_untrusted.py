@@ -10,12 +10,14 @@ PICKLERS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudp
 PROGRAMS = {"eval", "exec", "compile", "__import__"}
 # Where modules are loaded by a name that no file of a run gives: our commands, a driver, a framework's seams
 # and modules, the function that the user's ds_config names, what the user's script imports, a recipe of an
-# installed framework, and the engine under test.
+# installed framework, the function that a site names for an executor of NeMo-Run, and the engine under
+# test.
 MAY_LOAD_BY_NAME = {
     "bridge/recipe.py",
     "cli/main.py",
     "deepspeed/layer_builder.py",
     "deepspeed/preload.py",
+    "launchers/nemo_run_driver.py",
     "megatron/execution.py",
     "megatron/preload.py",
     "probe/devices.py",
