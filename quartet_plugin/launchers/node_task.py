@@ -96,7 +96,7 @@ def run(argv: Sequence[str], *, started: Callable[["subprocess.Popen[bytes]"], N
 
 
 def _kill_rest() -> None:
-    """Kill every descendant that is left, until two looks show none: each becomes a child in its turn."""
+    """Kill and collect every descendant that is left: each becomes a child in its turn."""
     end = time.monotonic() + _KILL_S
     while time.monotonic() < end:
         children = _children()
@@ -112,13 +112,13 @@ def _kill_rest() -> None:
 
 
 def _children() -> list[int]:
-    """The running children of this process, whatever session they are in."""
+    """The children of this process that are not collected, whatever session they are in."""
     children = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with contextlib.suppress(OSError, IndexError, ValueError):
-                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-                if int(parent) == os.getpid() and state != "Z":
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) == os.getpid():
                     children.append(int(folder.name))
     return children
 
