@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -35,12 +35,8 @@ class KubernetesJob:
     def __init__(
         self, attempt_id: str, folder: SharedFolder, reference: JobReference | None, num_nodes: int
     ) -> None:
-        self._attempt_id, self._folder, self._reference, self._num_nodes = (
-            attempt_id,
-            folder,
-            reference,
-            num_nodes,
-        )
+        self._attempt_id, self._folder = attempt_id, folder
+        self._reference, self._num_nodes = reference, num_nodes
         self._fault: str | None = None
         self._is_over = reference is None
         self._over_s: float | None = None
@@ -82,15 +78,15 @@ class KubernetesJob:
 
     def terminate(self) -> None:
         """Have the nodes ask the command to end; a job that still waits is deleted."""
-        self._is_ending = True
-        self._folder.ask_to_end()
-        if not self._folder.has_begun(self._num_nodes):
-            self._delete()
+        self._end_by(self._folder.ask_to_end)
 
     def kill(self) -> None:
         """Have the nodes kill the command; a job that still waits is deleted."""
+        self._end_by(self._folder.kill)
+
+    def _end_by(self, tell_nodes: Callable[[], None]) -> None:
         self._is_ending = True
-        self._folder.kill()
+        tell_nodes()
         if not self._folder.has_begun(self._num_nodes):
             self._delete()
 

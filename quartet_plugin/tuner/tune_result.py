@@ -1,6 +1,7 @@
 """The result of a tuning run, and its winner on disk: best/plan.json, receipt, command.sh, and the regret."""
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,21 +68,9 @@ def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
     receipt_file = receipt_path(folder.best_plan)
     if result.winner is None or result.receipt is None:
         receipt_file.unlink(missing_ok=True)
-    if result.regret is None:
-        folder.best_regret.unlink(missing_ok=True)
-    else:
-        folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
-        write_regret(result.regret, path=folder.best_regret)
-    if result.axis_gains is None:
-        folder.best_axes.unlink(missing_ok=True)
-    else:
-        folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
-        write_axis_gains(result.axis_gains, path=folder.best_axes)
-    if result.shape_curve is None:
-        folder.best_shapes.unlink(missing_ok=True)
-    else:
-        folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
-        write_shape_curve(result.shape_curve, path=folder.best_shapes)
+    _write_or_remove(result.regret, write_regret, path=folder.best_regret)
+    _write_or_remove(result.axis_gains, write_axis_gains, path=folder.best_axes)
+    _write_or_remove(result.shape_curve, write_shape_curve, path=folder.best_shapes)
     _write_full_size(result, run=run)
     if result.winner is None and result.stand_in is None:
         for path in (folder.best_plan, folder.best_command):
@@ -97,6 +86,15 @@ def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
     write_plan(plan, path=folder.best_plan)
     write_text_atomic(folder.best_command, command_text(plan, run=run, path=folder.best_plan))
     return plan
+
+
+def _write_or_remove(content: object | None, write: Callable[..., None], *, path: Path) -> None:
+    """Write what a search says beside its plan; without it what an earlier search left is removed."""
+    if content is None:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    write(content, path=path)
 
 
 def _write_full_size(result: TuneResult, *, run: TuningRun) -> None:

@@ -151,20 +151,13 @@ def makespans(
     """The makespans in seconds [num] of orders under several times; -1 where the orders do not run.
 
     `times_s` [4, num_stages, num] are by kind, `sends_s` [2, num_stages, num] as `critical_path` has them.
-    What waits for what does not depend on times, so one run of the orders says in which sequence all are
-    replayed together.
+    What waits for what does not depend on times, so one run of the orders, without times, says in which
+    sequence all are replayed together.
     """
     num_stages, num = len(placement), times_s.shape[2]
-    first_s, first_send_s = np.zeros((4, num_stages)), np.zeros((2, num_stages))
-    for stage in range(num_stages):
-        for kind in range(4):
-            first_s[kind, stage] = times_s[kind, stage, 0]
-        for way in range(2):
-            first_send_s[way, stage] = sends_s[way, stage, 0]
     route = np.zeros(num_microbatches, dtype=np.int64)
-    lanes = Lanes(
-        num_stages, num_microbatches, placement, first_s, first_send_s, np.zeros(num_stages), 0.0, route
-    )
+    none, no_sends = np.zeros((4, num_stages)), np.zeros((2, num_stages))
+    lanes = Lanes(num_stages, num_microbatches, placement, none, no_sends, np.zeros(num_stages), 0.0, route)
     ran, _, _, sequence = kernel.run_orders(orders, offsets, lanes)
     last = np.zeros(num)
     if ran < len(orders):
