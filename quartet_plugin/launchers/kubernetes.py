@@ -75,7 +75,7 @@ class KubernetesLauncher:
         reference = JobReference(
             kind=asked.kind, namespace=asked.namespace, name=object_name(attempt_id), context=asked.context
         )
-        # Before the object is there: what a killed tuner has made must be found.
+        # Written before the object is made: a later tuner deletes by it what a killed one has made.
         _write_reference(stdout, reference, num_nodes=self.num_nodes)
         made = job_object(self.site, attempt_id=attempt_id, stdout=stdout, num_nodes=self.num_nodes)
         reference = replace(reference, uid=api_of(asked.context).create(reference, made))

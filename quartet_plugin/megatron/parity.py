@@ -2,8 +2,7 @@
 
 Beside loss and gradient norm each rank leaves the squared gradient norm of its share of every part of the
 model, by global layer number, so that two layouts can be compared stage by stage, and the tokens that it has
-routed to each expert. Only trials that are asked
-for it pay for this.
+routed to each expert. Only trials that are asked for it pay for this.
 """
 
 import inspect

@@ -118,7 +118,7 @@ def refusal_lines(refusals: Sequence[Refusal]) -> list[str]:
     lines = []
     for title, rows, others in (
         ("refused degrees (TP x CP x PP)", degrees, "for other reasons"),
-        ("layouts found not to fit", memory, "with other degrees"),
+        ("layouts too large for the memory", memory, "with other degrees"),
     ):
         if rows:
             shown = [[str(refusal.count), refusal.reason] for refusal in rows[:MAX_REFUSALS]]

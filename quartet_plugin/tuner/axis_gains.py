@@ -1,7 +1,7 @@
 """What each axis of the winner gave, by the calibrated model: it over the best plan without the axis.
 
-A plan without an axis has it as the user's own command has it, and anything else as it likes: what a search
-with this axis kept would have found, as far as the model knows the plans.
+A plan without an axis has the command's own value of that axis, and any value of the others. The best of
+these plans is what a search that keeps the axis would propose, by the same model.
 """
 
 import math
