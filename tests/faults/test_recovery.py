@@ -94,7 +94,7 @@ def test_row_34_a_clock_that_was_set_meanwhile_ends_no_trial(
 
 
 def test_a_trial_that_has_ended_meanwhile_is_adopted(fake_torchrun: Path, tmp_path: Path) -> None:
-    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.05", when=measuring)
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.3", when=measuring)
     until_all_ended(attempt)
     results = recover(tmp_path, poll_s=0.02)
     assert [one.outcome for one in results] == [Outcome.OK]
@@ -157,7 +157,7 @@ def test_an_attempt_that_was_never_launched(tmp_path: Path) -> None:
 
 
 def test_a_pid_that_is_used_again_is_not_touched(fake_torchrun: Path, tmp_path: Path) -> None:
-    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.05", when=measuring)
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.3", when=measuring)
     until_all_ended(attempt)
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
@@ -175,7 +175,7 @@ def test_a_pid_that_is_used_again_is_not_touched(fake_torchrun: Path, tmp_path: 
 
 
 def test_a_foreign_command_file_is_refused(fake_torchrun: Path, tmp_path: Path) -> None:
-    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.05", when=measuring)
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.3", when=measuring)
     until_all_ended(attempt)
     sheet = json.loads((attempt / "command.json").read_text())
     sheet["attempt_id"] = "0" * 32
