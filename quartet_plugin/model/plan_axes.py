@@ -11,9 +11,10 @@ def plan_axes(plan: Plan) -> dict[str, AxisValue]:
     """Every axis of a plan by name: degrees, sizes and switches as they are, the other parts as labels.
 
     All fields of the layout are here; one that is None, such as a bucket size that the ds_config keeps, is
-    left out.
+    left out. A setting that the plan changes stands under the name of its knob.
     """
-    layout = {knob.name: getattr(plan.layout, knob.name) for knob in fields(plan.layout)}
+    layout = {part.name: getattr(plan.layout, part.name) for part in fields(plan.layout)}
+    layout |= {setting.name: setting.value for setting in layout.pop("settings") or ()}
     if plan.layout.tensor_partition is not None:
         layout["tensor_partition"] = plan.layout.tensor_partition.label
     custom = plan.schedule.custom

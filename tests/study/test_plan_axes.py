@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 
+from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.plan import ScheduleChoice
 from quartet_plugin.model.plan_axes import plan_axes
 from tests.model.plans import LAYOUT, PLAN, plan_with
+from tests.space.jobs import make_job, make_nodes
 from tests.tuner.fakes import FakeMachine, Killed, begin, resume, tune
 
 CONFIG: dict[str, Any] = {
     "search": {"schedule": ["1f1b", "interleaved", "zb-h1"]},
     "study": {"trials": 6, "rounds": 3, "top_k": 1, "explore": 2},
 }
+COPIES = replace(LAYOUT, data_parallel=2)
 NAMES = {
     "tensor_parallel",
     "pipeline_parallel",
@@ -54,6 +57,28 @@ def test_the_schedule_is_named_apart_from_its_group() -> None:
     split = replace(PLAN.split, transformer_layers_per_stage=(2, 2, 2, 2))
     made = plan_with(layout=layout, split=split, schedule=ScheduleChoice(name="interleaved", group=4))
     assert (plan_axes(made)["schedule"], plan_axes(made)["group"]) == ("interleaved", 4)
+
+
+def test_a_changed_setting_stands_under_the_name_of_its_knob() -> None:
+    layout = LAYOUT.with_setting("overlap_grad_reduce", True).with_setting("ddp_bucket_size", 40_000_000)
+    axes = plan_axes(plan_with(layout=layout))
+    assert axes.keys() == NAMES | {"overlap_grad_reduce", "ddp_bucket_size"}
+    assert (axes["overlap_grad_reduce"], axes["ddp_bucket_size"]) == (True, 40_000_000)
+
+
+def test_a_plan_with_a_changed_setting_can_be_enqueued_and_told(tmp_path: Path) -> None:
+    config = {**CONFIG, "search": {**CONFIG["search"], "overlap_grad_reduce": True}}
+    run = begin(tmp_path / "r", **config)
+    kept = (Setting(name="overlap_grad_reduce", value=False),)
+    result = tune(
+        run, FakeMachine(job=replace(make_job(layout=COPIES), settings=kept), cluster=make_nodes(4))
+    )
+    study = open_study(run)
+    changed = [trial for trial in result.trials if trial.plan.layout.settings]
+    assert changed
+    for trial in changed:
+        attributes = study.trials[trial.number].user_attrs
+        assert {name: attributes[name] for name in plan_axes(trial.plan)} == plan_axes(trial.plan)
 
 
 @pytest.mark.parametrize("starts", ["auto", "none"])
