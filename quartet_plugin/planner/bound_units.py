@@ -14,7 +14,7 @@ from quartet_plugin.cost import communication
 from quartet_plugin.cost.compute import MEMORY_RATE, Times
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.step import OPTIMIZER_BYTES
-from quartet_plugin.cost.iteration.terms import COMPUTE, stage_parts
+from quartet_plugin.cost.iteration.terms import COMPUTE, unit_parts
 from quartet_plugin.cost.memory import HALF, bytes_per_weight, layer_activation_bytes, weights_of_stages
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.costs import FloatArray, IntArray
@@ -180,24 +180,23 @@ def _unit(
     tp, cp, size, ep = key
     layout = layout_of(tp, cp, 3, ep, size, 1, 0, 0, ep=ep, partition=partition)
     run = probe(job, replace(shape, num_layers=3), layout)
-    parts = stage_parts(run, constants)
     # A stage's time beside its layers is left out.
-    first, middle, last = (
-        Times.sum_of(times for name, times in part.items() if name != "action") for part in parts
-    )
-    layer = (middle.forward, middle.input_grad + middle.weight_grad)
-    ends = [(end.forward, end.input_grad + end.weight_grad) for end in (first, last)]
-    extra = [end[direction] - layer[direction] for end in ends for direction in (0, 1)]
+    unit = unit_parts(run, constants)
+    parts = unit.dense if run.experts is None else unit.routed
+    layer, *ends = (_both_ways(Times.sum_of(part.values())) for part in (parts, unit.embedding, unit.head))
     whole = layer_activation_bytes(run, experts=run.experts)
     boundary = HALF * run.tokens_per_microbatch * shape.hidden_size / tp
-    bare = [sum(part[name].total for name in COMPUTE if name in part) for part in parts]
-    computed = [bare[1], bare[0] + bare[2] - 2 * bare[1]]
+    bare = [
+        sum(part[name].total for name in COMPUTE if name in part)
+        for part in (parts, unit.embedding, unit.head)
+    ]
     weights = weights_of_stages(run)
     sizes = [weights[1].total, weights[0].total - weights[1].total]
-    repeated = [parts[1][name].forward for name in ("attention", "gemm", "elementwise", "launch", "tp_comm")]
+    repeated = [parts[name].forward for name in ("attention", "gemm", "elementwise", "launch", "tp_comm")]
     return [
         *layer,
-        *extra,
+        *ends[0],
+        *ends[1],
         whole,
         boundary,
         *sizes,
@@ -205,8 +204,14 @@ def _unit(
         sum(repeated),
         weights[1].dense,
         weights[1].expert,
-        *computed,
+        bare[0],
+        bare[1] + bare[2],
     ]
+
+
+def _both_ways(times: Times) -> tuple[float, float]:
+    """The seconds forward and backward."""
+    return times.forward, times.input_grad + times.weight_grad
 
 
 def probe(job: PlanRequest, shape: ModelShape, layout: Layout) -> TrainingRun:
