@@ -60,6 +60,10 @@ def plan_command(
     batch: Annotated[
         int | None, typer.Option("--global-batch", help="Sequences an iteration.", metavar="N")
     ] = None,
+    seq_length: Annotated[
+        int | None,
+        typer.Option(help="Tokens a sequence; default: the model's own.", metavar="N"),
+    ] = None,
     vocab_size: Annotated[
         int | None,
         typer.Option(help="Of a command whose tokenizer decides it.", metavar="N"),
@@ -99,12 +103,23 @@ def plan_command(
     """
     from quartet_plugin.planner.frontier import with_devices
 
-    for option, value, most in (("--global-batch", batch, 2**31), ("--vocab-size", vocab_size, 2**28)):
+    ranges = (
+        ("--global-batch", batch, 2**31),
+        ("--seq-length", seq_length, 2**31),
+        ("--vocab-size", vocab_size, 2**28),
+    )
+    for option, value, most in ranges:
         if value is not None:
             check_range(option, value, most=most)
     check_range("--top", top, most=100)
     counts = _counts(devices)
-    sections = _sections(job, model=model, cluster=cluster, batch=batch, tokens=tokens, price=price)
+    if seq_length is not None and model is None:
+        raise UsageError(
+            "--seq-length: of --model; a job's is model.seq_length, a command's a flag of its own"
+        )
+    sections = _sections(
+        job, model=model, seq_length=seq_length, cluster=cluster, batch=batch, tokens=tokens, price=price
+    )
     library = devices_of(hardware)
     folder = None if job is None else job.parent
     words = invocation(ctx).user_command
@@ -201,6 +216,7 @@ def _show_ranking(
         data = planned.ranking_data(request, ranking, plain=plain, files=files, unread=unread, refusals=rules)
         typer.echo(json.dumps(data, indent=1, allow_nan=False))
         return
+    show(planned.job_line(request))
     for place, (file, ranked) in enumerate(zip(files, ranking.best, strict=True), start=1):
         show(f"{place}. {'' if file is None else f'{file}: '}{planned.plan_line(ranked)}")
         show(f"   {planned.term_words(ranked) if place == 1 else planned.reason_words(ranked, best)}")
@@ -209,6 +225,9 @@ def _show_ranking(
             show(f"   {planned.mapping_words(ranked)}")
         if ranked.gap is not None:
             show(f"   {planned.gap_words(ranked)}")
+        headroom = planned.headroom_line(ranked)
+        if headroom is not None:
+            show(f"   {headroom}")
     show(planned.plain_line(plain, best))
     show(
         f"{ranking.num_considered} layouts: {ranking.num_predicted} predicted, "
@@ -284,6 +303,7 @@ def _sections(
     job: Path | None,
     *,
     model: str | None,
+    seq_length: int | None,
     cluster: str | None,
     batch: int | None,
     tokens: float | None,
@@ -302,7 +322,8 @@ def _sections(
     if model is not None:
         if "model" in sections:
             raise ConfigError(f"{job}: model: --model {model} says it too; remove the section, or the option")
-        sections["model"] = model_section_of(model)
+        length = {} if seq_length is None else {"seq_length": seq_length}
+        sections["model"] = {**model_section_of(model), **length}
     if cluster is not None:
         sections["cluster"] = _cluster_section(cluster)
     if batch is not None:

@@ -17,7 +17,22 @@ from quartet_plugin.report.throughput import JobCost, Throughput, job_cost, thro
 
 MAX_REFUSALS = 12
 MAX_UNREAD = 40
+# Memory of measured runs is up to this far from the prediction, in the mean of a family (docs/cost-model.md).
+NEAR_LIMIT = 0.05
+# What rounding leaves of a term is none.
+_LEAST_SHARE = 1e-6
 _GIB = 2.0**30
+
+
+def job_line(job: PlanRequest) -> str:
+    """What is planned: model, sequences, batch, precision and devices."""
+    shape, machines = job.shape, job.machines
+    experts = "" if job.experts is None else f", {job.experts.num_experts} experts"
+    model = f"{shape.num_layers} layers of hidden size {shape.hidden_size:,}{experts}"
+    batch = f"{job.global_batch_size:,} sequences of {shape.seq_length:,} tokens an iteration"
+    count = machines.num_devices
+    nodes = "unequal devices" if job.has_unequal_devices else machines.device.name
+    return f"{model}; {batch}; {job.precision}; {count:,} x {nodes}, {machines.devices_per_node} a node"
 
 
 def rates_of(job: PlanRequest, iteration_s: float, *, shape: ModelShape, has_peak: bool = True) -> Throughput:
@@ -74,7 +89,20 @@ def rate_lines(job: PlanRequest, ranked: Ranked) -> list[str]:
 def term_words(ranked: Ranked) -> str:
     """The terms that cost anything, the largest first."""
     terms = sorted(ranked.terms.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name.removesuffix('_s')} {value:.4g} s" for name, value in terms if value)
+    least = _LEAST_SHARE * ranked.iteration_s
+    return ", ".join(f"{name.removesuffix('_s')} {value:.4g} s" for name, value in terms if value > least)
+
+
+def headroom_line(ranked: Ranked) -> str | None:
+    """A plan whose predicted memory is nearer to the limit than predictions are to measured memory."""
+    memory = ranked.memory
+    left = memory.available - memory.total
+    if left >= NEAR_LIMIT * memory.available:
+        return None
+    return (
+        f"memory: {left / _GIB:.1f} GiB below the limit, and a prediction may be {100 * NEAR_LIMIT:.0f} % "
+        "off; --frontier memory lists plans that need less"
+    )
 
 
 def reason_words(ranked: Ranked, best: Ranked) -> str:

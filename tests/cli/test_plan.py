@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.cli.main import build_app, main
+from quartet_plugin.cost.memory import capacity_of
 from quartet_plugin.model.plan import read_plan
 from tests.model.clusters import make_cluster
 
@@ -41,6 +42,44 @@ def test_ranked_plans_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert plan.layout.world_size == len(plan.mapping.slots) == 4
     assert times == sorted(times)
     assert " predicted, " in capsys.readouterr().out
+
+
+def test_the_first_line_says_what_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", write_job(tmp_path), "--named-only"]) == 0
+    job, first, terms, *_ = capsys.readouterr().out.splitlines()
+    assert job == (
+        "8 layers of hidden size 1,024; 16 sequences of 1,024 tokens an iteration; bf16; "
+        "4 x H100-SXM-80GB, 4 a node"
+    )
+    assert first.startswith("1. ")
+    assert "e-" not in terms
+
+
+def test_a_models_sequences_have_the_length_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "llama3-8b", "--cluster", "H100", "--devices", "64", "--global-batch", "512"]
+    assert main([*words, "--named-only", "--seq-length", "4096"]) == 0
+    assert "512 sequences of 4,096 tokens an iteration" in capsys.readouterr().out
+
+
+def test_the_length_of_a_jobs_sequences_stands_in_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", write_job(tmp_path), "--seq-length", "4096"]) == 2
+    assert "a job's is model.seq_length" in capsys.readouterr().err
+
+
+def test_a_plan_that_nearly_fills_the_memory_says_how_much_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best plan stays the best in a memory that just holds it."""
+    job = write_job(tmp_path)
+    assert main(["plan", job, "--named-only", "--json"]) == 0
+    needed = json.loads(capsys.readouterr().out)["plans"][0]["peak_memory_bytes"]
+    assert main(["plan", job, "--named-only"]) == 0
+    assert "below the limit" not in capsys.readouterr().out
+    job = write_job(tmp_path, more=f", memory_bytes: {capacity_of(1.02 * needed):.0f}")
+    assert main(["plan", job, "--named-only"]) == 0
+    assert "GiB below the limit, and a prediction may be 5 % off" in capsys.readouterr().out
 
 
 def test_a_plan_is_for_the_release_that_is_asked_for(tmp_path: Path) -> None:
@@ -143,7 +182,7 @@ def test_rates_and_cost_are_shown_and_kept_in_the_plan(
     cost = ["--tokens", "1e9", "--price", "2.5"]
     assert main(["plan", job, "-o", plan, *cost]) == 0
     text = capsys.readouterr().out
-    rates, price = (line.strip() for line in text.splitlines()[2:4])
+    rates, price = (line.strip() for line in text.splitlines()[3:5])
     assert "tokens/s a device, " in rates
     assert "MFU" in rates
     assert "days for 1e+09 tokens" in price
