@@ -20,6 +20,8 @@ BAR_WIDTH = 40
 MAX_RANKS = 32
 # A term below this share of the step is summed up with others of its kind.
 LEAST_SHARE = 0.002
+# What would be shown as 0.0 %.
+LEAST_SHOWN = 0.0005
 _GIB = float(2**30)
 _MEANING = {
     "compute": "matrix products, attention, elementwise kernels, head",
@@ -165,7 +167,7 @@ def _time_table(explanation: Explanation) -> "RenderableType":
                 if seconds >= LEAST_SHARE * whole:
                     label = f"  {inner.removesuffix('_s')}"
                     table.add_row(label, f"{seconds:.4g}", f"{100 * seconds / whole:.1f} %", "", "")
-    if small:
+    if abs(sum(small)) >= LEAST_SHOWN * whole:
         table.add_row("others", f"{sum(small):.4g}", f"{100 * sum(small) / whole:.1f} %", "", "")
     return table
 

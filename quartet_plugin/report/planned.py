@@ -115,10 +115,12 @@ def reason_words(ranked: Ranked, best: Ranked) -> str:
 
 
 def mapping_words(ranked: Ranked) -> str:
-    """The best stock rank order's seconds, beside which the solved mapping stands."""
+    """The stock rank order that the mapping is, or the best one's seconds, beside which it stands."""
     stock = min((ranked.stock_s or {}).items(), key=lambda item: item[1], default=None)
     if stock is None:
         return "mapping solved; no stock order is legal"
+    if stock[1] <= ranked.iteration_s * (1 + _LEAST_SHARE):
+        return f"mapping solved: no order is faster than the stock order {stock[0]}"
     return f"mapping solved: the stock order {stock[0]} takes {stock[1]:.4g} s"
 
 

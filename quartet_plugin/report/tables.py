@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quartet_plugin.model.measurement import Comparison, Measurement, Objective
-from quartet_plugin.model.plan import STOCK, Plan
+from quartet_plugin.model.plan import STOCK, NodeInfo, Plan
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.report.final_choice import choice_lines
 from quartet_plugin.report.formatting import iteration_spread, microbatch_words, rate, size, speedup_spread
@@ -30,6 +30,8 @@ OBJECTIVE_WORDS: dict[Objective, str] = {
 }
 
 
+# Nodes up to which a plan names each.
+MAX_NODES = 4
 # Knobs that decide the samples of a microbatch.
 _BATCHING = (DATA_PARALLEL, MICRO_BATCH_SIZE)
 
@@ -71,12 +73,11 @@ def changes(plan: Plan) -> tuple[Change, ...]:
 def plan_lines(plan: Plan) -> list[str]:
     """The whole plan: origin, model, shape, layout, split, schedule, mapping, changes, speedup, choice."""
     made = plan.made_for
-    nodes = ", ".join(f"{node.host} ({node.node_class})" for node in made.nodes[:8])
-    more = f", and {len(made.nodes) - 8} more" if len(made.nodes) > 8 else ""
     lines = [
-        f"plan      {plan.digest[:12]} of run {plan.provenance.run}, trial {plan.provenance.trial}",
+        f"plan      {plan.digest[:12]} {_origin(plan)}",
         f"parts     {plan_label(plan)}",
-        f"made for  {made.framework} {made.framework_version}, {made.world_size} processes on {nodes}{more}",
+        f"made for  {made.framework} {made.framework_version}, {made.world_size} processes on "
+        f"{_node_words(made.nodes)}",
         f"          {_shape_words(made.shape)}, global batch size {made.global_batch_size}",
         *_job_lines(plan),
         f"shape     {_shape_words(plan.shape)}",
@@ -90,6 +91,22 @@ def plan_lines(plan: Plan) -> list[str]:
         rates = throughput_of(plan, plan.measurement.plan.iteration_s.median)
         lines += ["", *comparison_lines(plan.measurement), f"rates     {rates.words}", *choice_lines(plan)]
     return lines
+
+
+def _origin(plan: Plan) -> str:
+    """Where a plan is from; a plan of a described job was never a trial."""
+    made = plan.provenance
+    if plan.made_for.job is not None and plan.measurement is None:
+        return f"of `quartet plan`, place {made.trial}; not measured"
+    return f"of run {made.run}, trial {made.trial}"
+
+
+def _node_words(nodes: Sequence[NodeInfo]) -> str:
+    """A few nodes by name; of many the first and the last, with what they are."""
+    if len(nodes) <= MAX_NODES:
+        return ", ".join(f"{node.host} ({node.node_class})" for node in nodes)
+    classes = ", ".join(dict.fromkeys(node.node_class for node in nodes))
+    return f"{len(nodes)} nodes, {nodes[0].host} to {nodes[-1].host} ({classes})"
 
 
 def _prediction_lines(plan: Plan) -> list[str]:

@@ -55,6 +55,21 @@ def test_the_first_line_says_what_is_planned(tmp_path: Path, capsys: pytest.Capt
     assert "e-" not in terms
 
 
+def test_a_shown_plan_that_no_run_measured_says_so_and_names_many_nodes_by_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "plan.json")
+    words = ["plan", "--model", "llama3-8b", "--cluster", "H100", "--devices", "64", "--global-batch", "512"]
+    assert main([*words, "--named-only", "--top", "2", "-o", path]) == 0
+    assert "mapping solved: no order is faster than the stock order tp-pp-dp" in capsys.readouterr().out
+    assert main(["show", path]) == 0
+    first, _, made_for, *_ = capsys.readouterr().out.splitlines()
+    assert first.endswith("of `quartet plan`, place 1; not measured")
+    assert made_for.endswith("64 processes on 8 nodes, node-0000 to node-0007 (H100-SXM-80GB x8)")
+    assert main(["explain", path]) == 0
+    assert "e-" not in capsys.readouterr().out.partition("\nrank ")[0].partition("\nterm ")[2]
+
+
 def test_a_models_sequences_have_the_length_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--model", "llama3-8b", "--cluster", "H100", "--devices", "64", "--global-batch", "512"]
     assert main([*words, "--named-only", "--seq-length", "4096"]) == 0
