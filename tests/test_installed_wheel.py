@@ -89,9 +89,9 @@ def test_two_processes_train_on_the_real_framework(environment: Path, tmp_path: 
     script = tmp_path / SCRIPT.name
     script.write_text(SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
     shown = run(
-        *(environment / "bin" / "python", "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *(str(environment / "bin" / "python"), "-m", "torch.distributed.run", "--nproc-per-node", "2"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-        *("-m", "quartet_plugin.megatron", script, *MEGATRON_FLAGS, "--quartet-device", "cpu"),
+        *("-m", "quartet_plugin.megatron", str(script), *MEGATRON_FLAGS, "--quartet-device", "cpu"),
         *("--pipeline-model-parallel-size", "2", "--exit-interval", "2"),
         folder=tmp_path,
     )
