@@ -93,9 +93,11 @@ def test_the_waiting_beside_the_readmes_pictures_is_that_of_their_costs(tmp_path
 
 def test_what_a_search_keeps_unless_it_is_asked() -> None:
     assert {knob.name for knob in KNOBS if knob.default == "stock"} == KEPT
-    (row,) = re.findall(r"^\| B \|.*$", (DOCS / "support.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert "sequence parallelism, distributed optimizer, overlaps and bucket sizes" in row
-    assert "by default but for the latter, which `search` asks for" in row
+    rows = re.findall(r"^\| B \|.*$", (DOCS / "support.md").read_text(encoding="utf-8"), re.MULTILINE)
+    searched, asked = rows
+    assert "TP, DP, micro-batch | by default |" in searched
+    assert "sequence parallelism, distributed optimizer, overlaps, buckets" in asked
+    assert "where `search` asks for it" in asked
 
 
 def test_the_list_of_schedules_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

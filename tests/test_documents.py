@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")))
 WIDTH, CELL, README_LINES = 100, 80, 120
 # Tables of measurements, and of what is supported, whose cells name many conditions.
-WIDE_TABLES = ("benchmarks.md", "clusters.md", "gpu.md", "runtime.md", "support.md")
+WIDE_TABLES = ("benchmarks.md",)
 
 
 def prose_of(path: Path) -> list[str]:
