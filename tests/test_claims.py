@@ -19,12 +19,12 @@ SAME = (
     (
         "planner.md",
         r"`named` ([\d.]+) \(([\d.]+) to ([\d.]+)",
-        r"goals 1 s.*?\| ([\d.]+) s \(([\d.]+) to ([\d.]+)\)",
+        r"ranked and mapped \| ([\d.]+) s \(([\d.]+) to ([\d.]+)\)",
     ),
     (
         "cost-model.md",
         r"Core: (\d+) rows, mean ([\d.]+), median ([\d.]+)\.",
-        r"of (\d+) published.*?\| ([\d.]+) %, ([\d.]+) %",
+        r"\| (\d+) published runs.*?\| ([\d.]+) %, ([\d.]+) %",
     ),
     (
         "cost-model.md",
@@ -34,19 +34,19 @@ SAME = (
     (
         "search-cost.md",
         r"two CPU cores \| 74 \| (\d+) \(1 to 1\) \| (\d+) ",
-        r"goal: a fifth, and 10 \| (\d+) against (\d+);",
+        r"best of 74 plans, against TPE \| (\d+) against (\d+) ",
     ),
     (
         "search-cost.md",
         r"data_parallel: 1`\) \| 72 \| (\d+) \([^|]*\| ([\d.]+) ",
-        r"\| 1 against 6; (\d+) against ([\d.]+)",
+        r"with a pipeline \| (\d+) against ([\d.]+)",
     ),
     (
         "search-cost.md",
         r"two devices \| 112 \| (\d+) \([^|]*\| (\d+) ",
-        r"6,695 plans \| (\d+) against (\d+) ",
+        r"6,695 plans \| (\d+) against (\d+);",
     ),
-    ("faults.md", r"baseline ([\d.]+) % ended with a winner", r"all faster by 1\.1 \| ([\d.]+) % after"),
+    ("faults.md", r"baseline ([\d.]+) % ended with a winner", r"like the baseline \| ([\d.]+) % after"),
 )
 # `docs/knobs.md` and `docs/support.md`: what a search leaves as the command has it, unless it is asked for.
 KEPT = {

@@ -17,8 +17,6 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")))
 WIDTH, CELL, README_LINES = 100, 80, 120
-# Tables of measurements, and of what is supported, whose cells name many conditions.
-WIDE_TABLES = ("benchmarks.md",)
 
 
 def prose_of(path: Path) -> list[str]:
@@ -50,11 +48,7 @@ def cells_of(line: str) -> list[str]:
     return [re.sub(r"\]\([^)]*\)", "]", cell).replace("`", "").strip(" []") for cell in cells]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in DOCUMENTS if path.name not in WIDE_TABLES],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_cell_of_a_table_is_wide(path: Path) -> None:
     rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     wide = [cell for row in rows for cell in cells_of(row) if len(cell) > CELL]
