@@ -180,7 +180,7 @@ def launch(
     ]
     environment = {**support.own_environment(), "OMP_NUM_THREADS": "1"}
     # Ranks of the CPU device are forked; what is said of other starts needs a start.
-    is_warm = tuple(entry) == ENTRY and not torchrun and ("--quartet-device", "cpu") in pairwise(flags)
+    is_warm = entry[0] == "-m" and not torchrun and ("--quartet-device", "cpu") in pairwise(flags)
     run = support.run_forked if is_warm else support.run_cold
     with tempfile.TemporaryDirectory() as place:
         code, output = run(command, environment, timeout_s=timeout_s, log=Path(place) / "log")
