@@ -45,6 +45,8 @@ class Framework:
 
 # A rank of Megatron on the CPU starts itself anew with CPU_SETTINGS.
 MEGATRON = Framework("tests.megatron.warm_rank", ROOT / "examples" / "pretrain_gpt.py", has_own_settings=True)
+# Process groups of torch alone.
+TORCH = Framework("tests.runtime.warm_rank", ROOT / "tests" / "runtime" / "transport_rank.py")
 DEEPSPEED = Framework("tests.deepspeed.warm_rank", ROOT / "examples" / "pretrain_deepspeed.py")
 
 
