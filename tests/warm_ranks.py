@@ -17,7 +17,7 @@ from quartet_plugin.protocol.trial_server import NO_ATTEMPT, SERVER_MODULE, Fork
 ROOT = Path(__file__).resolve().parents[1]
 _TORCHRUN = ("-m", "torch.distributed.run")
 # What each launch has its own of, and no import reads.
-_UNREAD = (ERRORS_FOLDER, "PARTITION", "PYTEST_CURRENT_TEST")
+_UNREAD = (ERRORS_FOLDER, "PARTITION", "PYTEST_CURRENT_TEST", "QUARTET_TEST_DROPPED_SEAM")
 _COUNT = re.compile(r"--nproc-per-node[= ]([0-9]+)")
 
 
@@ -45,6 +45,8 @@ class Framework:
 
 # A rank of Megatron on the CPU starts itself anew with CPU_SETTINGS.
 MEGATRON = Framework("tests.megatron.warm_rank", ROOT / "examples" / "pretrain_gpt.py", has_own_settings=True)
+# Process groups of torch alone.
+TORCH = Framework("tests.runtime.warm_rank", ROOT / "tests" / "runtime" / "transport_rank.py")
 DEEPSPEED = Framework("tests.deepspeed.warm_rank", ROOT / "examples" / "pretrain_deepspeed.py")
 
 

@@ -12,8 +12,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from quartet_plugin.model.costs import Costs, FloatArray
 
@@ -82,6 +80,10 @@ class _Program:
         `max_nodes` ends the solver after these nodes of its tree, wherever the clock stands: 0 solves the
         linear relaxation alone. None sets no limit.
         """
+        # A fifth of the time of a tuner's imports, and few of its processes come here.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_array
+
         limits = {"time_limit": time_limit_s} if max_nodes is None else {"node_limit": max_nodes}
         index, column, value = (list(part) for part in zip(*self._cells, strict=True))
         shape = (len(self._lower), self._num + 1)

@@ -198,7 +198,7 @@ def test_a_reader_that_leaves_early() -> None:
         assert process.wait() in (1, 141)
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_commands_load_nothing_heavy_before_they_need_it() -> None:
     code = (
         "import sys\n"
         "from quartet_plugin.cli.main import main\n"
@@ -208,9 +208,12 @@ def test_help_loads_nothing_heavy() -> None:
         "import quartet_plugin.tuner.history\n"  # what `status` needs, and no study
         "heavy = {'scipy.special', 'scipy.optimize', 'optuna', 'matplotlib', 'torch', 'megatron'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
+        "import quartet_plugin.tuner.coordinator\n"
+        "heavy = {'scipy.optimize', 'matplotlib', 'torch', 'megatron'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == "[]\n[]\n"
+    assert done.stderr == "[]\n[]\n[]\n"
 
 
 FULL = Path("/dev/full")

@@ -82,6 +82,13 @@ def measured(request: TrialRequest, run: Run) -> TrialResult:
     return result
 
 
+# The deepspeed launcher's ranks are started anew for each of the three trials.
+@pytest.mark.parametrize(
+    "request_for",
+    [pytest.param(STARTERS[0], marks=pytest.mark.slow), STARTERS[1]],
+    indirect=True,
+    ids=["deepspeed", "torchrun"],
+)
 def test_the_baseline_and_plans(request_for: Request, run: Run, tmp_path: Path) -> None:
     request = request_for(EXAMPLE)
     result = measured(request, run)

@@ -571,11 +571,11 @@ def test_runs_on_the_cpu_look_at_no_device(trial: Trial) -> None:
     ("mode", "outcome", "word"),
     [
         ("ok", Outcome.OK, "measured"),
-        ("oom", Outcome.INFEASIBLE, "out of memory"),
         ("sigkill", Outcome.INFEASIBLE, "rank 1 was killed (SIGKILL)"),
-        ("segv", Outcome.INFEASIBLE, "rank 1 was ended by SIGSEGV"),
-        ("hang", Outcome.INFEASIBLE, "hang"),
-        ("orphan", Outcome.OK, "measured"),
+        pytest.param("oom", Outcome.INFEASIBLE, "out of memory", marks=pytest.mark.slow),
+        pytest.param("segv", Outcome.INFEASIBLE, "rank 1 was ended by SIGSEGV", marks=pytest.mark.slow),
+        pytest.param("hang", Outcome.INFEASIBLE, "hang", marks=pytest.mark.slow),
+        pytest.param("orphan", Outcome.OK, "measured", marks=pytest.mark.slow),
     ],
 )
 def test_under_the_real_torchrun_with_gloo(trial: Trial, mode: str, outcome: Outcome, word: str) -> None:

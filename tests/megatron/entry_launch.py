@@ -170,20 +170,25 @@ def launch(
     folder: Path | None = None,
     torchrun: Sequence[str] = (),
     entry: Sequence[str] = ENTRY,
+    is_cold: bool = False,
     timeout_s: float = 240.0,
 ) -> Launch:
-    """`torchrun -m quartet_plugin.megatron SCRIPT FLAGS`; the trial's files are read from `folder`."""
+    """`torchrun -m quartet_plugin.megatron SCRIPT FLAGS`; the trial's files are read from `folder`.
+
+    Ranks of the CPU device are forked, unless `is_cold`.
+    """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *torchrun),
         *(*entry, str(script), *flags),
     ]
-    environment = {**support.own_environment(), "OMP_NUM_THREADS": "1"}
-    # Ranks of the CPU device are forked; what is said of other starts needs a start.
-    is_warm = tuple(entry) == ENTRY and not torchrun and ("--quartet-device", "cpu") in pairwise(flags)
+    # What is said of other starts needs a start.
+    is_warm = not is_cold and entry[0] == "-m" and ("--quartet-device", "cpu") in pairwise(flags)
     run = support.run_forked if is_warm else support.run_cold
     with tempfile.TemporaryDirectory() as place:
-        code, output = run(command, environment, timeout_s=timeout_s, log=Path(place) / "log")
+        code, output = run(
+            command, support.launch_environment(), timeout_s=timeout_s, log=Path(place) / "log"
+        )
 
     def read(ending: str) -> dict[int, dict[str, Any]]:
         if folder is None:

@@ -158,6 +158,11 @@ def own_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
+def launch_environment() -> dict[str, str]:
+    """What a user starts a training with: its ranks on the CPU device set the rest themselves."""
+    return {**own_environment(), "OMP_NUM_THREADS": "1"}
+
+
 def run_processes(
     command: Sequence[str], *, timeout_s: float, log: Path, environment: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
@@ -177,10 +182,16 @@ def run_processes(
     return _await_end(process, timeout_s=timeout_s, log=log), log.read_text(errors="replace")
 
 
-def run_ranks(num_processes: int, *program: str, timeout_s: float, log: Path) -> tuple[int, str]:
+def run_ranks(
+    num_processes: int,
+    *program: str,
+    timeout_s: float,
+    log: Path,
+    framework: warm_ranks.Framework = warm_ranks.MEGATRON,
+) -> tuple[int, str]:
     """The same for torchrun with ranks of `program`, a module and its arguments, which are forked."""
     command = torchrun(num_processes, "-m", *program)
-    return run_forked(command, rank_environment(), timeout_s=timeout_s, log=log)
+    return run_forked(command, launch_environment(), timeout_s=timeout_s, log=log, framework=framework)
 
 
 def run_forked(

@@ -16,7 +16,7 @@ from quartet_plugin.model.schema import dump
 from quartet_plugin.rank.entry_options import EntryOptions, read_command
 from tests.megatron.entry_launch import MEGATRON_FLAGS, ROOT, SHAPE, Launch, launch, make_plan, write_trial
 
-PER_RANK = (str(ROOT / "tests" / "megatron" / "entry_per_rank.py"),)
+PER_RANK = ("-m", "tests.megatron.entry_per_rank")
 TROUBLED = ROOT / "tests" / "megatron" / "troubled_pretrain.py"
 TINY = [*MEGATRON_FLAGS, "--quartet-device", "cpu"]
 

@@ -29,6 +29,9 @@ PLANS = {
     "pp4-permuted": make_plan(split=(2, 1, 3, 0), pipeline=4, order=(0, 2, 3, 1)),
 }
 
+# The output says whose each line is.
+TEE = ("--tee", "3")
+
 # Each of the others is a part of these, and runs nightly.
 FIRST = ("dp2-overlapped", "pp2-recompute", "pp2-chunks2")
 
@@ -50,13 +53,18 @@ def train(
     weights: Path,
     torchrun: tuple[str, ...] = (),
     command: Sequence[str] = MEGATRON_FLAGS,
+    is_cold: bool = False,
 ) -> Launch:
     """Five iterations of the user's command with the plan, as a trial."""
     trial = write_trial(folder, measure=5, plan=plan, weights=weights)
     write_plan(plan, path=folder / "plan.json")
     flags = [*command, "--quartet-plan", str(folder / "plan.json"), "--quartet-trial", str(trial)]
     done = launch(
-        plan.layout.world_size, [*flags, "--quartet-device", "cpu"], folder=folder, torchrun=torchrun
+        plan.layout.world_size,
+        [*flags, "--quartet-device", "cpu"],
+        folder=folder,
+        torchrun=torchrun,
+        is_cold=is_cold,
     )
     assert done.code == 0, done.output[-3000:]
     assert "successfully loaded checkpoint" in done.output
@@ -83,8 +91,19 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch
 )
 def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
     plan = PLANS[name]
-    done = train(plan, folder=tmp_path, weights=weights, torchrun=("--tee", "3"))
+    check(plan, train(plan, folder=tmp_path, weights=weights, torchrun=TEE), reference)
 
+
+@pytest.mark.slow
+def test_ranks_that_import_for_themselves_train_alike(
+    weights: Path, reference: Launch, tmp_path: Path
+) -> None:
+    plan = PLANS["pp4-permuted"]
+    check(plan, train(plan, folder=tmp_path, weights=weights, torchrun=TEE, is_cold=True), reference)
+
+
+def check(plan: Plan, done: Launch, reference: Launch) -> None:
+    """It trained as the reference did, with all that the plan says."""
     tolerance = 5e-6 if plan.layout.tensor_parallel > 1 else 1e-6
     assert len(reference.losses()) == 5
     assert done.losses() == pytest.approx(reference.losses(), rel=tolerance)

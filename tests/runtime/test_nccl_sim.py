@@ -4,13 +4,14 @@ from pathlib import Path
 
 import torch
 
-from tests.megatron.support import run_processes, torchrun
+from tests import warm_ranks
+from tests.megatron.support import run_ranks
 from tests.runtime import nccl_sim
 
 
 def test_what_breaks_nccls_rules_fails(tmp_path: Path) -> None:
-    command = torchrun(2, "-m", "tests.runtime.strict_rank")
-    code, output = run_processes(command, timeout_s=120, log=tmp_path / "log")
+    program, log = "tests.runtime.strict_rank", tmp_path / "log"
+    code, output = run_ranks(2, program, timeout_s=120, log=log, framework=warm_ranks.TORCH)
     assert code != 0
     for line in (
         "barrier: Duplicate GPU detected: a barrier on device 0 of the process of 1",

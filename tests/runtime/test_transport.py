@@ -15,7 +15,8 @@ from quartet_plugin.runtime.process_groups import Channels
 from quartet_plugin.runtime.programs import ProgramCache
 from quartet_plugin.runtime.transport import Boundary, PairTransport
 from quartet_plugin.schedule.instruction import Post, Side, Transfer
-from tests.megatron.support import REPOSITORY, free_port, rank_environment, run_processes, torchrun
+from tests import warm_ranks
+from tests.megatron.support import REPOSITORY, free_port, rank_environment, run_ranks
 from tests.runtime.pipelines import spec_of
 
 RANK_PROGRAM = "tests.runtime.transport_rank"
@@ -31,8 +32,8 @@ RANK_PROGRAM = "tests.runtime.transport_rank"
     ],
 )
 def test_gradients_of_every_transport(groups: str, schedules: list[str], tmp_path: Path) -> None:
-    command = torchrun(3, "-m", RANK_PROGRAM, groups, *schedules)
-    code, output = run_processes(command, timeout_s=120, log=tmp_path / "log")
+    words = (RANK_PROGRAM, groups, *schedules)
+    code, output = run_ranks(3, *words, timeout_s=120, log=tmp_path / "log", framework=warm_ranks.TORCH)
     assert code == 0, output[-3000:]
     assert output.count(" done") == 3
 

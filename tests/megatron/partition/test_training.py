@@ -116,9 +116,10 @@ class References:
         ]  # fmt: skip
         # Ranks with an order of ours prepare themselves before they import Megatron.
         run = support.run_cold if order else support.run_forked
+        kept = support.rank_environment() if order else support.launch_environment()
         code, output = run(
             support.torchrun(num_processes, *rank, str(program), *arguments),
-            {**support.rank_environment(), **(environment or {})},
+            {**kept, **(environment or {})},
             timeout_s=400,
             log=folder / "log",
         )

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.megatron.argument_docs import keep_argument_docs
 from tests.megatron.runtime import rank_with_schedule
 from tests.megatron.support import PRETRAIN_SCRIPT, REPOSITORY, free_port, rank_environment
 
@@ -72,6 +73,7 @@ def main() -> None:
     # Its imports alone: the script trains under another name.
     runpy.run_path(str(PRETRAIN_SCRIPT), run_name="imported")
     rank_with_schedule.import_runtime()
+    keep_argument_docs()
     assert threading.active_count() == 1, "threads are not forked"
     for line in sys.stdin:
         request = json.loads(line)

@@ -14,7 +14,8 @@ from quartet_plugin.partition.named import named_partition
 from quartet_plugin.partition.table import Home, Partition, Tensor
 from quartet_plugin.partition.traffic import messages, sent_by_tensor
 from quartet_plugin.runtime.partition.device_steps import DeviceSteps
-from tests.megatron.support import run_processes, torchrun
+from tests import warm_ranks
+from tests.megatron.support import run_ranks
 from tests.runtime.partition.blocks import SIZES, linear_error, mlp_error
 from tests.runtime.partition.thread_devices import run_devices
 
@@ -84,8 +85,8 @@ def test_a_device_whose_blocks_are_no_rectangle_is_refused() -> None:
 @pytest.mark.timeout(120)
 def test_four_processes_over_gloo(tmp_path: Path) -> None:
     """The paper's table, all 54 home-anchored ones and rings: errors, messages and bytes of every rank."""
-    command = torchrun(4, "-m", "tests.runtime.partition.layer_rank")
-    code, output = run_processes(command, timeout_s=110, log=tmp_path / "log")
+    program, log = "tests.runtime.partition.layer_rank", tmp_path / "log"
+    code, output = run_ranks(4, program, timeout_s=110, log=log, framework=warm_ranks.TORCH)
     assert code == 0, output[-3000:]
     assert output.count(" done") == 4
     lines = [line.split() for line in output.splitlines() if line.count(" fp")]

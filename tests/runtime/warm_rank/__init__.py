@@ -1,0 +1,1 @@
+"""What a trial server imports for the tests' own ranks."""
