@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.partition.layer import linears_of, planned_layer
-from quartet_plugin.partition.traffic import sent_by_tensor
+from quartet_plugin.partition.transfers import transfers_of
 from tests.megatron import support
 
 _TOLERANCE = 1e-5
@@ -196,9 +197,11 @@ def check_bytes(run: support.Run, case: Case) -> None:
     microbatches = 8 // (case.num_processes // (degree * stages))
     linears = linears_of(shape_of(words), tokens=64)
     elements = sum(
-        sum(sent_by_tensor(table, linear.sizes).values())
+        Fraction(table.num_elements(transfer.tensor, linear.sizes), transfer.parts)
         for linear, table in zip(linears, planned_layer(partition, linears, degree), strict=True)
         if table.name.startswith(("ring", "home", "K", "N"))
+        for transfer in transfers_of(table)
+        if transfer.source == 0
     )
     assert int(found[1]) == elements * 4 * (2 // stages) * microbatches * _STEPS
     assert (int(found[2]) > 0) == ("grid" in case.partition)
