@@ -398,8 +398,8 @@ def sleeping(train_step: Callable[..., Any], *, flops_per_s: float) -> Callable[
 
 def go_first() -> None:
     """Have all threads of this rank run before other work on the machine: they hardly compute."""
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setscheduler(int(thread), os.SCHED_RR, os.sched_param(1))
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(1))
 
 
 @dataclass(slots=True)

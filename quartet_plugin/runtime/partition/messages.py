@@ -50,7 +50,7 @@ class BlockMessages:
         """Post all messages of one step at once: in one order on both sides, so that none waits for another.
 
         Each send comes with the key that it is counted by. Receives come first: gloo tells the sender of
-        each, and on a connection that a block already leaves by, the word would wait until the block has left.
+        each, and on a connection that a block leaves by, that message would wait until the block has left.
         """
         if not sends and not receives:
             return RunningMessages()
