@@ -71,6 +71,13 @@ def events(run: TuningRun, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
+def test_a_kind_names_its_tensor_partition() -> None:
+    kind = ParityKind(family="1f1b", placement="linear", features=frozenset({"tensor_parallel"}))
+    assert kind.label == "1f1b (linear)"
+    cut = replace(kind, features=kind.features | {"partition_attention rings, mlp grid"})
+    assert cut.label == "1f1b (linear) with partition attention rings, mlp grid"
+
+
 def test_a_kind_is_checked_once_before_its_first_timing_and_a_plan_before_it_wins(tmp_path: Path) -> None:
     machine = FakeMachine(seconds=ours_is_faster)
     run = begin(tmp_path / "r", **OF_EVERY_KIND)
