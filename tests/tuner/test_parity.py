@@ -16,6 +16,7 @@ from quartet_plugin.errors import (
 )
 from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.model.receipt import needs_receipt, receipt_path, require_receipt
+from quartet_plugin.schedule.placement import PlacementKind
 from quartet_plugin.trial.parity import ParityUnavailableError
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.parity import ParityKind, kind_of_plan
@@ -72,7 +73,7 @@ def events(run: TuningRun, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_kind_names_its_tensor_partition() -> None:
-    kind = ParityKind(family="1f1b", placement="linear", features=frozenset({"tensor_parallel"}))
+    kind = ParityKind(family="1f1b", placement=PlacementKind.LINEAR, features=frozenset({"tensor_parallel"}))
     assert kind.label == "1f1b (linear)"
     cut = replace(kind, features=kind.features | {"partition_attention rings, mlp grid"})
     assert cut.label == "1f1b (linear) with partition attention rings, mlp grid"
