@@ -105,11 +105,12 @@ def test_a_winner_of_all_axes_trains_and_stock_resumes_it(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Shape, split, schedule, mapping and partition are free; stock goes on in one process."""
-    words = command(folder, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+    words = command(
+        folder,
+        *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"),
+    )
     run = tune(folder, FREE, words)
-    offered = choices_of(run)
-    for word in ("rings", "grid"):
-        assert any(word in choice for choice in offered), sorted(offered)
+    assert {"stock", "rings"} <= choices_of(run)
     best = run / "best" / "plan.json"
     assert best.exists(), capfd.readouterr().out[-3000:]
     plan = read_plan(best)
