@@ -5,11 +5,11 @@
     python benchmarks/plan_gpt175b.py --top 5          # also show the runners-up
 
 Cases: `named`, the ranking and the mapping of the best; `searched`, with searched orders of the ten best
-layouts; `slow-node`, `named` on a cluster file in which one node is 1.3 times slower; and for models with
-experts the ranking by named schedules, `deepseek-v3-1024` on 1,024 H100 and so on. The first time holds
-the loading of compiled kernels; the repeats empty the cache of schedules each time. Last the whole command is
-run, imports and files included. CPU time is shown beside wall time, because other work on the machine
-lengthens only the latter.
+layouts; `slow-node`, `named` on a cluster file in which one node is 1.3 times slower; `partition`, `named`
+with every pair of tensor partitions; and for models with experts the ranking by named schedules,
+`deepseek-v3-1024` on 1,024 H100 and so on. The first time holds the loading of compiled kernels; the repeats
+empty the cache of schedules each time. Last the whole command is run, imports and files included. CPU time is
+shown beside wall time, because other work on the machine lengthens only the latter.
 """
 
 import argparse
@@ -95,7 +95,7 @@ EXPERTS = {
     "qwen3-235b-256": ({"name": "qwen3-235b-a22b"}, "H100-SXM-80GB", 32, 8, 2048),
     "gpt-oss-120b-64-b200": (GPT_OSS, "B200", 8, 8, 1024),
 }
-CASES = ("named", "searched", "slow-node", *EXPERTS)
+CASES = ("named", "searched", "slow-node", "partition", *EXPERTS)
 
 
 def job_of(case: str) -> dict[str, Any]:
@@ -107,7 +107,11 @@ def job_of(case: str) -> dict[str, Any]:
             "cluster": {"device": device, "num_nodes": nodes, "devices_per_node": per_node},
             "batch": {"global_batch_size": batch},
         }
-    return {**JOB, "cluster": CLUSTER} if case == "slow-node" else JOB
+    changes: dict[str, dict[str, Any]] = {
+        "slow-node": {"cluster": CLUSTER},
+        "partition": {"search": {**JOB["search"], "tensor_partition": "auto"}},
+    }
+    return {**JOB, **changes.get(case, {})}
 
 
 def planned(case: str, top: int) -> tuple[float, float, Ranking]:

@@ -25,8 +25,10 @@ def _run(*words: str, check: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def joined_namespaces(rates: Sequence[str]) -> Iterator[None]:
+def joined_namespaces(rates: Sequence[str], *, burst: str = "128kb") -> Iterator[None]:
     """A namespace for each of `rates` (as tc writes them, each way); this process in the first.
+
+    A link that has been idle lets `burst` through at once.
 
     Raises ValueError for more than 8. All are removed at the end.
     """
@@ -34,7 +36,7 @@ def joined_namespaces(rates: Sequence[str]) -> Iterator[None]:
         raise ValueError(f"rates: {len(rates)}; must be from 2 to {len(_NAMES)}")
     _remove(len(rates))
     try:
-        _make(rates)
+        _make(rates, burst)
         with (
             Path("/proc/self/ns/net").open("rb") as own,
             Path("/run/netns", namespace(0)).open("rb") as first,
@@ -48,7 +50,7 @@ def joined_namespaces(rates: Sequence[str]) -> Iterator[None]:
         _remove(len(rates))
 
 
-def _make(rates: Sequence[str]) -> None:
+def _make(rates: Sequence[str], burst: str) -> None:
     inside_bridge = ("ip", "netns", "exec", BRIDGE)
     _run("ip", "netns", "add", BRIDGE)
     _run(*inside_bridge, "ip", "link", "add", "bridge", "type", "bridge")
@@ -66,7 +68,7 @@ def _make(rates: Sequence[str]) -> None:
         for where, end in ((inside, device), (inside_bridge, port)):
             _run(*where, "ip", "link", "set", end, "up")
             _run(*where, "tc", "qdisc", "add", "dev", end, "root", "tbf",
-                 "rate", rate, "burst", "128kb", "latency", "50ms")  # fmt: skip
+                 "rate", rate, "burst", burst, "latency", "50ms")  # fmt: skip
 
 
 def _remove(count: int) -> None:

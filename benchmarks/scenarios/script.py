@@ -49,8 +49,10 @@ def slow_down(factor: float) -> None:
     os._exit(0)
 
 
-def in_turns(train_step: Callable[..., Any], *, address: str, job: str) -> Callable[..., Any]:
-    """`train_step`, which waits before every STEPS steps and tells how long each of the last ones took."""
+def in_turns(
+    train_step: Callable[..., Any], *, address: str, job: str, steps: int = STEPS
+) -> Callable[..., Any]:
+    """`train_step`, which waits before every `steps` steps and tells how long each of the last ones took."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     steps_s: list[float] = []
@@ -59,7 +61,7 @@ def in_turns(train_step: Callable[..., Any], *, address: str, job: str) -> Calla
         connection.sendall(json.dumps(value).encode() + b"\n")
 
     def waiting_train_step(*args: Any, **kwargs: Any) -> Any:
-        if len(steps_s) % STEPS == 0:
+        if len(steps_s) % steps == 0:
             tell(steps_s)
             steps_s.clear()
             connection.recv(16)

@@ -52,7 +52,7 @@ def measured_in_turns(launch: Launch, *, rounds: int, seed: int) -> list[dict[st
     """
     with tempfile.TemporaryDirectory() as short:
         address = str(Path(short) / "turns")
-        with _listening(address) as server, _started(launch, address, rounds=rounds) as trials:
+        with listening(address) as server, _started(launch, address, rounds=rounds) as trials:
             jobs = _connected(server, launch, trials)
             generator = random.Random(seed)
             for job in jobs.values():
@@ -63,12 +63,13 @@ def measured_in_turns(launch: Launch, *, rounds: int, seed: int) -> list[dict[st
             orders = (generator.sample(sorted(jobs), len(jobs)) for _ in range(rounds))
             found = [{name: _turn_s(jobs[name]) for name in order} for order in orders]
             for job in jobs.values():
-                _let_through(job)
+                let_through(job)
     return found
 
 
 @contextlib.contextmanager
-def _listening(address: str) -> Iterator[socket.socket]:
+def listening(address: str) -> Iterator[socket.socket]:
+    """A socket that processes of jobs connect to."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address)
         server.listen(64)
@@ -124,27 +125,29 @@ def _connected(
             connection = server.accept()[0]
             connection.settimeout(None)
             line = connection.makefile("rw")
-            jobs[_heard(line)].append(line)
+            jobs[heard(line)].append(line)
     return jobs
 
 
 def _turn_s(job: _Job) -> float:
     """Let a job do STEPS steps; the seconds of one, of its slowest process."""
-    _let_through(job)
+    let_through(job)
     return max(statistics.fmean(steps_s[COLD_STEPS:]) for steps_s in _steps_s(job))
 
 
-def _let_through(job: _Job) -> None:
+def let_through(job: Sequence[TextIO]) -> None:
+    """Let the waiting processes of a job do the steps of a turn."""
     for line in job:
         print("go", file=line, flush=True)
 
 
 def _steps_s(job: _Job) -> list[list[float]]:
     """Once all processes wait for a turn: the seconds of the steps of their last one, none at first."""
-    return [_heard(line) for line in job]
+    return [heard(line) for line in job]
 
 
-def _heard(line: TextIO) -> Any:
+def heard(line: TextIO) -> Any:
+    """What a process says next. Raises SystemExit where it has ended."""
     text = line.readline()
     if not text:
         raise SystemExit("a process ended before its time; its log is in the folder of the turns")

@@ -17,6 +17,19 @@ from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
 # The implementations of attention among which the framework chooses by the sizes of its inputs, which a plan
 # may change: Megatron's softmax with and without a fused kernel, those of Transformer Engine.
 CHOSEN_BY_SIZE = frozenset({"Softmax", "FlashAttention", "FusedAttention", "UnfusedDotProductAttention"})
+# The layers that a tensor partition puts into a model, and those whose places they take. Which of them run is
+# read back as the knob's value.
+OF_PARTITIONS = frozenset({"GridLinear", "GridMlp", "RingColumnLinear", "RingRowLinear"})
+REPLACED_BY_PARTITIONS = frozenset(
+    {
+        "MLP",
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "TELayerNormColumnParallelLinear",
+        "TEColumnParallelLinear",
+        "TERowParallelLinear",
+    }
+)
 
 
 def difference_from(
@@ -25,7 +38,7 @@ def difference_from(
     """The first difference between a plan and what its ranks did, in one line; None where there is none.
 
     `modules` are the classes whose forward ran in the user's own command, None where that is not known. A
-    plan of the same shape runs the same ones.
+    plan of the same shape runs the same ones, its tensor partition's layers apart.
     """
     ran: list[tuple[RankReport, Execution]] = []
     for report in reports:
@@ -44,7 +57,9 @@ def difference_from(
         words = next(_differences(plan, schedules[_num_microbatches(plan, done)], done), None)
         if words is not None:
             return f"rank {done.position}: {words}"
-    return None if modules is None or plan.shape != plan.made_for.shape else _modules(reports, modules)
+    if modules is None or plan.shape != plan.made_for.shape:
+        return None
+    return _modules(reports, modules, has_partition=plan.layout.tensor_partition is not None)
 
 
 def ran_modules(reports: Iterable[RankReport]) -> tuple[str, ...] | None:
@@ -57,20 +72,22 @@ def ran_modules(reports: Iterable[RankReport]) -> tuple[str, ...] | None:
     return tuple(sorted(names))
 
 
-def _modules(reports: Sequence[RankReport], expected: Sequence[str]) -> str | None:
+def _modules(reports: Sequence[RankReport], expected: Sequence[str], *, has_partition: bool) -> str | None:
     """The modules that ran in one of plan and command alone."""
     ran = ran_modules(reports)
     if ran is None:
         return None
-    more = sorted(set(ran) - set(expected) - CHOSEN_BY_SIZE)
-    fewer = sorted(set(expected) - set(ran) - CHOSEN_BY_SIZE)
+    more = set(ran) - set(expected) - CHOSEN_BY_SIZE
+    fewer = set(expected) - set(ran) - CHOSEN_BY_SIZE
+    if has_partition:
+        more, fewer = more - OF_PARTITIONS, fewer - REPLACED_BY_PARTITIONS
     if not more and not fewer:
         return None
     parts = []
     if more:
-        parts.append(f"{', '.join(more[:5])} ran")
+        parts.append(f"{', '.join(sorted(more)[:5])} ran")
     if fewer:
-        parts.append(f"{', '.join(fewer[:5])} did not run")
+        parts.append(f"{', '.join(sorted(fewer)[:5])} did not run")
     return f"modules: {' and '.join(parts)}, otherwise than in your own command"
 
 

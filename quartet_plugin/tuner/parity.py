@@ -47,7 +47,7 @@ from quartet_plugin.tuner.trial_launcher import TrialLaunch
 FIRST_RUNS = 3
 LATER_RUNS = 1
 
-
+_PARTITION_FEATURE = "partition_"
 # The outcomes that leave out a kind of plans, each with its verdict.
 _QUARANTINES: dict[str, Verdict] = {"WRONG": "wrong", "NOT_AS_PLANNED": "infeasible"}
 
@@ -62,8 +62,10 @@ class ParityKind:
 
     @property
     def label(self) -> str:
-        """For people."""
-        return f"{self.family} ({self.placement})"
+        """For people: the family, the placement, and the tensor partition where there is one."""
+        prefix = _PARTITION_FEATURE
+        cuts = [name.removeprefix(prefix) for name in self.features if name.startswith(prefix)]
+        return " ".join([f"{self.family} ({self.placement})", *(f"with partition {cut}" for cut in cuts)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ def kind_of_plan(plan: Plan, *, features: Iterable[str]) -> ParityKind:
         "distributed_optimizer": layout.distributed_optimizer,
         **{setting.label: True for setting in layout.settings or ()},
         f"recompute_{layout.recompute}": layout.recompute != "none",
-        f"partition_{_partition_label(layout)}": layout.tensor_partition is not None,
+        f"{_PARTITION_FEATURE}{_partition_label(layout)}": layout.tensor_partition is not None,
     }
     return ParityKind(
         family=plan.schedule.name if custom is None else custom.named or SEARCHED,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.model.plan import Plan, ScheduleChoice
+from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.protocol.rank_files import RankReport
 from quartet_plugin.schedule.choice import choice_of
@@ -255,6 +256,30 @@ def test_the_modules_of_all_ranks_are_those_of_the_command(
     difference = difference_from(plan, ran_by(plan, done), modules=MODULES)
     assert difference is None if words is None else words in str(difference)
     assert difference_from(plan, ran_by(plan, done)) is None
+
+
+@pytest.mark.parametrize(
+    ("ran", "words"),
+    [
+        (("GridLinear", "GridMlp", *MODULES[1:]), None),
+        (("RingColumnLinear", "RingRowLinear", *MODULES), None),
+        (("GridLinear", MODULES[2]), "DotProductAttention did not run"),
+        (("GridLinear", "TEDotProductAttention", *MODULES), "TEDotProductAttention ran"),
+    ],
+)
+def test_layers_of_a_partition_stand_for_the_commands(ran: tuple[str, ...], words: str | None) -> None:
+    stock = make_plan(split=(6,), tensor=2, hosts=("node-a",))
+    layout = replace(stock.layout, sequence_parallel=True, tensor_partition=partition_from_label("rings"))
+    plan = replace(stock, layout=layout)
+    done = [replace(executed(plan, rank), modules=ran) for rank in (0, 1)]
+    difference = difference_from(plan, ran_by(plan, done), modules=(*MODULES, "RowParallelLinear", "MLP"))
+    assert difference is None if words is None else words in str(difference)
+
+
+def test_a_partitions_layers_in_a_plan_without_one_are_a_difference() -> None:
+    plan = stock_plan()
+    done = [replace(executed(plan, rank), modules=(*MODULES, "GridLinear")) for rank in (0, 1)]
+    assert "GridLinear ran" in str(difference_from(plan, ran_by(plan, done), modules=MODULES))
 
 
 def test_modules_are_not_compared_where_they_are_not_known_or_the_shape_differs() -> None:

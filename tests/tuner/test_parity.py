@@ -16,6 +16,7 @@ from quartet_plugin.errors import (
 )
 from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.model.receipt import needs_receipt, receipt_path, require_receipt
+from quartet_plugin.schedule.placement import PlacementKind
 from quartet_plugin.trial.parity import ParityUnavailableError
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.parity import ParityKind, kind_of_plan
@@ -69,6 +70,13 @@ def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
 def events(run: TuningRun, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in run.folder.events_file.read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]
+
+
+def test_a_kind_names_its_tensor_partition() -> None:
+    kind = ParityKind(family="1f1b", placement=PlacementKind.LINEAR, features=frozenset({"tensor_parallel"}))
+    assert kind.label == "1f1b (linear)"
+    cut = replace(kind, features=kind.features | {"partition_attention rings, mlp grid"})
+    assert cut.label == "1f1b (linear) with partition attention rings, mlp grid"
 
 
 def test_a_kind_is_checked_once_before_its_first_timing_and_a_plan_before_it_wins(tmp_path: Path) -> None:

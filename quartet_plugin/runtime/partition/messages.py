@@ -49,20 +49,21 @@ class BlockMessages:
     def start(self, sends: Sequence[tuple[Any, Endpoint]], receives: Sequence[Endpoint]) -> RunningMessages:
         """Post all messages of one step at once: in one order on both sides, so that none waits for another.
 
-        Each send comes with the key that it is counted by.
+        Each send comes with the key that it is counted by. Receives come first: gloo tells the sender of
+        each, and on a connection that a block leaves by, that message would wait until the block has left.
         """
         if not sends and not receives:
             return RunningMessages()
-        operations = []
+        operations = [
+            dist.P2POp(dist.irecv, tensor, self.ranks[device], self.group) for device, tensor in receives
+        ]
         for key, (device, tensor) in sends:
             self.num_sent[key] += 1
             self.bytes_sent[key] += tensor.numel() * tensor.element_size()
             operations.append(dist.P2POp(dist.isend, tensor, self.ranks[device], self.group))
-        for device, tensor in receives:
-            operations.append(dist.P2POp(dist.irecv, tensor, self.ranks[device], self.group))
         works = dist.batch_isend_irecv(operations)
         held = [tensor for _, (_, tensor) in sends]
         if len(works) != len(operations):
             # NCCL gives a single work for all of them.
             return RunningMessages(sends=works, receives=works, held=held)
-        return RunningMessages(sends=works[: len(sends)], receives=works[len(sends) :], held=held)
+        return RunningMessages(sends=works[len(receives) :], receives=works[: len(receives)], held=held)

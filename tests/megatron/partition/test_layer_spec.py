@@ -7,6 +7,7 @@ import pytest
 
 from quartet_plugin.errors import PlanError, SeamError
 from quartet_plugin.model.tensor_partition import TensorPartition, partition_from_label
+from quartet_plugin.trial.as_planned import OF_PARTITIONS, REPLACED_BY_PARTITIONS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -133,3 +134,22 @@ def test_an_unknown_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert partition is not None
     with pytest.raises(SeamError, match="GPTModel"):
         PartitionedModels(partition)
+
+
+def test_layers_that_replace_others_are_known_to_the_comparison_of_modules() -> None:
+    """What a trial's ranks ran is compared with the command's modules, these apart."""
+    from megatron.core.transformer.mlp import MLP
+    from torch.nn import Module
+
+    from quartet_plugin.megatron.partition import grid_linear, ring_linear, sharded_state
+
+    kinds = [
+        value
+        for module in (grid_linear, ring_linear, sharded_state)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Module) and value.__module__ == module.__name__
+    ]
+    assert {kind.__name__ for kind in kinds} == OF_PARTITIONS
+    replaced = {base.__name__ for kind in kinds for base in kind.__bases__ if base is not Module}
+    assert replaced == {"ColumnParallelLinear", "RowParallelLinear", MLP.__name__}
+    assert replaced <= REPLACED_BY_PARTITIONS

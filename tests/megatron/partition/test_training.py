@@ -2,8 +2,9 @@
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.partition.layer import linears_of, planned_layer
-from quartet_plugin.partition.traffic import sent_by_tensor
+from quartet_plugin.partition.transfers import transfers_of
 from tests.megatron import support
 
 _TOLERANCE = 1e-5
@@ -62,6 +63,11 @@ FAR = {
         partition="grid outer 2", flags=TP8, num_processes=8, model="llama without groups"
     ),
 }
+
+STOCK_ONE = Case(partition="stock", flags="", num_processes=1)
+STOCK_TP4 = Case(partition="stock", flags=TP4, num_processes=4)
+GRID_TP4 = Case(partition="grid", flags=TP4, num_processes=4)
+_SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 
 
 @dataclass(slots=True)
@@ -132,6 +138,30 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     return References(tmp_path_factory.mktemp("partitions"))
 
 
+def trained(
+    references: References,
+    name: str,
+    model: str,
+    case: Case,
+    flags: Sequence[str],
+    *,
+    steps: int = _STEPS,
+    is_loaded: bool = True,
+) -> support.Run:
+    """A run under the case's partition, by unmodified Megatron where that is stock."""
+    is_stock = case.partition == "stock"
+    return references.train(
+        name,
+        model,
+        (*shlex.split(case.flags), *flags),
+        num_processes=case.num_processes,
+        steps=steps,
+        is_loaded=is_loaded,
+        environment={"PARTITION": case.partition},
+        program=support.PRETRAIN_SCRIPT if is_stock else _PRETRAIN,
+    )
+
+
 def check(references: References, name: str, case: Case) -> support.Run:
     """Losses and gradient norms are one process's, and the bytes on the wire are the table's."""
     run = references.train(
@@ -168,9 +198,11 @@ def check_bytes(run: support.Run, case: Case) -> None:
     microbatches = 8 // (case.num_processes // (degree * stages))
     linears = linears_of(shape_of(words), tokens=64)
     elements = sum(
-        sum(sent_by_tensor(table, linear.sizes).values())
+        Fraction(table.num_elements(transfer.tensor, linear.sizes), transfer.parts)
         for linear, table in zip(linears, planned_layer(partition, linears, degree), strict=True)
         if table.name.startswith(("ring", "home", "K", "N"))
+        for transfer in transfers_of(table)
+        if transfer.source == 0
     )
     assert int(found[1]) == elements * 4 * (2 // stages) * microbatches * _STEPS
     assert (int(found[2]) > 0) == ("grid" in case.partition)
@@ -248,54 +280,61 @@ def peak_of(run: support.Run) -> int:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_initial_weights_are_stocks(model: str, references: References) -> None:
-    """From the CPU's generator every layout draws the same weights; no checkpoint is loaded."""
-    fresh = "--use-cpu-initialization"
-    one = references.train(f"fresh {model}", model, (fresh,), num_processes=1, steps=2, is_loaded=False)
-    grid = references.train(
-        f"fresh grid {model}",
-        model,
-        (fresh, *TP4.split()),
-        num_processes=4,
-        steps=2,
-        is_loaded=False,
-        environment={"PARTITION": "grid"},
-        program=_PRETRAIN,
+    """From the CPU's generator a grid draws what stock draws on as many ranks; no checkpoint is loaded.
+
+    One process draws others on the CPU device: what Megatron compiles first has random inputs of its shapes.
+    """
+    fresh = ("--use-cpu-initialization",)
+    stock, grid = (
+        trained(references, f"fresh {case.partition} {model}", model, case, fresh, steps=2, is_loaded=False)
+        for case in (STOCK_TP4, GRID_TP4)
     )
-    assert max(support.largest_deviation(grid, one)) <= _TOLERANCE
+    assert max(support.largest_deviation(grid, stock)) <= _TOLERANCE
+
+
+RESUMED = [
+    ("gpt", _SHARDED, GRID_TP4, STOCK_ONE),
+    ("gpt", _SHARDED, STOCK_ONE, GRID_TP4),
+    ("llama", "", GRID_TP4, STOCK_TP4),
+    ("llama", "", STOCK_TP4, GRID_TP4),
+    ("gpt with 8 heads", "", Case(partition="grid outer 2", flags=TP8, num_processes=8), STOCK_ONE),
+    ("gpt", "", Case(partition="grid", flags=f"{TP4} {PP2}", num_processes=8), STOCK_ONE),
+]
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("model", "optimizer"),
-    [("gpt", "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"), ("llama", "")],
+    ("model", "optimizer", "saving", "resuming"),
+    RESUMED,
+    ids=[f"{model} {a.partition} {a.flags} to {b.partition} {b.flags}" for model, _, a, b in RESUMED],
 )
-def test_stock_goes_on_from_a_grids_checkpoint(model: str, optimizer: str, references: References) -> None:
-    """Three steps on the grid, saved with Adam's state; one stock process then trains on just so."""
-    folder = references.folder / f"checkpoint-{model}"
-    kept = (
-        *shlex.split(f"{optimizer} --ckpt-format torch_dist"),
-        "--save-interval",
-        "3",
-        "--lr-decay-iters",
-        "5",
+def test_a_checkpoint_resumes_under_another_partition(
+    model: str, optimizer: str, saving: Case, resuming: Case, references: References
+) -> None:
+    """Three steps, saved with Adam's state; two more under the other partition are one process's."""
+    name = f"{model} {saving.partition} {saving.num_processes} to {resuming.partition}"
+    folder = references.folder / f"checkpoint {name}".replace(" ", "-")
+    kept = shlex.split(f"{optimizer} --ckpt-format torch_dist --save-interval 3 --lr-decay-iters 5")
+    loading = (
+        *("--load", str(folder), "--exit-on-missing-checkpoint", "--no-load-rng"),
+        # The saved run was to end after three steps, which its scheduler remembers.
+        "--override-opt_param-scheduler",
     )
-    references.train(
-        f"saved {model}",
-        model,
-        (*shlex.split(TP4), *kept, "--save", str(folder)),
-        num_processes=4,
-        steps=3,
-        environment={"PARTITION": "grid"},
-        program=_PRETRAIN,
-    )
-    resumed = references.train(
-        f"resumed {model}",
-        model,
-        (*kept, "--load", str(folder), "--exit-on-missing-checkpoint", "--no-load-rng"),
-        num_processes=1,
-        is_loaded=False,
-    )
+    trained(references, f"saved {name}", model, saving, (*kept, "--save", str(folder)), steps=3)
+    resumed = trained(references, f"resumed {name}", model, resuming, (*kept, *loading), is_loaded=False)
     reference = references.run(model)
     assert resumed.losses() == pytest.approx(reference.losses()[3:], rel=1e-6)
     assert resumed.grad_norms() == pytest.approx(reference.grad_norms()[3:], rel=1e-6)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_dropout_draws_the_same_masks_in_a_second_run(references: References) -> None:
+    """With dropout a grid trains, otherwise than without, and twice alike to the bit."""
+    drawn = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+    first, second = (
+        trained(references, f"dropout {number}", "gpt", GRID_TP4, drawn, steps=3) for number in (1, 2)
+    )
+    assert (first.losses(), first.grad_norms()) == (second.losses(), second.grad_norms())
+    assert abs(first.losses()[0] / references.run("gpt").losses()[0] - 1) > _TOLERANCE
