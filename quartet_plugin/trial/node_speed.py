@@ -47,13 +47,13 @@ def node_speeds(reports: Iterable[RankReport]) -> tuple[NodeSpeed, ...]:
 
 def _speed_of(host: str, ranks: Sequence[RankReport]) -> NodeSpeed | None:
     times = [rank.product_s for rank in ranks if rank.product_s and min(rank.product_s) > 0.0]
-    devices = {rank.device for rank in ranks}
-    if len(times) < len(ranks) or len(devices) > 1:
+    device = ranks[0].device
+    if len(times) < len(ranks) or any(rank.device != device for rank in ranks):
         return None
     cores = {core for rank in ranks for core in rank.cores or ()}
     return NodeSpeed(
         host=host,
-        kind=(*devices, len(ranks), len(cores)),
+        kind=(device, len(ranks), len(cores)),
         product_s=statistics.median(statistics.median(samples) for samples in times),
         spread=statistics.median(spread_of(samples) for samples in times),
     )
