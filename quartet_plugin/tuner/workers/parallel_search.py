@@ -116,11 +116,13 @@ class ParallelSearch:
         proposal = self._in_flight[ended.number]
         if self._is_elsewhere(ended):
             return
-        del self._in_flight[ended.number]
         search = self.search
         search.launcher.end(
             search.launch_of(proposal, search.study.trials(), drift=self._drift), ended.result
         )
+        if self._is_on_slow_node(ended):
+            return
+        del self._in_flight[ended.number]
         search.tell(proposal, ended.result, drift=self._drift)
         self.dispatcher.finished(ended.number)
 
@@ -136,6 +138,30 @@ class ParallelSearch:
         )
         self.dispatcher.queue.dismiss(ended.worker)
         self.dispatcher.again(ended.number, "measured on other devices than the baseline")
+        return True
+
+    def _is_on_slow_node(self, ended: EndedTrial) -> bool:
+        """Whether a node of the worker was slow, and not of the baseline's: then it is measured again.
+
+        After a second look the worker is sent away, unless it is the last one.
+        """
+        search, monitor = self.search, self.search.launcher.node_monitor
+        hosts = {speed.host for speed in search.context.backend.node_speeds(ended.result)}
+        hosts -= {node.host for node in search.space.nodes}
+        slow = sorted(
+            host for host in hosts if monitor.slowdowns.get(host, monitor.suspects.get(host, 1.0)) > 1
+        )
+        if not slow or not ended.result.is_measured or len(self.dispatcher.workers()) < 2:
+            return False
+        why = f"node {slow[0]} seems slow: a second look"
+        if slow[0] in monitor.slowdowns:
+            why = f"node {slow[0]} is slow: its worker is set aside"
+            search.context.observer.message(
+                f"worker {ended.worker} is sent away, since node {slow[0]} is slow; "
+                f"trial {ended.number} is handed out again"
+            )
+            self.dispatcher.queue.dismiss(ended.worker)
+        self.dispatcher.again(ended.number, why)
         return True
 
     def _hand_out(self, proposal: Proposal, trials: list[FinishedTrial]) -> None:
