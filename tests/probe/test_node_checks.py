@@ -27,6 +27,8 @@ def test_a_node_says_what_it_has(tmp_path: Path) -> None:
     facts = node_facts(tmp_path, {"NCCL_DEBUG": "INFO", "HOME": "/"})
     assert facts["packages"]["torch"]
     assert facts["num_cores"] == len(os.sched_getaffinity(0))
+    assert all(seconds > 0.0 for seconds in facts["product_s"])
+    assert facts["product_s"]
     assert facts["nccl_variables"] == ["NCCL_DEBUG"]
     assert {"open files", "processes", "locked memory"} <= set(facts["limits"])
     assert facts["free_bytes"][str(tmp_path)] > 0
