@@ -19,6 +19,8 @@ from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, Tria
 # Between two runs of one plan lie a few percent; a larger change, and one of more deviations of the scatter
 # between two launches, is the machine's.
 DRIFT, DEVIATIONS = 0.1, 3.0
+# Second looks at nodes that confirmed nothing, after which the next launch of the search is the second look.
+MAX_VAIN_LOOKS = 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +33,7 @@ class DriftMonitor:
     measurements: list[DriftMeasurement] = field(default_factory=list)
     _checked: set[int] = field(default_factory=set)
     _drift: float = 1.0
+    _num_vain_looks: int = 0
     _known_slowdowns: dict[str, float] = field(default_factory=dict)
 
     def check(
@@ -60,10 +63,12 @@ class DriftMonitor:
         """The drift after a launch, the `num_tried`-th trial, in which the speed of a node has changed.
 
         The baseline is measured again at once: that is the second look at the node, and what its speed does
-        to the machine. Nothing is measured without drift checks, without time, or twice after one trial.
+        to the machine. Nothing is measured without drift checks, without time, or twice after one trial; nor
+        for a suspicion where MAX_VAIN_LOOKS others were none.
         """
         monitor = self.launcher.node_monitor
-        has_changed = bool(monitor.suspects) or monitor.slowdowns != self._known_slowdowns
+        is_suspect = bool(monitor.suspects) and self._num_vain_looks < MAX_VAIN_LOOKS
+        has_changed = is_suspect or monitor.slowdowns != self._known_slowdowns
         every, is_new = self.context.run.config.study.control, num_tried not in self._checked
         if has_changed and every and is_new and self._fits(num_left):
             self._checked.add(num_tried)
@@ -88,8 +93,11 @@ class DriftMonitor:
             folder=context.run.folder.drift_check(due),
             phase="control",
         )
+        monitor = self.launcher.node_monitor
+        suspects, before = set(monitor.suspects), dict(monitor.slowdowns)
         result = self.launcher.launch(launch, num_left=num_left + 1)
-        self._known_slowdowns = dict(self.launcher.node_monitor.slowdowns)
+        self._known_slowdowns = dict(monitor.slowdowns)
+        self._num_vain_looks += bool(suspects) and before == monitor.slowdowns
         if not result.is_measured:
             return self._drift
         value = score(baseline.plan, iteration_s=result.iteration_s).value(baseline.objective)

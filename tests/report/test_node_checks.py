@@ -113,6 +113,7 @@ def test_the_table_has_what_to_do_below_its_row() -> None:
 def test_the_speed_is_compared_where_there_is_something_to_compare() -> None:
     assert rows_of({}, {})["speed"].finding == "the slowest takes 0 % longer"
     slow = {"product_s": [9e-3]}
+    others: dict[str, Any]
     for others in ({"product_s": []}, {"num_cores": 48}):
         assert rows_of(slow, others)["speed"].finding == "nothing to compare"
     found = rows_of({}, slow, {})["speed"]

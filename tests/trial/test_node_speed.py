@@ -9,7 +9,7 @@ from tests.trial.factory import report
 
 def ranks_of(**factors: float) -> list[RankReport]:
     """Two ranks on each node, whose products take 1 ms times the node's factor, the first rank's 2 % more."""
-    reports = []
+    reports: list[RankReport] = []
     for host, factor in factors.items():
         for local_rank, own in enumerate((1.02, 1.0)):
             times = tuple(1e-3 * factor * own * scatter for scatter in (1.0, 0.99, 1.01, 1.3))

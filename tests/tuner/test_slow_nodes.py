@@ -98,6 +98,16 @@ def test_one_slow_launch_makes_no_slow_node(tmp_path: Path) -> None:
     assert not any(line.startswith("node ") for line in watching.messages)
 
 
+def test_a_search_on_noisy_nodes_looks_twice_only_a_few_times(tmp_path: Path) -> None:
+    """Trials 1, 3 and 5 see a slow node, and what follows them does not."""
+    machine = machine_that_is_slow(lambda launch: launch in (1, 4, 7))
+    run = begin_with_journal(tmp_path / "r", search=SEARCH, study={"trials": 6, "control": 100})
+    result = tune(run, machine)
+    assert [event["launch"] for event in events(tmp_path, "node-suspect")] == ["1", "3", "5"]
+    assert [check.num_tried for check in result.drift_checks] == [1, 3]
+    assert not events(tmp_path, "node-speed")
+
+
 def test_a_node_that_is_mended_is_told(tmp_path: Path) -> None:
     machine, watching = machine_that_is_slow(lambda launch: 2 <= launch < 6), Watching()
     run = begin_with_journal(tmp_path / "r", search=SEARCH, study={"trials": 7, "control": 100})
@@ -116,18 +126,24 @@ def test_without_drift_checks_the_next_trial_is_the_second_look(tmp_path: Path) 
     assert [event["launch"] for event in events(tmp_path, "node-speed")] == ["4"]
 
 
-@pytest.mark.parametrize("control", [0, 3])
-def test_a_resumed_search_knows_the_slow_node(control: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("control", "dies_at"),
+    [
+        pytest.param(0, 6, id="after the second look of a trial"),
+        pytest.param(3, 5, id="in the second look"),
+        pytest.param(3, 6, id="after the second look"),
+    ],
+)
+def test_a_resumed_search_knows_the_slow_node(control: int, dies_at: int, tmp_path: Path) -> None:
     study = {"trials": 7, "control": control}
     expected = tune(
         begin_with_journal(tmp_path / "a" / "r", search=SEARCH, study=study),
         machine_that_is_slow(lambda launch: launch >= 3),
     )
-    # Killed in a trial after the second look.
-    machine = machine_that_is_slow(lambda launch: launch >= 3, dies_at=6)
+    machine = machine_that_is_slow(lambda launch: launch >= 3, dies_at=dies_at)
     with pytest.raises(Killed):
         tune(begin_with_journal(tmp_path / "b" / "r", search=SEARCH, study=study), machine)
-    assert events(tmp_path / "b", "node-speed")
+    assert events(tmp_path / "b", "node-suspect")
     machine.dies_at = None
     machine.launched.pop()
     found = tune(resume(tmp_path / "b" / "r"), machine)
