@@ -120,7 +120,8 @@ def product_s() -> list[float]:
     """
     try:
         import torch
-    except ImportError:
+    except (ImportError, OSError):
+        # Without torch, or with one whose libraries are not here.
         return []
     from quartet_plugin.rank.product_time import product_times
 
@@ -129,7 +130,9 @@ def product_s() -> list[float]:
         return [] if times is None else [min(times)]
     seconds = []
     for device in range(torch.cuda.device_count()):
-        with torch.cuda.device(device):
+        times = None
+        # A device that another process holds alone refuses already here.
+        with contextlib.suppress(RuntimeError), torch.cuda.device(device):
             times = product_times()
         if times is not None:
             seconds.append(min(times))

@@ -63,7 +63,7 @@ def node_slowdowns(speeds: Iterable[NodeSpeed]) -> Mapping[str, NodeSlowdown]:
     """The slowdown of every node that has another one of its kind, by host.
 
     The ordinary node is the median one; of an even number the faster of the two in the middle, so that of two
-    nodes the slower one is told.
+    nodes the slower one is slow.
     """
     kinds: dict[tuple[str, int, int], list[NodeSpeed]] = {}
     for speed in speeds:

@@ -14,13 +14,12 @@ from quartet_plugin.model.history import DriftMeasurement
 from quartet_plugin.model.trial_record import FinishedTrial, score, speedup
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.finalists import BASELINE
+from quartet_plugin.tuner.slow_nodes import MAX_VAIN_LOOKS
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
 
 # Between two runs of one plan lie a few percent; a larger change, and one of more deviations of the scatter
 # between two launches, is the machine's.
 DRIFT, DEVIATIONS = 0.1, 3.0
-# Second looks at nodes that confirmed nothing, after which the next launch of the search is the second look.
-MAX_VAIN_LOOKS = 2
 
 
 @dataclass(slots=True, kw_only=True)

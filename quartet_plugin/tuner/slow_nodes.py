@@ -1,14 +1,14 @@
-"""Slow nodes: found by the products that ranks time, looked at twice, told by name, and known to the planner.
+"""Slow nodes: found by the products that ranks time, looked at twice, named, and known to the planner.
 
 One launch in which a node is slow makes it suspect; the next launch on it is the second look, which a
-sequential search makes at once by measuring the user's own command again. A node that is as fast as the
-others in two launches again is told so, too.
+sequential search makes at once by measuring the user's own command again. Two launches in which a slow node
+is as fast as the others end that.
 """
 
 import math
 import statistics
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quartet_plugin.trial.node_speed import NodeSlowdown, NodeSpeed, node_slowdowns
@@ -17,11 +17,15 @@ from quartet_plugin.tuner.context import TuningContext
 
 # A node is slow from this factor on, and beyond this many deviations of what nodes scatter by.
 SLOW_FACTOR, DEVIATIONS = 1.15, 3.0
+# Second looks that confirmed nothing, after which no launch is made for another one.
+MAX_VAIN_LOOKS = 2
 # A slow node's factor that changes by less is the same.
 _CHANGED = 1.3
 _NORMAL_MAD = 1.4826
-# Comparisons of ordinary nodes that tell how far they scatter.
-_MAX_KEPT = 200
+# Of two nodes the ratio scatters twice as far as either node about the mean of both.
+_RATIO_SCATTER = 2.0
+# Launches of a node that say how far it scatters.
+_MAX_KEPT = 50
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,56 +33,86 @@ class NodeMonitor:
     """Follows the speeds of a run's nodes; `slowdowns` are those of slow ones by host, by two looks each.
 
     `suspects` were slow, or fast again, in their latest launch alone. `ever_slow` are all hosts that were
-    slow at some time of the run.
+    slow at some time of the run. `num_vain_looks` counts the second looks at each host that confirmed
+    nothing.
     """
 
     context: TuningContext
     slowdowns: dict[str, float] = field(default_factory=dict)
     suspects: dict[str, float] = field(default_factory=dict)
     ever_slow: set[str] = field(default_factory=set)
+    num_vain_looks: Counter[str] = field(default_factory=Counter)
+    _speeds: dict[str, tuple[NodeSpeed, ...]] = field(default_factory=dict)
     _latest: dict[str, NodeSpeed] = field(default_factory=dict)
-    _ordinary_logs: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_KEPT))
+    _ordinary_logs: dict[str, deque[float]] = field(default_factory=dict)
 
     def observe(self, result: TrialResult, *, label: str) -> None:
-        """Take in the nodes' speeds of a launch, and tell what two launches agree on."""
-        if not result.is_measured:
-            return
-        speeds = self.context.backend.node_speeds(result)
+        """Take in the nodes' speeds of a launch, and say what two launches agree on."""
+        speeds = self.speeds(result)
         self._latest.update({speed.host: speed for speed in speeds})
-        for host, slowdown in self._compared(speeds).items():
-            factor = self._noticed(slowdown)
-            # The ordinary node itself, at exactly 1, says nothing of how far nodes scatter.
-            if factor == 1.0 != slowdown.factor:
-                self._ordinary_logs.append(math.log(slowdown.factor))
-            self._look(host, factor, label=label)
+        compared = self._compared(speeds)
+        factors = {host: self._significant_factor(slowdown) for host, slowdown in compared.items()}
+        for speed in speeds:
+            if speed.host in factors:
+                self._compare_with_known(speed.host, factors[speed.host], label=label)
+        if set(factors.values()) == {1.0}:
+            self._learn_scatter({speed.host for speed in speeds}, compared)
+
+    def speeds(self, result: TrialResult) -> tuple[NodeSpeed, ...]:
+        """The speeds of the nodes in a launch, read once; none of a launch that was not measured."""
+        if not result.is_measured:
+            return ()
+        if result.attempt_id not in self._speeds:
+            self._speeds[result.attempt_id] = self.context.backend.node_speeds(result)
+        return self._speeds[result.attempt_id]
 
     def slowdowns_in(self, result: TrialResult) -> dict[str, float] | None:
         """The nodes that were slow in one launch, whether or not another has confirmed it; None for none."""
-        if not result.is_measured:
-            return None
-        compared = self._compared(self.context.backend.node_speeds(result))
-        noticed = {host: self._noticed(slowdown) for host, slowdown in compared.items()}
-        return {host: factor for host, factor in noticed.items() if factor > 1.0} or None
+        speeds = self.speeds(result)
+        compared = self._compared(speeds)
+        factors = {
+            speed.host: self._significant_factor(compared[speed.host])
+            for speed in speeds
+            if speed.host in compared
+        }
+        return {host: factor for host, factor in factors.items() if factor > 1.0} or None
 
     def _compared(self, speeds: Sequence[NodeSpeed]) -> Mapping[str, NodeSlowdown]:
-        """The slowdowns of a launch's nodes, of a lone one against the latest launches of the others."""
+        """The slowdowns of a launch's nodes; of a lone one and of the others in their latest launches."""
         launched = {speed.host: speed for speed in speeds}
         others = self._latest if len(launched) == 1 else {}
-        compared = node_slowdowns((others | launched).values())
-        return {host: compared[host] for host in launched if host in compared}
+        return node_slowdowns((others | launched).values())
 
-    def _noticed(self, slowdown: NodeSlowdown) -> float:
+    def _learn_scatter(self, hosts: Iterable[str], compared: Mapping[str, NodeSlowdown]) -> None:
+        """Keep how the times of `hosts` lie about the mean of the nodes, none of which is slow."""
+        logs = {host: math.log(slowdown.factor) for host, slowdown in compared.items()}
+        mean = statistics.fmean(logs.values())
+        for host in logs.keys() & hosts:
+            self._ordinary_logs.setdefault(host, deque(maxlen=_MAX_KEPT)).append(logs[host] - mean)
+
+    def _scatter(self) -> float:
+        """The deviation of the logarithm of two nodes' ratio between launches.
+
+        A node that is always a little slower than another does not scatter.
+        """
+        deviations: list[float] = []
+        for logs in self._ordinary_logs.values():
+            if len(logs) > 1:
+                usual = statistics.median(logs)
+                deviations += [abs(log - usual) for log in logs]
+        return _RATIO_SCATTER * _NORMAL_MAD * statistics.median(deviations) if deviations else 0.0
+
+    def _significant_factor(self, slowdown: NodeSlowdown) -> float:
         """The factor of a node that is slow beyond chance, else 1."""
-        scatter = 0.0
-        if self._ordinary_logs:
-            scatter = _NORMAL_MAD * statistics.median(map(abs, self._ordinary_logs))
+        scatter = self._scatter()
         least = max(math.log(SLOW_FACTOR), DEVIATIONS * math.hypot(slowdown.spread, scatter))
         return slowdown.factor if math.log(slowdown.factor) > least else 1.0
 
-    def _look(self, host: str, factor: float, *, label: str) -> None:
+    def _compare_with_known(self, host: str, factor: float, *, label: str) -> None:
         """Compare a node's factor in a launch with what is known of it."""
         known, before = self.slowdowns.get(host, 1.0), self.suspects.pop(host, None)
         if _is_same(factor, known):
+            self.num_vain_looks[host] += before is not None
             return
         add = self.context.events.add
         if before is None or (before > 1.0) != (factor > 1.0):

@@ -98,6 +98,21 @@ def test_one_slow_launch_makes_no_slow_node(tmp_path: Path) -> None:
     assert not any(line.startswith("node ") for line in watching.messages)
 
 
+def test_a_node_that_was_always_a_little_slower_does_not_hide_that_it_became_slow(tmp_path: Path) -> None:
+    machine = machine_that_is_slow(lambda launch: launch >= 4)
+    machine.slow_nodes = lambda launch: {"node-1": 1.5 if launch >= 4 else 1.1}
+    tune(begin_with_journal(tmp_path / "r", search=SEARCH, study={"trials": 6, "control": 100}), machine)
+    assert [event["factor"] for event in events(tmp_path, "node-speed")] == [1.5]
+
+
+def test_a_node_whose_speed_scatters_is_not_slow(tmp_path: Path) -> None:
+    """From launch to launch it takes as long as the other one, or up to 1.25 times as long."""
+    machine = machine_that_is_slow(lambda launch: False)
+    machine.slow_nodes = lambda launch: {"node-1": 1.25 if launch == 5 else (1.07, 1.0, 1.14)[launch % 3]}
+    tune(begin_with_journal(tmp_path / "r", search=SEARCH, study={"trials": 6, "control": 100}), machine)
+    assert [event["factor"] for event in events(tmp_path, "node-suspect")] == []
+
+
 def test_a_search_on_noisy_nodes_looks_twice_only_a_few_times(tmp_path: Path) -> None:
     """Trials 1, 3 and 5 see a slow node, and what follows them does not."""
     machine = machine_that_is_slow(lambda launch: launch in (1, 4, 7))
