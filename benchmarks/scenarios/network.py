@@ -6,13 +6,18 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-BRIDGE = "quartet-bridge"
+PREFIX = "quartet"
 _NAMES = "abcdefgh"
 
 
-def namespace(index: int) -> str:
+def namespace(index: int, *, prefix: str = PREFIX) -> str:
     """The name of a namespace."""
-    return f"quartet-{_NAMES[index]}"
+    return f"{prefix}-{_NAMES[index]}"
+
+
+def interface(index: int, *, prefix: str = PREFIX) -> str:
+    """The name of the link in a namespace."""
+    return f"{namespace(index, prefix=prefix)}-0"
 
 
 def address(index: int) -> str:
@@ -25,21 +30,20 @@ def _run(*words: str, check: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def joined_namespaces(rates: Sequence[str], *, burst: str = "128kb") -> Iterator[None]:
+def joined_namespaces(rates: Sequence[str], *, prefix: str = PREFIX, burst: str = "128kb") -> Iterator[None]:
     """A namespace for each of `rates` (as tc writes them, each way); this process in the first.
 
-    A link that has been idle lets `burst` through at once.
-
-    Raises ValueError for more than 8. All are removed at the end.
+    Their names begin with `prefix`, so that two programs may have some at a time. A link that has been idle
+    lets `burst` through at once. Raises ValueError for more than 8. All are removed at the end.
     """
     if not 2 <= len(rates) <= len(_NAMES):
         raise ValueError(f"rates: {len(rates)}; must be from 2 to {len(_NAMES)}")
-    _remove(len(rates))
+    _remove(len(rates), prefix)
     try:
-        _make(rates, burst)
+        _make(rates, prefix=prefix, burst=burst)
         with (
             Path("/proc/self/ns/net").open("rb") as own,
-            Path("/run/netns", namespace(0)).open("rb") as first,
+            Path("/run/netns", namespace(0, prefix=prefix)).open("rb") as first,
         ):
             os.setns(first.fileno(), os.CLONE_NEWNET)
             try:
@@ -47,20 +51,21 @@ def joined_namespaces(rates: Sequence[str], *, burst: str = "128kb") -> Iterator
             finally:
                 os.setns(own.fileno(), os.CLONE_NEWNET)
     finally:
-        _remove(len(rates))
+        _remove(len(rates), prefix)
 
 
-def _make(rates: Sequence[str], burst: str) -> None:
-    inside_bridge = ("ip", "netns", "exec", BRIDGE)
-    _run("ip", "netns", "add", BRIDGE)
+def _make(rates: Sequence[str], *, prefix: str, burst: str) -> None:
+    bridge = f"{prefix}-bridge"
+    inside_bridge = ("ip", "netns", "exec", bridge)
+    _run("ip", "netns", "add", bridge)
     _run(*inside_bridge, "ip", "link", "add", "bridge", "type", "bridge")
     _run(*inside_bridge, "ip", "link", "set", "bridge", "up")
     for index, rate in enumerate(rates):
-        name, port = namespace(index), f"port-{index}"
-        device = f"{name}-0"
+        name, port = namespace(index, prefix=prefix), f"port-{index}"
+        device = interface(index, prefix=prefix)
         _run("ip", "netns", "add", name)
         _run("ip", "link", "add", device, "netns", name, "type", "veth",
-             "peer", "name", port, "netns", BRIDGE)  # fmt: skip
+             "peer", "name", port, "netns", bridge)  # fmt: skip
         _run(*inside_bridge, "ip", "link", "set", port, "master", "bridge")
         inside = ("ip", "netns", "exec", name)
         _run(*inside, "ip", "address", "add", f"{address(index)}/24", "dev", device)
@@ -71,6 +76,6 @@ def _make(rates: Sequence[str], burst: str) -> None:
                  "rate", rate, "burst", burst, "latency", "50ms")  # fmt: skip
 
 
-def _remove(count: int) -> None:
-    for name in (BRIDGE, *(namespace(index) for index in range(count))):
+def _remove(count: int, prefix: str) -> None:
+    for name in (f"{prefix}-bridge", *(namespace(index, prefix=prefix) for index in range(count))):
         _run("ip", "netns", "delete", name, check=False)

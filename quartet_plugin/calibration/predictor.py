@@ -8,7 +8,7 @@ are read again.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.cost.iteration.model import IterationModel
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SplitModel
 from quartet_plugin.errors import QuartetError
+from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
@@ -87,7 +88,8 @@ class DepthProxyTime:
 class _Time:
     """One measured time: of an iteration, or of a stage's action where `action` is set.
 
-    `noise` is its known relative deviation; `extra` adds to the deviation of launches.
+    `noise` is its known relative deviation; `extra` adds to the deviation of launches. `log_drift` is the
+    logarithm of the machine's speed then over its first, and `node_slowdowns` are the nodes that were slow.
     """
 
     log_s: float
@@ -95,6 +97,21 @@ class _Time:
     extra: float = 0.0
     iteration_model: IterationModel
     action: MeasuredAction | None = None
+    log_drift: float = 0.0
+    node_slowdowns: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowNodes:
+    """The nodes that are slow now, by host, and `known`: all that were slow in two launches of the run.
+
+    `drift` is the machine's speed over its first. Of a node that is not `known` nothing that a trial noticed
+    is believed.
+    """
+
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
+    drift: float = 1.0
 
 
 class PlanPredictor:
@@ -125,6 +142,24 @@ class PlanPredictor:
         # Of every plan that was predicted with these samples.
         self._seconds: tuple[list[PosteriorSample], dict[object, FloatArray]] | None = None
         self._groups: Groups | None = None
+        self._slow_nodes = SlowNodes()
+        # By how much the drift that slow nodes explain is taken out of predictions.
+        self._log_drift = 0.0
+
+    @property
+    def slow_nodes(self) -> SlowNodes:
+        """The nodes that are slow now: plans are predicted as they run on these.
+
+        The seconds are those of the machine at its first speed, as trials are compared.
+        """
+        return self._slow_nodes
+
+    @slow_nodes.setter
+    def slow_nodes(self, slow_nodes: SlowNodes) -> None:
+        if slow_nodes != self._slow_nodes:
+            self._slow_nodes = slow_nodes
+            self._num_learned += 1
+            self._samples = []
 
     def learn(self, trials: Sequence[FinishedTrial]) -> None:
         """Learn the trials that are new; those that repeat another trial's measurement add nothing."""
@@ -209,7 +244,7 @@ class PlanPredictor:
         seconds = self._seconds[1]
         if key not in seconds:
             points = np.array([sample.point for sample in samples])
-            seconds[key] = self._model_of(plan).seconds(points)
+            seconds[key] = self._model_of(plan).seconds(points) * math.exp(self._log_drift)
         return seconds[key]
 
     def split_model(self, plan: Plan) -> CalibratedSplits | None:
@@ -251,15 +286,21 @@ class PlanPredictor:
             record.num_iterations is not None and record.num_iterations < self._num_iterations
         )
         extra = math.hypot(CUT_NOISE * is_cut, OTHER_RUN_NOISE * (record.source is not None))
-        drift = math.log(record.drift)
-        log_s, noise = math.log(record.iteration_s) + drift, math.hypot(LEAST_NOISE, record.spread or 0.0)
-        times = [_Time(log_s=log_s, noise=noise, extra=extra, iteration_model=model)]
+        time = _Time(
+            log_s=math.log(record.iteration_s),
+            noise=math.hypot(LEAST_NOISE, record.spread or 0.0),
+            extra=extra,
+            iteration_model=model,
+            log_drift=math.log(record.drift),
+            node_slowdowns=(record.node_slowdowns or {}) if record.source is None else {},
+        )
+        times = [time]
         if self._folder_of is None or record.source is not None or plan.schedule.custom is None:
             return times
         for action in action_times(self._folder_of(trial.number), attempt_id=record.attempt_id):
             if action.stage < plan.layout.num_stages and not model.shares_cores(action.stage):
-                log_s = math.log(action.seconds) + drift
-                times.append(_Time(log_s=log_s, noise=ACTION_NOISE, iteration_model=model, action=action))
+                log_s = math.log(action.seconds)
+                times.append(replace(time, log_s=log_s, noise=ACTION_NOISE, extra=0.0, action=action))
         return times
 
     def _model_of(self, plan: Plan) -> IterationModel:
@@ -287,12 +328,35 @@ class PlanPredictor:
         noise = np.hypot(noise, [time.extra for time in times])
         covariance = np.zeros((len(times), len(times)))
         covariance[:num, :num] = self._residuals.covariance(self._groups, self._groups)
-        return fit(
-            lambda point: _predicted(times, point),
-            Measured(log_s=np.array([time.log_s for time in times]), noise=noise, covariance=covariance),
+        # Coefficients are those of the machine at its first measurement.
+        first = self._offset(iterations[0].node_slowdowns)
+        offsets = [self._offset(time.node_slowdowns) - first for time in times]
+        log_s = np.array(
+            [
+                time.log_s + (0.0 if offset.any() else time.log_drift)
+                for time, offset in zip(times, offsets, strict=True)
+            ]
+        )
+        samples = fit(
+            lambda point: _predicted(times, point, offsets),
+            Measured(log_s=log_s, noise=noise, covariance=covariance),
             starts=[self._anchored(iterations[0], start) for start in self._starts()],
             spreads=self.machine_model.spreads,
         )
+        now = self._offset(self._slow_nodes.slowdowns) - first
+        self._log_drift = math.log(self._slow_nodes.drift) if now.any() else 0.0
+        return [replace(sample, point=sample.point + now) for sample in samples]
+
+    def _offset(self, slowdowns: Mapping[str, float]) -> FloatArray:
+        """The logarithms of slow nodes' slowdowns as an addition to the coefficients' [k]."""
+        offset = np.zeros(self.machine_model.num_coefficients)
+        known = {host: factor for host, factor in slowdowns.items() if host in self._slow_nodes.known}
+        index = self.machine_model.slowdown_index_of_slot
+        for place, slot in enumerate(slots_of(self.machine_model.nodes) if known else ()):
+            factor = known.get(self.machine_model.nodes[slot.node].host, 1.0)
+            if index[place] >= 0:
+                offset[index[place]] = math.log(factor)
+        return offset
 
     def _starts(self) -> list[FloatArray]:
         num, first_slot = self.machine_model.num_coefficients, len(COEFFICIENTS)
@@ -328,15 +392,20 @@ def _mixed(weights: FloatArray, log_s: FloatArray, spread: FloatArray) -> list[P
     ]
 
 
-def _predicted(times: Sequence[_Time], point: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """The logarithms of the predicted times [n], and their slopes by the coefficients' logarithms [n, k]."""
+def _predicted(
+    times: Sequence[_Time], point: FloatArray, offsets: Sequence[FloatArray]
+) -> tuple[FloatArray, FloatArray]:
+    """The logarithms of the predicted times [n], and their slopes by the coefficients' logarithms [n, k].
+
+    `offsets` [n, k] are added to the point, for the nodes that were slow.
+    """
     log_s, slopes = np.empty(len(times)), np.empty((len(times), len(point)))
-    for index, time in enumerate(times):
-        model, action = time.iteration_model, time.action
+    for index, (time, offset) in enumerate(zip(times, offsets, strict=True)):
+        model, action, moved = time.iteration_model, time.action, point + offset
         if action is None:
-            seconds, slopes_s = model.evaluate(point)
+            seconds, slopes_s = model.evaluate(moved)
         else:
-            seconds, slopes_s = model.evaluate_action(point, stage=action.stage, directions=action.directions)
+            seconds, slopes_s = model.evaluate_action(moved, stage=action.stage, directions=action.directions)
         log_s[index], slopes[index] = math.log(seconds), slopes_s / seconds
     return log_s, slopes
 

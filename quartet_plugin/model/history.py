@@ -88,6 +88,14 @@ class DriftMeasurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlowNode:
+    """A node that computes `factor` times slower than the others of its kind, in two launches at least."""
+
+    host: str
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunningLaunch:
     """A launch without a result: the slowest process's phase and iteration, `elapsed_s` since its start.
 
@@ -151,9 +159,10 @@ class RunHistory:
     `command` has its secrets masked and `storage` no password. `began_at` and `ended_at` are seconds since
     1970; `elapsed_s` is of the latest session. `features` of the user's job keep the axes `locked` as they
     are; `neutralised` flags were left out in trials. `num_asked` trials were asked for, `num_spent` are used
-    up. `controls` say how the machine drifted, `regret` what a search that has ended may have missed,
-    `axis_gains` what each axis of the winner gave, `shape_curve` has the best plan of each of several
-    shapes. `baseline_note` says why the baseline is not the user's own command, empty where it is.
+    up. `controls` say how the machine drifted, `slow_nodes` which nodes are slow now, `regret` what a search
+    that has ended may have missed, `axis_gains` what each axis of the winner gave, `shape_curve` has the best
+    plan of each of several shapes. `baseline_note` says why the baseline is not the user's own command, empty
+    where it is.
     `launch_s` are the seconds of all launches that have ended, whatever for, `launch_parts` what they went
     into, and `search_s` those of all sessions. `faults` are files that could not be read.
     """
@@ -184,6 +193,7 @@ class RunHistory:
     winner: Plan | None
     faults: tuple[str, ...] = ()
     controls: tuple[DriftMeasurement, ...] = ()
+    slow_nodes: tuple[SlowNode, ...] = ()
     workers: tuple[WorkerRow, ...] = ()
     regret: Regret | None = None
     axis_gains: AxisGains | None = None

@@ -77,6 +77,7 @@ class TrialRecord:
     predictions, as uncertain as `spread` says, and it cannot win. `drift` is how fast the machine was then,
     over the baseline's own measurement: `value` is divided by it, times and rates are as they were measured.
     `is_cut`: the trial ended early, since the plan was clearly slower than the best; it cannot win.
+    `node_slowdowns` are the nodes that computed slower than the others in it, by host; None for none.
     """
 
     verdict: Verdict
@@ -99,6 +100,7 @@ class TrialRecord:
     predicted_s: float | None = None
     predicted_spread: float | None = None
     is_cut: bool = False
+    node_slowdowns: dict[str, float] | None = None
 
     @property
     def is_depth_proxy(self) -> bool:

@@ -1,4 +1,4 @@
-"""What one node of a cluster has, before anything trains there; no other library is needed.
+"""What one node of a cluster has, before anything trains there; no other library is needed but for its speed.
 
     python -m quartet_plugin.probe.node_checks FOLDER
 
@@ -58,6 +58,7 @@ def node_facts(folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
         "limits": limits(),
         "free_bytes": {str(place): shutil.disk_usage(place).free for place in _places(folder)},
         "storage_s": storage_s(folder),
+        "product_s": product_s(),
         "nccl_variables": sorted(name for name in environment if name.startswith("NCCL_")),
     }
 
@@ -110,6 +111,32 @@ def limits() -> dict[str, int]:
     with contextlib.suppress(OSError):
         values["shared memory"] = shutil.disk_usage("/dev/shm").total  # noqa: S108
     return values
+
+
+def product_s() -> list[float]:
+    """Seconds of the fastest of a few equal runs of matrix products on each device; none without torch.
+
+    On the CPU it is one time, of all cores. A device that cannot compute them is left out.
+    """
+    try:
+        import torch
+    except (ImportError, OSError):
+        # Without torch, or with one whose libraries are not here.
+        return []
+    from quartet_plugin.rank.product_time import product_times
+
+    if not torch.cuda.is_available():
+        times = product_times()
+        return [] if times is None else [min(times)]
+    seconds = []
+    for device in range(torch.cuda.device_count()):
+        times = None
+        # A device that another process holds alone refuses already here.
+        with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+            times = product_times()
+        if times is not None:
+            seconds.append(min(times))
+    return seconds
 
 
 def storage_s(folder: Path) -> float:

@@ -89,7 +89,8 @@ class RankReport:
     """rank-K.json: what a rank measured, warm-up included, and what it did. `job` is on RANK 0 alone.
 
     `cores` are the processor cores that a rank that trains on them may use. `ended_early` is why RANK 0 ended
-    the trial before its last iteration.
+    the trial before its last iteration. `product_s` are the seconds of equal runs of matrix products after
+    the last iteration; None where the training ended by itself.
     """
 
     schema_version: Version
@@ -109,6 +110,9 @@ class RankReport:
     memory: DeviceMemory | None = field(default=None, metadata=ADDED)
     execution: Execution | None = field(default=None, metadata=ADDED)
     ended_early: EarlyEndReason | None = field(default=None, metadata=ADDED)
+    product_s: Annotated[tuple[Seconds, ...], Length(least=1, most=1_000)] | None = field(
+        default=None, metadata=ADDED
+    )
 
 
 @record

@@ -34,10 +34,13 @@ def declare_cpu() -> None:
 
 def device_name() -> str:
     """`cpu`, or the CUDA device's name."""
+    return _CPU if is_on_cpu() else str(sys.modules["torch"].cuda.get_device_name())
+
+
+def is_on_cpu() -> bool:
+    """Whether this process trains on the CPU."""
     torch = sys.modules.get("torch")
-    if _state.get("name") == _CPU or torch is None or not torch.cuda.is_available():
-        return _CPU
-    return str(torch.cuda.get_device_name())
+    return _state.get("name") == _CPU or torch is None or not torch.cuda.is_available()
 
 
 def peak_memory_bytes() -> int:

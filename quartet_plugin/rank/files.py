@@ -111,6 +111,7 @@ class RankFileWriter:
         memory: DeviceMemory | None = None,
         execution: Execution | None = None,
         ended_early: EarlyEndReason | None = None,
+        product_s: tuple[float, ...] | None = None,
     ) -> None:
         """Write rank-K.json: what the rank measured, as `RankReport` says."""
         report = RankReport(
@@ -131,6 +132,7 @@ class RankFileWriter:
             memory=memory,
             execution=execution,
             ended_early=ended_early,
+            product_s=product_s,
         )
         # A record leaves `cores` out where there are none; the file says null.
         write_json_atomic(self._path_of(RankReport), {**dump(report), "cores": report.cores})

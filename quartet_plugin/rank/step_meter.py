@@ -16,6 +16,7 @@ from quartet_plugin.protocol.rank_files import Iteration
 from quartet_plugin.rank.device import device_memory, device_name, peak_memory_bytes, warm_device
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.first_step import FirstStepProgress
+from quartet_plugin.rank.product_time import product_times
 from quartet_plugin.rank.session import exit_now
 
 _STOP_KEY = "quartet/stop-after"
@@ -45,6 +46,7 @@ class StepMeter(ABC):
         self._steps: list[tuple[float, StepResult]] = []
         self._stop_after = files.spec.num_iterations
         self._ended_early: EarlyEndReason | None = None
+        self._has_all_ended = False
         files.first_step = FirstStepProgress(lambda: 0)
 
     @property
@@ -90,6 +92,9 @@ class StepMeter(ABC):
             for index, (seconds, step) in enumerate(self._steps, start=1)
         )
         device = device_name()
+        # Both before the products, whose memory is not the training's.
+        peak_bytes, memory = peak_memory_bytes(), device_memory()
+        product_s = product_times() if self._has_all_ended else None
         self._files.write_report(
             device=device,
             cores=tuple(sorted(os.sched_getaffinity(0))) if device == "cpu" else None,
@@ -99,11 +104,12 @@ class StepMeter(ABC):
                 "first_step": self._steps[0][0] if self._steps else 0.0,
             },
             iterations=iterations,
-            peak_memory_bytes=peak_memory_bytes(),
-            memory=device_memory(),
+            peak_memory_bytes=peak_bytes,
+            memory=memory,
             job=self._job() if self._files.rank == 0 else None,
             execution=self._execution(),
             ended_early=self._ended_early,
+            product_s=product_s,
         )
 
     def _after_step(self, result: StepResult) -> None:
@@ -147,6 +153,7 @@ class StepMeter(ABC):
 
         if dist.is_initialized():
             dist.barrier()
+        self._has_all_ended = True
         self.write()
         self._files.move("done", len(self._steps))
         self._files.close()

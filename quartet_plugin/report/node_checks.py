@@ -14,6 +14,8 @@ State = Literal["ok", "warn", "fail"]
 LEAST_FREE_BYTES = 2 * 2**30 + 256 * 2**20
 _LEAST = {"open files": 4096, "processes": 4096, "shared memory": 2**30}
 _CLOCK_S, _STORAGE_S = 1.0, 1.0
+# A node that takes so many times the median node's seconds is slow, as for the tuner.
+SLOW_FACTOR = 1.15
 # NCCL below the first version without a fault, the fault, and where it is described.
 BROKEN_NCCL: tuple[tuple[tuple[int, int], str], ...] = (
     ((2, 12), "all-gathers corrupt data where an NVLink is down (NVIDIA/nccl#596)"),
@@ -108,6 +110,33 @@ def _devices(facts: NodeFacts) -> CheckRow:
             fix="ask for accelerators (gpus_per_node of site.yaml), or tune with device: cpu",
         )
     return CheckRow(check="devices", state="ok", finding=finding)
+
+
+def _speed(facts: NodeFacts) -> CheckRow:
+    """The nodes whose slowest device takes longer for a matrix product than that of the median node.
+
+    Of an even number of nodes the faster of the two in the middle is the median. Nodes of unequal devices are
+    named by another check.
+    """
+    seconds = {name: max(times) for name, node in facts.items() if (times := node.get("product_s"))}
+    groups = _by_value(facts, lambda node: (_counted(node["devices"]), node["num_cores"]))
+    if len(seconds) < 2 or len(groups) > 1:
+        return CheckRow(check="speed", state="ok", finding="nothing to compare")
+    usual_s = statistics.median_low(seconds.values())
+    slow = [
+        f"{name} computes {taken_s / usual_s:.2f} times slower"
+        for name, taken_s in seconds.items()
+        if taken_s > SLOW_FACTOR * usual_s
+    ]
+    if slow:
+        return CheckRow(
+            check="speed",
+            state="warn",
+            finding=_listed(slow),
+            fix="look for other programs, heat and power limits there, or leave the node out (--exclude)",
+        )
+    worst = max(seconds.values()) / usual_s - 1.0
+    return CheckRow(check="speed", state="ok", finding=f"the slowest takes {100 * worst:.0f} % longer")
 
 
 def _same(
@@ -256,6 +285,7 @@ _CHECKS: tuple[Callable[[NodeFacts], CheckRow], ...] = (
     _packages,
     _same("python", lambda node: str(node["python"]), fix="take one python on all nodes"),
     _devices,
+    _speed,
     _same(
         "driver",
         lambda node: str(node["driver"]),

@@ -14,7 +14,7 @@ from quartet_plugin.report.formatting import duration, iteration_words, rate, si
 from quartet_plugin.report.plan_difference import difference_sentence
 from quartet_plugin.report.search_expense import expense_card
 from quartet_plugin.report.shape_curve import shape_figure
-from quartet_plugin.report.status import counts_words, regret_words, stamp
+from quartet_plugin.report.status import counts_words, regret_words, slow_node_words, stamp
 from quartet_plugin.report.tables import CLASS_MEANING, OBJECTIVE_WORDS, changes, confidence
 from quartet_plugin.report.throughput import peak_of
 
@@ -87,8 +87,10 @@ def _head(history: RunHistory) -> str:
 
 
 def _verdict(history: RunHistory) -> str:
-    verdict, note = _verdict_on_search(history), history.baseline_note
-    return verdict + (markup.note(f"{note[0].upper()}{note[1:]}.") if note else "")
+    notes = [note for note in (history.baseline_note, *slow_node_words(history)) if note]
+    return _verdict_on_search(history) + "".join(
+        markup.note(f"{note[0].upper()}{note[1:]}.") for note in notes
+    )
 
 
 def _verdict_on_search(history: RunHistory) -> str:

@@ -43,6 +43,7 @@ def status_lines(history: RunHistory) -> list[str]:
     ]
     lines += [f"now       {running_words(launch, history)}" for launch in history.running]
     lines += [f"worker    {_worker_words(worker)}" for worker in history.workers]
+    lines += [f"slow      {words}" for words in slow_node_words(history)]
     lines.append(f"finished  {counts_words(history)}")
     best = history.best
     # One short trial's ratio is no second figure beside the winner's, which was measured in turns.
@@ -121,6 +122,7 @@ def status_record(history: RunHistory) -> dict[str, Any]:
         "spent": asdict(expense_of(history)),
         "storage": history.storage,
         "baseline_note": history.baseline_note,
+        "slow_nodes": [dump(node) for node in history.slow_nodes],
         "faults": list(history.faults),
     }
 
@@ -170,6 +172,14 @@ def counts_words(history: RunHistory) -> str:
     counts = _verdicts(history)
     words = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
     return f"{history.num_spent} of {history.num_asked} trials" + (f": {words}" if words else "")
+
+
+def slow_node_words(history: RunHistory) -> list[str]:
+    """Every slow node in words, by name."""
+    return [
+        clean(f"node {node.host} computes {node.factor:.2f} times slower than the others")
+        for node in history.slow_nodes
+    ]
 
 
 def stamp(time_s: float) -> str:

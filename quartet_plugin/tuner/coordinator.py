@@ -44,6 +44,7 @@ from quartet_plugin.tuner.proposer import kept_machine, proposer_of
 from quartet_plugin.tuner.regret import regret_of
 from quartet_plugin.tuner.sequential_search import SequentialSearch
 from quartet_plugin.tuner.shape_curve import shape_curve_of
+from quartet_plugin.tuner.slow_nodes import NodeMonitor
 from quartet_plugin.tuner.study_remake import with_folders, with_remake
 from quartet_plugin.tuner.time_share import iterations_in_time
 from quartet_plugin.tuner.trial_backend import read_judged
@@ -119,6 +120,7 @@ class Coordinator:
             context=context,
             baseline=None,
             timeouts=Timeouts.cold(deadline_s) if is_cold else Timeouts.within(deadline_s),
+            node_monitor=NodeMonitor(context=context),
         )
         launch = TrialLaunch(
             number=BASELINE,
@@ -158,6 +160,7 @@ class Coordinator:
             context=context,
             baseline=baseline,
             timeouts=timeouts,
+            node_monitor=first.node_monitor,
             num_measured=num_measured,
             longest_begin_s=result.start_s + result.first_step_s,
             modules=context.backend.modules(result),
@@ -212,6 +215,8 @@ class Coordinator:
         )
         try:
             parity.restore(study.trials())
+            if len(space.nodes) > 1 or any(part.num_nodes for part in self._slices):
+                search.restore_nodes(study.trials())
             self._say(self._with_workers(search).spend() if self._slices else search.spend())
             trials = study.trials()
         finally:
@@ -354,7 +359,12 @@ class Coordinator:
             space=space,
             seed=config.seed,
             objective=baseline.objective,
-            baseline=record_of(space.baseline, result, objective=baseline.objective),
+            baseline=record_of(
+                space.baseline,
+                result,
+                objective=baseline.objective,
+                node_slowdowns=launcher.node_monitor.slowdowns_in(result),
+            ),
             starts=prior.starts,
             prior=prior.trials,
             sampler=config.sampler,

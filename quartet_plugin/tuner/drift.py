@@ -14,6 +14,7 @@ from quartet_plugin.model.history import DriftMeasurement
 from quartet_plugin.model.trial_record import FinishedTrial, score, speedup
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.finalists import BASELINE
+from quartet_plugin.tuner.slow_nodes import MAX_VAIN_LOOKS
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
 
 # Between two runs of one plan lie a few percent; a larger change, and one of more deviations of the scatter
@@ -31,6 +32,8 @@ class DriftMonitor:
     measurements: list[DriftMeasurement] = field(default_factory=list)
     _checked: set[int] = field(default_factory=set)
     _drift: float = 1.0
+    _num_vain_looks: int = 0
+    _known_slowdowns: dict[str, float] = field(default_factory=dict)
 
     def check(
         self, num_tried: int, *, trials: Sequence[FinishedTrial], num_left: int, is_over: bool = False
@@ -41,13 +44,39 @@ class DriftMonitor:
         come. A search that is over only takes the checks of an earlier process: the final rounds measure the
         baseline next.
         """
-        budget, every = self.context.budget, self.context.run.config.study.control
-        for due in range(every, num_tried + 1, every) if every else ():
-            is_now = due == num_tried and not is_over and budget.fits(num_launches=1, then=num_left)
+        every = self.context.run.config.study.control
+        for due in (*range(every, num_tried, every), num_tried) if every and num_tried else ():
+            is_due = due % every == 0 and due == num_tried and not is_over
+            is_now = is_due and self._fits(num_left)
             if due not in self._checked and (is_now or self._is_recorded(due)):
                 self._checked.add(due)
                 self._drift = self._measure(due, noise=_noise_after(due, trials), num_left=num_left)
         return self._drift
+
+    @property
+    def drift(self) -> float:
+        """The machine's speed at the latest check over its first, 1 where they are as good as equal."""
+        return self._drift
+
+    def look_at_nodes(self, num_tried: int, *, trials: Sequence[FinishedTrial], num_left: int) -> float:
+        """The drift after a launch, the `num_tried`-th trial, in which the speed of a node has changed.
+
+        The baseline is measured again at once: that is the second look at the node, and what its speed does
+        to the machine. Nothing is measured without drift checks, without time, or twice after one trial; nor
+        for a suspicion where MAX_VAIN_LOOKS others were none.
+        """
+        monitor = self.launcher.node_monitor
+        is_suspect = bool(monitor.suspects) and self._num_vain_looks < MAX_VAIN_LOOKS
+        has_changed = is_suspect or monitor.slowdowns != self._known_slowdowns
+        every, is_new = self.context.run.config.study.control, num_tried not in self._checked
+        if has_changed and every and is_new and self._fits(num_left):
+            self._checked.add(num_tried)
+            noise = _noise_after(num_tried, trials)
+            self._drift = self._measure(num_tried, noise=noise, num_left=num_left)
+        return self._drift
+
+    def _fits(self, num_left: int) -> bool:
+        return self.context.budget.fits(num_launches=1, then=num_left)
 
     def _is_recorded(self, due: int) -> bool:
         folder = self.context.run.folder.drift_check(due)
@@ -63,7 +92,11 @@ class DriftMonitor:
             folder=context.run.folder.drift_check(due),
             phase="control",
         )
+        monitor = self.launcher.node_monitor
+        suspects, before = set(monitor.suspects), dict(monitor.slowdowns)
         result = self.launcher.launch(launch, num_left=num_left + 1)
+        self._known_slowdowns = dict(monitor.slowdowns)
+        self._num_vain_looks += bool(suspects) and before == monitor.slowdowns
         if not result.is_measured:
             return self._drift
         value = score(baseline.plan, iteration_s=result.iteration_s).value(baseline.objective)

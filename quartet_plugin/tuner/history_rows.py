@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.errors import StorageError
-from quartet_plugin.model.history import DriftMeasurement, RunState, TrialRow
+from quartet_plugin.model.history import DriftMeasurement, RunState, SlowNode, TrialRow
 from quartet_plugin.model.launch import DEPTH_PROXY
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.trial_record import objective_of, score
@@ -127,6 +127,16 @@ def drift_checks_of(events: list[dict[str, Any]]) -> tuple[DriftMeasurement, ...
         if event["kind"] == "control" and isinstance(after, int) and isinstance(ratio, int | float):
             checks[after] = DriftMeasurement(num_tried=after, ratio=float(ratio))
     return tuple(checks[after] for after in sorted(checks))
+
+
+def slow_nodes_of(events: list[dict[str, Any]]) -> tuple[SlowNode, ...]:
+    """The nodes that are slow by the latest event of each."""
+    factors: dict[str, float] = {}
+    for event in events:
+        node, factor = event.get("node"), event.get("factor")
+        if event["kind"] == "node-speed" and isinstance(node, str) and isinstance(factor, int | float):
+            factors[node] = float(factor)
+    return tuple(SlowNode(host=host, factor=factor) for host, factor in factors.items() if factor > 1.0)
 
 
 def seconds_of_sessions(events: list[dict[str, Any]], *, until: float) -> float:

@@ -14,6 +14,7 @@ from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.trial.compared_start import ComparedSteps
+from quartet_plugin.trial.node_speed import NodeSpeed
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.trial_backend import ComparedTrial, ParityCheck, ShouldStop, TrialBackend
 
@@ -78,6 +79,10 @@ class LimitedBackend:
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """See `TrialBackend`."""
         return self.backend.nodes(result)
+
+    def node_speeds(self, result: TrialResult) -> tuple[NodeSpeed, ...]:
+        """See `TrialBackend`."""
+        return self.backend.node_speeds(result)
 
     def modules(self, result: TrialResult) -> tuple[str, ...] | None:
         """See `TrialBackend`."""

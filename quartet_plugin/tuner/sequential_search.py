@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 
 from quartet_plugin.calibration.observations import launch_noise
+from quartet_plugin.calibration.predictor import SlowNodes
 from quartet_plugin.errors import InfeasibleError, InfrastructureError, SeamError
 from quartet_plugin.model.launch import FORBIDDEN, LaunchPosition
 from quartet_plugin.model.plan import Plan
@@ -77,7 +78,22 @@ class SequentialSearch:
             if self.answer(proposal, trials) or self._is_behind(proposal, num_left=num_left, drift=drift):
                 continue
             launch = self.launch_of(proposal, trials, drift=drift)
-            self.tell(proposal, self.launcher.launch(launch, num_left=num_left), drift=drift)
+            result = self.launcher.launch(launch, num_left=num_left)
+            if result.is_measured:
+                drift = self.drift_monitor.look_at_nodes(tried + 1, trials=trials, num_left=num_left)
+            self.tell(proposal, result, drift=drift)
+
+    def restore_nodes(self, trials: list[FinishedTrial]) -> None:
+        """Take in the speeds of nodes in the trials and drift checks that an earlier process measured."""
+        for index, trial in enumerate(trials):
+            if not trial.is_spent:
+                continue
+            folder = self.context.run.folder.trial(trial.number)
+            result = self.context.backend.recorded(folder, plan_key=trial.plan.key)
+            if result is not None:
+                self.launcher.node_monitor.observe(result, label=str(trial.number))
+            until = trials[: index + 1]
+            self.drift_monitor.check(num_spent(until), trials=until, num_left=0, is_over=True)
 
     def ask(self, trials: list[FinishedTrial], *, pending: Collection[Plan] = ()) -> Proposal | None:
         """A new proposal; None where no new plan is left. After some repeats chance draws one.
@@ -100,6 +116,7 @@ class SequentialSearch:
                 return None
         elif self.proposer is not None:
             self.context.fence()
+            self._show_slow_nodes(self.proposer)
             scored = self.proposer.prepare(self.study, trials, is_known=is_known, pending=list(pending))
         proposal = self.predict(self.study.ask(), trials)
         by_model: dict[str, object] = {}
@@ -118,7 +135,19 @@ class SequentialSearch:
 
     def predict(self, proposal: Proposal, trials: list[FinishedTrial]) -> Proposal:
         """The proposal with the calibrated cost model's prediction, where there is one."""
-        return proposal if self.proposer is None else self.proposer.predict(proposal, trials)
+        if self.proposer is None:
+            return proposal
+        self._show_slow_nodes(self.proposer)
+        return self.proposer.predict(proposal, trials)
+
+    def _show_slow_nodes(self, proposer: Proposer) -> None:
+        """Let plans be predicted as they run on nodes that are slow now."""
+        monitor = self.launcher.node_monitor
+        proposer.predictor.slow_nodes = SlowNodes(
+            slowdowns=dict(monitor.slowdowns),
+            known=frozenset(monitor.ever_slow),
+            drift=self.drift_monitor.drift,
+        )
 
     def answer(self, proposal: Proposal, trials: list[FinishedTrial]) -> bool:
         """Whether the proposal is finished without a launch: its plan was measured before, or is refused."""
@@ -162,7 +191,13 @@ class SequentialSearch:
         """Give the study the record of a launch. Raises SeamError for a fault of the plugin itself."""
         if result.outcome is Outcome.HARNESS:
             raise SeamError(f"trial {proposal.number}: {result.reason}; see {result.folder}")
-        record = record_of(proposal.plan, result, objective=self.baseline.objective, drift=drift)
+        record = record_of(
+            proposal.plan,
+            result,
+            objective=self.baseline.objective,
+            drift=drift,
+            node_slowdowns=self.launcher.node_monitor.slowdowns_in(result),
+        )
         self._finish(proposal, record, value=record.value, drift=record.drift)
         self.parity.quarantine(proposal.plan, record, trial=proposal.number)
 
@@ -191,6 +226,8 @@ class SequentialSearch:
 
     def best_trials(self, trials: list[FinishedTrial]) -> list[FinishedTrial]:
         """The trials that may win, the best first, by the posterior where there is a cost model."""
+        if self.proposer is not None:
+            self._show_slow_nodes(self.proposer)
         means = {} if self.proposer is None else self.proposer.posterior_means(trials)
         return candidates(trials, baseline_value=self.baseline.value_to_beat, posterior_means=means)
 

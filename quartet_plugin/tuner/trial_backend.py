@@ -22,6 +22,7 @@ from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import MIN_FREE_BYTES, Device, Outcome, Progress, TrialRequest, TrialResult
 
 if TYPE_CHECKING:
+    from quartet_plugin.trial.node_speed import NodeSpeed
     from quartet_plugin.trial.parity import ParityGate
 
 # What a trial can end as and stay so; everything else is launched again by a resumed run.
@@ -93,6 +94,9 @@ class TrialBackend(Protocol):
 
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """The nodes and slots a measured trial ran on."""
+
+    def node_speeds(self, result: TrialResult) -> "tuple[NodeSpeed, ...]":
+        """The speeds of the nodes that a measured trial ran on; those that its ranks have timed."""
 
     def modules(self, result: TrialResult) -> tuple[str, ...] | None:
         """The classes of the modules that a measured trial ran; None where its ranks do not say."""
@@ -243,6 +247,14 @@ class LocalBackend:
 
         snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
         return nodes_of(snapshot.reports.values())
+
+    def node_speeds(self, result: TrialResult) -> "tuple[NodeSpeed, ...]":
+        """See `TrialBackend`."""
+        from quartet_plugin.protocol.rank_files import RankFileReader
+        from quartet_plugin.trial.node_speed import node_speeds
+
+        snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
+        return node_speeds(snapshot.reports.values())
 
     def modules(self, result: TrialResult) -> tuple[str, ...] | None:
         """See `TrialBackend`."""

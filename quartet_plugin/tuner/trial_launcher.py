@@ -25,6 +25,7 @@ from quartet_plugin.trial.request import (
 )
 from quartet_plugin.tuner.config import PRECISION
 from quartet_plugin.tuner.context import TuningContext
+from quartet_plugin.tuner.slow_nodes import NodeMonitor
 
 VERDICTS: dict[Outcome, Verdict] = {
     Outcome.OK: "measured",
@@ -92,13 +93,14 @@ class TrialLauncher:
     seconds until the end of a first step. `num_measured` iterations are measured at most, None: as many as
     the configuration says; each launch of the final rounds measures `num_measured_finally` of them.
     `modules` are the classes that ran in the user's own command. `cold_reason` is why the latest launch did
-    not start warm, as it was said. `judge` says what a launch comes to once the parity gate has compared its
-    first iterations.
+    not start warm, as it was said. `node_monitor` takes in every launch. `judge` says what a launch comes to
+    once the parity gate has compared its first iterations.
     """
 
     context: TuningContext
     baseline: BaselineScore | None
     timeouts: Timeouts
+    node_monitor: NodeMonitor
     num_measured: int | None = None
     num_measured_finally: int | None = None
     longest_begin_s: float = 0.0
@@ -154,7 +156,7 @@ class TrialLauncher:
 
     def reuse(self, launch: TrialLaunch, result: TrialResult) -> None:
         """Count and show a result that an earlier process measured."""
-        self.learn(result)
+        self.learn(result, label=launch.label)
         if self.baseline is not None:
             self.show(launch, result)
 
@@ -177,7 +179,7 @@ class TrialLauncher:
 
     def end(self, launch: TrialLaunch, result: TrialResult) -> None:
         """Count, log and show a launch that has ended."""
-        self.learn(result)
+        self.learn(result, label=launch.label)
         self.context.events.add(
             "outcome", trial=launch.number, outcome=result.outcome.value, reason=result.reason
         )
@@ -187,9 +189,10 @@ class TrialLauncher:
         if self.baseline is not None or not result.is_measured:
             self.show(launch, result)
 
-    def learn(self, result: TrialResult) -> None:
+    def learn(self, result: TrialResult, *, label: str) -> None:
         """Count the seconds of a launch; a later start may take as long as its start before it is a hang."""
         self.context.budget.add(result.wall_s)
+        self.node_monitor.observe(result, label=label)
         if result.is_measured:
             self.timeouts = self.timeouts.learned(start_s=result.start_s, first_step_s=result.first_step_s)
             self.longest_begin_s = max(self.longest_begin_s, result.start_s + result.first_step_s)
@@ -300,10 +303,17 @@ class TrialLauncher:
         )
 
 
-def record_of(plan: Plan, result: TrialResult, *, objective: Objective, drift: float = 1.0) -> TrialRecord:
+def record_of(
+    plan: Plan,
+    result: TrialResult,
+    *,
+    objective: Objective,
+    drift: float = 1.0,
+    node_slowdowns: dict[str, float] | None = None,
+) -> TrialRecord:
     """The record that the study keeps of a result; not for cancelled trials or faults of the harness.
 
-    `drift` is the machine's, see `TrialLaunch`.
+    `drift` is the machine's, see `TrialLaunch`; `node_slowdowns` are of the nodes that were slow in it.
     """
     common = TrialRecord(
         verdict=VERDICTS[result.outcome],
@@ -314,6 +324,7 @@ def record_of(plan: Plan, result: TrialResult, *, objective: Objective, drift: f
         untracked_memory_bytes=result.untracked_memory_bytes or 0,
         wall_s=result.wall_s,
         drift=drift,
+        node_slowdowns=node_slowdowns,
     )
     if result.is_measured:
         measured = replace(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quartet_plugin.calibration.observations import action_times, spread_of
-from quartet_plugin.calibration.predictor import PlanPredictor
+from quartet_plugin.calibration.predictor import PlanPredictor, SlowNodes
 from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
@@ -112,6 +112,31 @@ def test_slowdowns_of_slots_are_told_apart_by_their_mappings() -> None:
     slowdowns = learned_ratios(ranker)[0][len(COEFFICIENTS) :]
     assert slowdowns[0] < 0.85 * slowdowns[1]
     assert slowdowns[1] == pytest.approx(slowdowns[2], rel=0.25)
+
+
+def test_trials_before_and_after_a_node_became_slow_teach_one_machine() -> None:
+    space = space_of(1, 1, pipeline_parallel=2)
+    nodes = tuple(replace(node, node_class="NVIDIA H100 80GB HBM3 x1") for node in space.nodes)
+    healthy, slow = Truth(nodes), Truth(nodes, slowdowns=(1.0, 1.8))
+    factors = {nodes[1].host: 1.8}
+    drift = healthy(space.baseline) / slow(space.baseline)
+    plans = [space.baseline, *sampled(space, num=9)]
+    trials = [trial(at, plan, healthy(plan)) for at, plan in enumerate(plans[:6])]
+    later: dict[str, Any] = {"drift": drift, "node_slowdowns": factors}
+    trials += [trial(at, plan, slow(plan), **later) for at, plan in enumerate(plans[6:], start=6)]
+    unseen = sampled(space, num=30, seed=99)
+    ranker = ranker_of(healthy)
+    ranker.learn(trials)
+    # Nothing has confirmed it: then what single trials noticed is not believed.
+    unbelieved = ranker.predict(unseen)
+    known = frozenset(factors)
+    ranker.slow_nodes = SlowNodes(slowdowns=factors, known=known, drift=drift)
+    now = np.array([one.iteration_s / drift for one in ranker.predict(unseen)])
+    assert np.abs(np.log(now / [slow(plan) for plan in unseen])).max() < 0.05
+    ranker.slow_nodes = SlowNodes(known=known)
+    assert np.abs(errors(ranker, healthy, unseen)).max() < 0.05
+    ranker.slow_nodes = SlowNodes()
+    assert ranker.predict(unseen) == unbelieved
 
 
 def test_a_trial_that_was_cut_short_or_ran_elsewhere_says_less() -> None:

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.probe.node_checks import infiniband_ports, interfaces, meet, node_facts, storage_s
+from quartet_plugin.probe.node_checks import (
+    infiniband_ports,
+    interfaces,
+    meet,
+    node_facts,
+    product_s,
+    storage_s,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,11 +34,45 @@ def test_a_node_says_what_it_has(tmp_path: Path) -> None:
     facts = node_facts(tmp_path, {"NCCL_DEBUG": "INFO", "HOME": "/"})
     assert facts["packages"]["torch"]
     assert facts["num_cores"] == len(os.sched_getaffinity(0))
+    assert all(seconds > 0.0 for seconds in facts["product_s"])
+    assert facts["product_s"]
     assert facts["nccl_variables"] == ["NCCL_DEBUG"]
     assert {"open files", "processes", "locked memory"} <= set(facts["limits"])
     assert facts["free_bytes"][str(tmp_path)] > 0
     assert json.loads(json.dumps(facts)) == facts
     assert not list(tmp_path.iterdir()), "what was written to try the storage is gone"
+
+
+def test_a_torch_whose_libraries_are_missing_leaves_the_speed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "torch":
+                raise OSError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    assert product_s() == []
+
+
+def test_a_device_that_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in exclusive mode that another process holds."""
+    import torch
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            if self.index == 0:
+                raise RuntimeError("CUDA-capable device(s) is/are busy or unavailable")
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr("quartet_plugin.rank.product_time.product_times", lambda: (3e-3, 2e-3))
+    assert product_s() == [2e-3]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def facts_of(index: int, **changes: Any) -> dict[str, Any]:
         "limits": {"open files": -1, "processes": -1, "locked memory": -1, "shared memory": 2**36},
         "free_bytes": {"/shared": 2**40},
         "storage_s": 0.01,
+        "product_s": [3.0e-3] * 7 + [3.1e-3],
         "nccl_variables": [],
     }
     if index:
@@ -51,6 +52,7 @@ def test_nodes_that_are_alike_are_well() -> None:
     [
         ("packages", "fail", {"packages": {"torch": "2.9.0"}}, "torch: 2.11.0 on n0; 2.9.0 on n1"),
         ("devices", "fail", {"devices": ["NVIDIA H100 80GB HBM3"] * 7}, "7 x NVIDIA H100 80GB HBM3 on n1"),
+        ("speed", "warn", {"product_s": [3.0e-3] * 7 + [4.65e-3]}, "n1 computes 1.50 times slower"),
         ("python", "warn", {"python": "3.11.0"}, "3.12.1 on n0; 3.11.0 on n1"),
         ("driver", "warn", {"driver": "NVRM version 550"}, "NVRM version 550 on n1"),
         ("links", "warn", {"ports": {"mlx5_0:1": "1: DOWN, 10 Gb/sec"}}, "n1 mlx5_0:1 (1: DOWN"),
@@ -106,3 +108,13 @@ def test_the_table_has_what_to_do_below_its_row() -> None:
         ]
     )
     assert lines == ["disk    fail  1 GiB free", "              free space", "python  ok    3.12"]
+
+
+def test_the_speed_is_compared_where_there_is_something_to_compare() -> None:
+    assert rows_of({}, {})["speed"].finding == "the slowest takes 0 % longer"
+    slow = {"product_s": [9e-3]}
+    others: dict[str, Any]
+    for others in ({"product_s": []}, {"num_cores": 48}):
+        assert rows_of(slow, others)["speed"].finding == "nothing to compare"
+    found = rows_of({}, slow, {})["speed"]
+    assert (found.state, found.finding) == ("warn", "n1 computes 2.90 times slower")

@@ -19,6 +19,7 @@ from quartet_plugin.protocol.attempt_files import KEPT_FILE, KeptWeights
 from quartet_plugin.report.live import PlainLines
 from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.trial.compared_start import ComparedSteps
+from quartet_plugin.trial.node_speed import NodeSpeed
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.context import TuningContext
@@ -68,6 +69,9 @@ class FakeMachine:
     settings: tuple[str, ...] = ()
     weights_s: float = 0.1
     compared: list[Plan] = field(default_factory=list)
+    # The slowdown of each node, by its host, in a launch that is the n-th of the run.
+    slow_nodes: Callable[[int], Mapping[str, float]] = lambda launch: {}
+    speeds: dict[str, tuple[NodeSpeed, ...]] = field(default_factory=dict)
 
     def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
         """Nothing runs."""
@@ -80,6 +84,10 @@ class FakeMachine:
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """The nodes."""
         return self.cluster
+
+    def node_speeds(self, result: TrialResult) -> tuple[NodeSpeed, ...]:
+        """The speeds of the nodes in the launch, by arithmetic."""
+        return self.speeds.get(result.attempt_id, ())
 
     def modules(self, result: TrialResult) -> tuple[str, ...] | None:
         """Nothing is known of them."""
@@ -131,6 +139,16 @@ class FakeMachine:
             raise Killed
         on_progress(Progress(attempt=1, phase="measure", iteration=3, num_iterations=13, elapsed_s=2.0))
         result = self._result(request)
+        slow = self.slow_nodes(len(self.launched) - 1)
+        self.speeds[result.attempt_id] = tuple(
+            NodeSpeed(
+                host=node.host,
+                kind=(node.node_class, node.num_slots, 0),
+                product_s=1e-3 * slow.get(node.host, 1.0),
+                spread=0.01,
+            )
+            for node in self.cluster
+        )
         if self.keeps_weights:
             result = replace(result, num_compared=request.num_compared or 0)
             if request.save_weights is not None:

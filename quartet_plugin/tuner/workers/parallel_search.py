@@ -17,6 +17,7 @@ from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.study.tune_study import Proposal
 from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.sequential_search import SequentialSearch, all_unfinished, check_progress, num_spent
+from quartet_plugin.tuner.slow_nodes import MAX_VAIN_LOOKS
 from quartet_plugin.tuner.workers.dispatcher import Dispatcher, EndedTrial
 from quartet_plugin.tuner.workers.worker_pool import WorkerPool
 
@@ -116,11 +117,13 @@ class ParallelSearch:
         proposal = self._in_flight[ended.number]
         if self._is_elsewhere(ended):
             return
-        del self._in_flight[ended.number]
         search = self.search
         search.launcher.end(
             search.launch_of(proposal, search.study.trials(), drift=self._drift), ended.result
         )
+        if self._is_on_slow_node(ended):
+            return
+        del self._in_flight[ended.number]
         search.tell(proposal, ended.result, drift=self._drift)
         self.dispatcher.finished(ended.number)
 
@@ -137,6 +140,33 @@ class ParallelSearch:
         self.dispatcher.queue.dismiss(ended.worker)
         self.dispatcher.again(ended.number, "measured on other devices than the baseline")
         return True
+
+    def _is_on_slow_node(self, ended: EndedTrial) -> bool:
+        """Whether a node of the worker was slow, and not of the baseline's: then it is measured again.
+
+        After a second look the worker is sent away, unless it is the last one.
+        """
+        search, monitor = self.search, self.search.launcher.node_monitor
+        hosts = {speed.host for speed in monitor.speeds(ended.result)}
+        hosts -= {node.host for node in search.space.nodes}
+        slow = sorted(host for host in hosts if host in monitor.slowdowns or self._is_suspect(host))
+        if not slow or len(self.dispatcher.workers()) < 2:
+            return False
+        why = f"node {slow[0]} seems slow: a second look"
+        if slow[0] in monitor.slowdowns:
+            why = f"node {slow[0]} is slow: its worker is set aside"
+            search.context.observer.message(
+                f"worker {ended.worker} is sent away, since node {slow[0]} is slow; "
+                f"trial {ended.number} is handed out again"
+            )
+            self.dispatcher.queue.dismiss(ended.worker)
+        self.dispatcher.again(ended.number, why)
+        return True
+
+    def _is_suspect(self, host: str) -> bool:
+        """Whether a second look is made at a node that was slow in its latest launch."""
+        monitor = self.search.launcher.node_monitor
+        return monitor.suspects.get(host, 1.0) > 1.0 and monitor.num_vain_looks[host] < MAX_VAIN_LOOKS
 
     def _hand_out(self, proposal: Proposal, trials: list[FinishedTrial]) -> None:
         search, plan = self.search, proposal.plan

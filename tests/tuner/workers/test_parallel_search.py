@@ -1,6 +1,8 @@
 """A whole run whose trials are measured by several workers, on a machine made of arithmetic."""
 
+import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from quartet_plugin.errors import InfeasibleError, InterruptedByUserError, SeamE
 from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.protocol.work_queue_files import Claim, Done, Member, QueuedTrial, SliceRecord
+from quartet_plugin.trial.node_speed import NodeSpeed
 from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner import coordinator
+from quartet_plugin.tuner.slow_nodes import MAX_VAIN_LOOKS
 from quartet_plugin.tuner.tune_result import TuneResult
 from quartet_plugin.tuner.workers.parallel_search import ParallelSearch
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -72,6 +76,8 @@ class Shop(FakeMachine):
         if self.dies_after is not None and self.num_done >= self.dies_after and len(self.holding) > 1:
             raise Killed
         worker = self.generator.choice(self.members())
+        if worker.name not in self.holding and self.queue.is_dismissed(worker):
+            return
         if worker.name not in self.holding:
             taken = self.queue.take(worker)
             if taken is not None:
@@ -111,6 +117,7 @@ class Hands:
     def __init__(self, shop: Shop, *, queue: WorkQueue, **options: Any) -> None:
         self.shop = shop
         self.shop.queue = queue
+        self.enlisted: set[str] = set()
 
     @property
     def num_running(self) -> int:
@@ -119,7 +126,10 @@ class Hands:
     def look(self) -> None:
         self.shop.num_started = self.shop.num_workers
         for member in self.shop.members():
-            self.shop.queue.enlist(member)
+            # A worker that was sent away has ended, and is not started again.
+            if member.name not in self.enlisted:
+                self.enlisted.add(member.name)
+                self.shop.queue.enlist(member)
 
     def close(self, *, at_once: bool = False) -> bool:
         for member in self.shop.members():
@@ -337,3 +347,96 @@ def test_a_worker_on_other_devices_is_sent_away(tmp_path: Path, monkeypatch: pyt
     assert any("times do not compare" in text for text in watching.messages)
     attempts = {trial.record.attempt_id for trial in result.trials}
     assert attempts.isdisjoint(strange)
+
+
+def with_slow_node(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, *, is_slow: Callable[[int], bool]
+) -> list[str]:
+    """The node of the worker `w1` is slow in its n-th launch where `is_slow`; returns each launch's node."""
+    node_of_attempt: dict[str, str] = {}
+    launches: list[str] = []
+    factors: dict[str, float] = {}
+    measure = shop.measure
+
+    def measured(queued: QueuedTrial) -> None:
+        measure(queued)
+        claim = shop.queue.claim_of(queued)
+        assert claim is not None
+        attempt, node = shop.disk[shop.queue.trial_folder(queued.trial)].attempt_id, f"node-of-{claim.worker}"
+        number = launches.count(node)
+        factors[attempt] = 1.5 if node == "node-of-w1" and is_slow(number) else 1.0
+        launches.append(node)
+        node_of_attempt[attempt] = node
+
+    def node_speeds(result: TrialResult) -> tuple[NodeSpeed, ...]:
+        host = node_of_attempt.get(result.attempt_id, shop.cluster[0].host)
+        product_s = 1e-3 * factors.get(result.attempt_id, 1.0)
+        return (NodeSpeed(host=host, kind=("H100", 8, 0), product_s=product_s, spread=0.01),)
+
+    monkeypatch.setattr(shop, "measure", measured)
+    monkeypatch.setattr(shop, "node_speeds", node_speeds)
+    return launches
+
+
+def test_a_worker_on_a_slow_node_is_set_aside_after_a_second_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it measured there reaches the study from another worker."""
+    shop, watching = Shop(seed=5, num_workers=3), Watching()
+    launches = with_slow_node(shop, monkeypatch, is_slow=lambda number: True)
+    result = run_shared(
+        monkeypatch,
+        tmp_path / "r",
+        shop,
+        study={"trials": 8, "rounds": 3, "top_k": 1, "control": 0},
+        options={"observer": watching},
+    )
+    assert len(spent(result)) == 8
+    assert (
+        sum("node node-of-w1 is slow: it computes 1.50 times slower" in text for text in watching.messages)
+        == 1
+    )
+    assert sum("worker w1 is sent away" in text for text in watching.messages) == 1
+    assert all(trial.record.node_slowdowns is None for trial in result.trials)
+    assert launches.count("node-of-w1") == 2
+
+
+def test_second_looks_at_a_node_that_confirm_nothing_are_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop, watching = Shop(seed=5, num_workers=2), Watching()
+    launches = with_slow_node(shop, monkeypatch, is_slow=lambda number: number % 2 == 1)
+    result = run_shared(
+        monkeypatch,
+        tmp_path / "r",
+        shop,
+        study={"trials": 16, "rounds": 3, "top_k": 1, "control": 0},
+        options={"observer": watching},
+    )
+    assert len(spent(result)) == 16
+    assert not any("slow" in text for text in watching.messages)
+    assert launches.count("node-of-w1") >= 6
+    again = [
+        event
+        for event in map(json.loads, (tmp_path / "r" / "events.jsonl").read_text().splitlines())
+        if event["kind"] == "again"
+    ]
+    assert [event["reason"] for event in again] == [
+        "node node-of-w1 seems slow: a second look"
+    ] * MAX_VAIN_LOOKS
+
+
+def test_the_last_worker_stays_though_its_node_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop = Shop(seed=5, num_workers=1)
+
+    def node_speeds(result: TrialResult) -> tuple[NodeSpeed, ...]:
+        is_baseline = result.plan_key is None
+        host, product_s = (shop.cluster[0].host, 1e-3) if is_baseline else ("other", 1.5e-3)
+        return (NodeSpeed(host=host, kind=("H100", 8, 0), product_s=product_s, spread=0.01),)
+
+    monkeypatch.setattr(shop, "node_speeds", node_speeds)
+    result = run_shared(monkeypatch, tmp_path / "r", shop, study={"trials": 4, "rounds": 3, "top_k": 1})
+    assert len(spent(result)) == 4
+    assert all(trial.record.node_slowdowns for trial in result.trials if trial.number)
