@@ -11,6 +11,7 @@ from quartet_plugin.report.axis_gains import axis_section
 from quartet_plugin.report.document import document
 from quartet_plugin.report.final_choice import choice_paragraph
 from quartet_plugin.report.formatting import duration, iteration_words, rate, size, speedup_spread
+from quartet_plugin.report.kept_knobs import kept_section
 from quartet_plugin.report.plan_difference import difference_sentence
 from quartet_plugin.report.search_expense import expense_card
 from quartet_plugin.report.shape_curve import shape_figure
@@ -51,6 +52,7 @@ def page(history: RunHistory, extras: Extras) -> str:
         _cards(history),
         _intervals(history),
         axis_section(history.axis_gains),
+        kept_section(history),
         _regret(history),
         _progress(history),
         _shapes(history),

@@ -19,6 +19,7 @@ from quartet_plugin.report.formatting import (
     speedup_spread,
     speedup_words,
 )
+from quartet_plugin.report.kept_knobs import kept_lines
 from quartet_plugin.report.launch_words import launch_words
 from quartet_plugin.report.search_expense import expense_lines, expense_of
 from quartet_plugin.report.shape_curve import shape_lines
@@ -65,6 +66,7 @@ def status_lines(history: RunHistory) -> list[str]:
         lines += regret_lines(history.regret)
     if history.axis_gains is not None:
         lines += axis_lines(history.axis_gains)
+    lines += kept_lines(history)
     if history.shape_curve is not None:
         lines += shape_lines(history.shape_curve)
     if history.baseline_note:
