@@ -15,6 +15,8 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.model.receipt import read_receipt, receipt_path
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.report.kept_knobs import kept_lines
+from quartet_plugin.tuner.history import read_history
 from tests.megatron import support
 from tests.short_rounds import short_rounds as short_rounds
 
@@ -144,7 +146,7 @@ def assert_stock_resumes(
 
 @pytest.mark.timeout(900)
 def test_a_grid_is_timed_beside_stock(folder: Path) -> None:
-    """The grid passes the gate in its trial; the run ends with the faster of both."""
+    """The grid passes the gate in its trial; the run ends with the faster of both, and says why it is stock."""
     run = tune(folder, TWO_PLANS, command(folder, "--tensor-model-parallel-size", "4", "--sequence-parallel"))
     told = events_of(run, "told")
     assert {event["verdict"] for event in told} == {"measured"}
@@ -160,3 +162,7 @@ def test_a_grid_is_timed_beside_stock(folder: Path) -> None:
     assert best.exists() == (end["winner"] == 1)
     if best.exists():
         assert read_plan(best).digest == plan.digest
+    history = read_history(run)
+    stock_s, grid_s = (trial.iteration_s or 0.0 for trial in history.trials[:2])
+    is_kept = any("tensor partition stock: with grid, trial 1" in line for line in kept_lines(history))
+    assert is_kept == (end["winner"] is None and grid_s > stock_s)
