@@ -146,7 +146,7 @@ def assert_stock_resumes(
 
 @pytest.mark.timeout(900)
 def test_a_grid_is_timed_beside_stock(folder: Path) -> None:
-    """The grid passes the gate in its trial; the run ends with the faster, and says why where that is stock."""
+    """The grid passes the gate in its trial; the run ends with the faster, and says why that is stock."""
     run = tune(folder, TWO_PLANS, command(folder, "--tensor-model-parallel-size", "4", "--sequence-parallel"))
     told = events_of(run, "told")
     assert {event["verdict"] for event in told} == {"measured"}
