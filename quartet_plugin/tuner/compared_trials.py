@@ -58,18 +58,24 @@ def why_nothing_is_kept(command: Command) -> str | None:
 
 def baseline_start(context: TuningContext) -> ComparedStart | None:
     """The start of trial 0, which keeps its weights where plans can be compared."""
-    if why_nothing_is_kept(context.command) is not None:
+    if why_nothing_is_kept(context.command) is not None or _why_too_short(context) is not None:
         return None
-    start = ComparedStart(
+    return ComparedStart(
         num_steps=STEPS,
         save_weights=trial_weights(context.run.folder.parity_weights),
         restores_settings=True,
     )
+
+
+def _why_too_short(context: TuningContext) -> str | None:
+    """Why the command's own number of iterations leaves none to compare; None where it leaves enough."""
     trial, command = context.run.config.trial, context.command
     train_iters = None if command.starter == "other" else arguments_in(command.arguments).train_iters
+    start = ComparedStart(num_steps=STEPS, restores_settings=True)
     least = start.num_warmup(trial.least_warmup) + trial.least_measured
-    is_too_short = isinstance(train_iters, int) and train_iters < least
-    return None if is_too_short else start
+    if not isinstance(train_iters, int) or train_iters >= least:
+        return None
+    return f"the command trains for {train_iters} iterations, and a compared trial takes {least}"
 
 
 def launch_baseline(launcher: TrialLauncher, launch: TrialLaunch, *, num_left: int) -> TrialResult:
@@ -137,7 +143,7 @@ class ComparedTrials:
             compared = context.backend.adopt(check, result, should_stop=context.should_stop)
         start = ComparedStart(num_steps=STEPS, restores_settings=bool(compared.settings))
         num_iterations = start.num_warmup(trial.least_warmup) + trial.least_measured
-        reason = why_nothing_is_kept(context.command)
+        reason = why_nothing_is_kept(context.command) or _why_too_short(context)
         reason = reason or compared.unavailable or (None if is_alone else _WITH_WORKERS)
         return cls(
             weights=weights,

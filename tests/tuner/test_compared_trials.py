@@ -1,6 +1,7 @@
 """The parity gate in trials: which plans are compared there, which apart and why, and what a resume keeps."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,11 @@ from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.trial.outcome import TOO_SHORT
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.compared_trials import ComparedTrials, why_nothing_is_kept
+from quartet_plugin.tuner.config import parse_config
+from quartet_plugin.tuner.run_folder import create_run
 from quartet_plugin.tuner.trial_backend import trial_weights
 from tests.space.jobs import make_job, make_nodes
-from tests.tuner.fakes import FakeMachine, Killed, Watching, resume, tune
+from tests.tuner.fakes import COMMAND, FakeMachine, Killed, Watching, resume, tune
 from tests.tuner.fakes import begin_with_journal as begin
 from tests.tuner.test_parity import (
     OF_EVERY_KIND,
@@ -112,6 +115,18 @@ def test_a_command_of_few_iterations_is_measured_all_the_same(tmp_path: Path) ->
     assert asked[:2] == [5, None]
     assert set(asked[1:]) == {None}
     assert machine.checked
+
+
+def test_a_command_that_says_too_few_iterations_is_told_so(tmp_path: Path) -> None:
+    machine, watching = keeping(), Watching()
+    config = parse_config({"run": "r", **OURS}, where="test")
+    run = create_run(tmp_path / "r", config=config, command=(*COMMAND, "--train-iters", "6"))
+    tune(run, machine, observer=watching)
+    assert machine.compared == []
+    assert machine.checked
+    words = r"launches of their own: the command trains for 6 iterations, and a compared trial takes (\d+)"
+    (found,) = filter(None, (re.search(words, message) for message in watching.messages))
+    assert int(found[1]) > 6
 
 
 @pytest.mark.parametrize("has_result", [True, False])
