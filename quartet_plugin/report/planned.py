@@ -17,7 +17,7 @@ from quartet_plugin.report.throughput import JobCost, Throughput, job_cost, thro
 
 MAX_REFUSALS = 12
 MAX_UNREAD = 40
-# Memory of measured runs is up to this far from the prediction, in the mean of a family (docs/cost-model.md).
+# Predicted memory is 1 to 8 % off in the mean of a family of measured runs (docs/cost-model.md).
 NEAR_LIMIT = 0.05
 # What rounding leaves of a term is none.
 _LEAST_SHARE = 1e-6

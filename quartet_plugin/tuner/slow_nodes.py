@@ -1,4 +1,6 @@
-"""Slow nodes: found by the products that ranks time, looked at twice, named, and known to the planner.
+"""Slow nodes: the seconds of equal matrix products on its ranks show a node, and a second launch confirms it.
+
+Plans are then predicted as they run on that node.
 
 One launch in which a node is slow makes it suspect; the next launch on it is the second look, which a
 sequential search makes at once by measuring the user's own command again. Two launches in which a slow node
