@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.launchers.command import parse_command
-from quartet_plugin.launchers.local import Launcher, LocalLauncher
+from quartet_plugin.launchers.local import LocalLauncher
+from quartet_plugin.launchers.protocol import Launcher
 from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.trial.request import Progress, TrialRequest
 from quartet_plugin.trial.runner import run_trial

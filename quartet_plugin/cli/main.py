@@ -74,6 +74,7 @@ _EPILOGS = {
 
 _IMPORTED_S = time.monotonic()
 _INTERRUPTED = "interrupted"
+_MOMENT_S = 0.01
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 # The distributions that `--version` names where they are installed.
 _FRAMEWORKS = ("optuna", "torch", "megatron-core", "megatron-bridge", "deepspeed", "transformer-engine")
@@ -189,11 +190,19 @@ def entry() -> None:
 
 
 def _interrupt_again(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Ctrl-C where Python can raise nothing, as in a library's callback, is given again a moment later."""
+    """Ctrl-C where Python can raise nothing, as in a library's callback, is given again a moment later.
+
+    From a thread: given again here, it would be raised in this function, where it is lost too.
+    """
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        _thread.interrupt_main()
+        _thread.start_new_thread(_interrupt_soon, ())
     else:
         sys.__unraisablehook__(unraisable)
+
+
+def _interrupt_soon() -> None:
+    time.sleep(_MOMENT_S)
+    _thread.interrupt_main()
 
 
 def _last_words(message: str, code: int) -> int:

@@ -23,6 +23,14 @@ def note(*words: str) -> None:
         log.write(" ".join(words) + "\n")
 
 
+def runs(pid: str) -> bool:
+    """Whether a process runs; one that has ended, and that nobody has waited for yet, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
 def finish(name: str, marker: Path, code: int, words: str = "") -> NoReturn:
     """End as told, with a last line."""
     marker.unlink()
@@ -41,7 +49,7 @@ def main() -> None:
     words = sys.argv[dashes + 1 :]
     name, run = options["--name"], Path(options["--run-dir"]) / options["--name"]
     marker = run.parent.parent / f"marker-{name}"
-    if marker.exists() and Path(f"/proc/{marker.read_text()}").exists():
+    if marker.exists() and runs(marker.read_text()):
         note("doubled", name)
     marker.write_text(str(os.getpid()))
     signal.signal(signal.SIGTERM, lambda number, frame: finish(name, marker, 130, "stopped"))
