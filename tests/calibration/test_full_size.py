@@ -22,7 +22,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.measurement import Interval
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score_of_median
-from quartet_plugin.space.full_size import full_nodes, with_all_replicas
+from quartet_plugin.space.full_size import at_full_size, full_nodes
 from quartet_plugin.space.plan_space import baseline_plan
 from tests.calibration.truth import Truth
 from tests.space.jobs import make_job, make_nodes
@@ -35,7 +35,8 @@ WRONG: dict[str, Any] = {"speed": 3.0, "head": 2.0, "transfer": 5.0, "network": 
 class TwoSizes:
     """The same machine at a trial's size and at full size, and a predictor that has learned trials."""
 
-    def __init__(self, *nodes: int, plans: list[Plan], num_learned: int) -> None:
+    def __init__(self, *nodes: int, plans: list[Plan], num_learned: int, stage_factor: int = 1) -> None:
+        self._stage_factor = stage_factor
         self.small = Truth(make_nodes(*nodes), **WRONG)
         self._full = IterationModelCache(enlarged_machine(self.small.machine_model, factor=FACTOR))
         self._num_nodes = len(nodes)
@@ -55,7 +56,12 @@ class TwoSizes:
     def measured(self, plan: Plan) -> MeasuredPlan:
         return MeasuredPlan(
             plan=plan,
-            full=with_all_replicas(plan, factor=FACTOR, nodes=full_nodes(plan.made_for.nodes, factor=FACTOR)),
+            full=at_full_size(
+                plan,
+                factor=FACTOR,
+                stage_factor=self._stage_factor,
+                nodes=full_nodes(plan.made_for.nodes, factor=FACTOR),
+            ),
             iteration_s=self.small(plan),
             spread=0.002,
         )
@@ -81,6 +87,26 @@ def test_plans_are_predicted_at_full_size_from_trials_of_a_quarter() -> None:
     assert inside >= 17
     same = [abs(sizes.small(plan) / sizes.truth_s(plan) - 1) for plan in plans[8:]]
     assert statistics.fmean(errors) < 0.5 * statistics.fmean(same), "what replicas cost is seen"
+
+
+@pytest.mark.timeout(120)
+def test_plans_are_predicted_from_trials_with_half_of_the_stages() -> None:
+    plans = [
+        plan
+        for plan in random_plans(40, stage_divisor=2)
+        if plan.schedule.name != "interleaved" or plan.num_microbatches >= 8
+    ]
+    sizes = TwoSizes(2, 2, plans=plans, num_learned=8, stage_factor=2)
+    errors, inside, same = [], 0, []
+    for plan in plans[8:]:
+        predicted, truth_s = sizes.predictor.predict(sizes.measured(plan)), sizes.truth_s(plan)
+        errors.append(abs(predicted.iteration_s / truth_s - 1))
+        same.append(abs(sizes.small(plan) / truth_s - 1))
+        inside += predicted.interval.low <= truth_s <= predicted.interval.high
+    assert len(errors) >= 20
+    assert statistics.fmean(errors) < 0.03
+    assert inside >= 0.85 * len(errors)
+    assert statistics.fmean(errors) < 0.25 * statistics.fmean(same), "what stages cost is seen"
 
 
 def test_a_trial_of_one_replica_has_seen_no_reduction_and_its_interval_is_wide() -> None:

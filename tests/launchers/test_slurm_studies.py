@@ -236,7 +236,7 @@ def test_megatron_is_tuned_on_two_nodes_for_four(cluster: SlurmCluster, tmp_path
     printed = await_end(cluster, job, tmp_path, limit_s=800.0)
     run = tmp_path / "runs" / "small"
     assert set(verdicts(run)) == {"measured"}, printed
-    assert "a trial has 2 of 4 nodes: one of 2 parts" in printed
+    assert "a trial has 2 of 4 nodes, and as much of the replicas" in printed
     reported = json.loads(next(run.glob("trials/000000/attempt-1/rank-0.json")).read_text())
     assert reported["job"]["global_batch_size"] == GLOBAL_BATCH_SIZE // 2
     check_nothing_is_left(cluster, tmp_path)
