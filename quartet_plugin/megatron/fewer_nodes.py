@@ -88,8 +88,8 @@ def _with_smaller_batch(
 def _stage_divisor(flags: Flags, words: Sequence[str], *, divisor: int, num_processes: int) -> int:
     """How many times fewer stages fit `num_processes`; 1 where a replica fits."""
     values = flags.values(words)
-    stages, layers = values.pipeline_model_parallel_size, values.num_layers
-    of_stage = values.tensor_model_parallel_size * values.context_parallel_size
+    stages, layers = int(values.pipeline_model_parallel_size), values.num_layers
+    of_stage = int(values.tensor_model_parallel_size) * int(values.context_parallel_size)
     size = of_stage * stages
     if size <= num_processes:
         return 1
