@@ -26,7 +26,7 @@ def full_nodes(nodes: Sequence[NodeInfo], *, factor: int) -> tuple[NodeInfo, ...
 def at_full_size(plan: Plan, *, factor: int, stage_factor: int = 1, nodes: Sequence[NodeInfo]) -> Plan:
     """The plan on `nodes`, `factor` times those of its trial, of which `stage_factor` hold more stages.
 
-    Raises PlanError where no schedule of the plan's name runs so many stages.
+    Raises PlanError where the schedule of the plan's name does not run that number of stages.
     """
     if stage_factor == 1:
         return with_all_replicas(plan, factor=factor, nodes=nodes)
@@ -38,7 +38,8 @@ def with_all_stages(plan: Plan, *, factor: int) -> Plan:
     """The plan with `factor` times the stages and layers, on as many times the nodes.
 
     The first and the last stage keep their layers, and those between share the others evenly. The ranks are
-    in the stock order. Raises PlanError where no schedule of the plan's name runs so many stages.
+    in the stock order. Raises PlanError where the schedule of the plan's name does not run that number of
+    stages.
     """
     made_for, baseline = plan.made_for, plan.made_for.baseline
     nodes = full_nodes(made_for.nodes, factor=factor)
