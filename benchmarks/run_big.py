@@ -214,7 +214,7 @@ def trial_plan(full: Plan, *, num_processes: int) -> Plan:
 
 
 def network_plans(num_processes: int) -> list[Plan]:
-    """Plans without a pipeline, by which a study whose other trials have one replica learns the network."""
+    """Plans without a pipeline, as a study tries them: they teach it what reducing gradients takes."""
     layout = replace(
         _full_plan(random.Random(0), pipeline_parallel=2).layout,
         pipeline_parallel=1,
@@ -355,9 +355,14 @@ def predicted_rows(
     nodes = nodes_of(num_processes)
     machine_model = machine_model_of(nodes, precision="fp32")
     predictor = PlanPredictor(machine_model, num_iterations=MEASURED)
-    learned = [*trials, *(network_plans(num_processes) if num_processes == 2 else [])]
+    learned = [*trials, *network_plans(num_processes)]
     predictor.learn([_finished(number, plan, times) for number, plan in enumerate(learned)])
-    full_size = FullSizePredictor(machine_model, predictor.posterior_samples(), factor=factor)
+    full_size = FullSizePredictor(
+        machine_model,
+        predictor.posterior_samples(),
+        covariance=predictor.coefficient_covariance(),
+        factor=factor,
+    )
     rows = []
     for full, trial in zip(fulls, trials, strict=True):
         larger = full
@@ -459,7 +464,7 @@ def main() -> None:
             full,
             *(trial_plan(full, num_processes=size) for size in (4, 2)),
         )
-    ] + network_plans(2)
+    ] + [plan for size in (4, 2) for plan in network_plans(size)]
     is_kept = options.results.exists() and not options.again
     times: dict[str, list[float]] = json.loads(options.results.read_text()) if is_kept else {}
     missing = [plan for plan in plans if _name(plan) not in times]

@@ -134,7 +134,10 @@ class FullSizeStudy:
 
     def _full_predictor(self) -> FullSizePredictor:
         return FullSizePredictor(
-            self.predictor.machine_model, self.predictor.posterior_samples(), factor=self.factor
+            self.predictor.machine_model,
+            self.predictor.posterior_samples(),
+            covariance=self.predictor.coefficient_covariance(),
+            factor=self.factor,
         )
 
     @property

@@ -14,17 +14,24 @@ from quartet_plugin.space.full_size import at_full_size, full_nodes, with_all_re
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import build_space
 from quartet_plugin.tuner.config import parse_config
-from tests.space.jobs import make_job, make_layout, make_nodes
+from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
 
 FACTOR = 4
 STOCK = {"schedule": ["no-pipelining", "1f1b", "interleaved"]}
 
 
 def random_plans(
-    count: int, *, seed: int = 0, stage_divisor: int | None = None, search: dict[str, list[str]] = STOCK
+    count: int,
+    *,
+    seed: int = 0,
+    stage_divisor: int | None = None,
+    search: dict[str, list[str]] = STOCK,
+    seq_length: int = 256,
 ) -> list[Plan]:
     """Plans for two nodes of two slots, every axis as it comes."""
-    job = make_job(layout=make_layout(pipeline_parallel=2, data_parallel=2))
+    job = make_job(
+        layout=make_layout(pipeline_parallel=2, data_parallel=2), shape=make_shape(seq_length=seq_length)
+    )
     if stage_divisor is not None:
         job = replace(job, features=(FEWER_STAGES,), stage_divisor=stage_divisor)
     config = parse_config({"search": search}, where="test").search
