@@ -233,7 +233,11 @@ def test_many_workers_on_one_study_whose_database_is_killed(tmp_path: Path, num_
         tuner.under_way(4)
         own.stop()
         tuner.release()
-        wait_until(lambda: "it is asked again" in tuner.words, what="the tuner to miss its database")
+        wait_until(
+            lambda: "it is asked again" in tuner.words or tuner.process.poll() is not None,
+            what="the tuner to miss its database",
+            timeout_s=600.0,
+        )
         own.start()
         assert tuner.process.wait(timeout=1200) == 0, tuner.words
         tuner.check_study()
