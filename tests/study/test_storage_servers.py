@@ -175,16 +175,15 @@ def test_a_server_lost_between_two_trials_is_waited_for(
                 own.stop()
 
         before = getattr(TuneStudy, moment)
-        if isinstance(before, property):
-            read = before.fget
-            assert read is not None
-            monkeypatch.setattr(TuneStudy, moment, property(lambda self: (stop_once(self), read(self))[1]))
-        else:
-            monkeypatch.setattr(
-                TuneStudy,
-                moment,
-                lambda self, *args, **more: (stop_once(self), before(self, *args, **more))[1],
-            )
+        function = before.fget if isinstance(before, property) else before
+        assert function is not None
+
+        def after_the_loss(study: TuneStudy, *args: Any, **more: Any) -> Any:
+            stop_once(study)
+            return function(study, *args, **more)
+
+        changed = property(after_the_loss) if isinstance(before, property) else after_the_loss
+        monkeypatch.setattr(TuneStudy, moment, changed)
 
         def sleep(seconds: float) -> None:
             if own.process is None:
