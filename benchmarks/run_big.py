@@ -5,9 +5,10 @@
 Every process is a node: a network namespace behind a link of limited bandwidth. It runs the plan's order by
 the runtime's own executor and transport; compute sleeps, as in `quartet rehearse`, while boundary tensors and
 the reduction of gradients are real traffic over gloo. Half of the plans have DP 4 x PP 2 and half PP 4 x DP 2
-on 8 processes. The trials are of 4 processes (half of the replicas) and, of the plans of DP 4, of 2 processes
-(a quarter). A study of each size learns its own trials and predicts the full size as `quartet tune --nodes`
-does.
+on 8 processes. The trials are of 4 processes (half of the replicas) and of 2 processes: of DP 4 x PP 2 a
+quarter of the replicas, of PP 4 x DP 2, whose replica is larger than that, half of its stages, with half of
+the layers spread evenly. A study of each size learns its own trials and predicts the full size as
+`quartet tune --nodes` does.
 
 RESULTS.json keeps what was measured; without --again only what is missing in it is measured. Needs root, `ip`
 and `tc`.
@@ -53,6 +54,7 @@ from quartet_plugin.runtime.transport import Boundary, PairTransport
 from quartet_plugin.schedule.choice import generated
 from quartet_plugin.schedule.instruction import Transfer
 from quartet_plugin.space.full_size import full_nodes, with_all_replicas
+from quartet_plugin.split.layers import even_split
 
 PREFIX = "big"
 NUM_PROCESSES, GLOBAL_BATCH = 8, 64
@@ -163,7 +165,7 @@ def _split(generator: random.Random, num_stages: int) -> Split:
     return Split(transformer_layers_per_stage=tuple(counts))
 
 
-def _plan(layout: Layout, split: Split, *, global_batch_size: int) -> Plan:
+def _plan(layout: Layout, split: Split, *, global_batch_size: int, shape: ModelShape = SHAPE) -> Plan:
     schedule = ScheduleChoice(name="1f1b")
     if layout.pipeline_parallel == 1:
         schedule = ScheduleChoice(name="no-pipelining")
@@ -174,13 +176,13 @@ def _plan(layout: Layout, split: Split, *, global_batch_size: int) -> Plan:
         made_for=MadeFor(
             framework="megatron-core",
             framework_version="0.19.2",
-            shape=SHAPE,
+            shape=shape,
             global_batch_size=global_batch_size,
             baseline=Baseline(layout=layout, split=split, schedule=schedule),
             world_size=layout.world_size,
             nodes=nodes,
         ),
-        shape=SHAPE,
+        shape=shape,
         layout=layout,
         split=split,
         schedule=schedule,
@@ -195,14 +197,24 @@ def nodes_of(count: int) -> tuple[NodeInfo, ...]:
 
 
 def trial_plan(full: Plan, *, num_processes: int) -> Plan:
-    """The plan of a trial on fewer nodes: with fewer replicas, each as in `full`."""
-    factor = full.layout.world_size // num_processes
-    layout = replace(full.layout, data_parallel=full.layout.data_parallel // factor)
-    return _plan(layout, full.split, global_batch_size=full.made_for.global_batch_size // factor)
+    """The plan of a trial on fewer nodes: with fewer replicas, each as in `full`, or with a part of one."""
+    factor, split, shape = full.layout.world_size // num_processes, full.split, full.shape
+    stage_factor = max(1, full.layout.pipeline_parallel // num_processes)
+    layout = replace(
+        full.layout,
+        pipeline_parallel=full.layout.pipeline_parallel // stage_factor,
+        data_parallel=full.layout.data_parallel * stage_factor // factor,
+    )
+    if stage_factor > 1:
+        shape = replace(shape, num_layers=shape.num_layers // stage_factor)
+        counts = even_split(shape.num_layers, num_stages=layout.num_stages)
+        split = Split(transformer_layers_per_stage=counts)
+    batch = full.made_for.global_batch_size * stage_factor // factor
+    return _plan(layout, split, shape=shape, global_batch_size=batch)
 
 
 def network_plans(num_processes: int) -> list[Plan]:
-    """Plans without a pipeline, by which a study whose other trials have one replica learns the network."""
+    """Plans without a pipeline, as a study tries them: they teach it what reducing gradients takes."""
     layout = replace(
         _full_plan(random.Random(0), pipeline_parallel=2).layout,
         pipeline_parallel=1,
@@ -337,19 +349,25 @@ class FullSizeRow:
 def predicted_rows(
     fulls: Sequence[Plan], times: Mapping[str, Sequence[float]], *, num_processes: int
 ) -> list[FullSizeRow]:
-    """The plans that fit `num_processes`, each predicted from its trial by a study of all these trials."""
-    fulls = [plan for plan in fulls if plan.layout.pipeline_parallel <= num_processes]
+    """The plans, each predicted from its trial of `num_processes` by a study of all these trials."""
     trials = [trial_plan(plan, num_processes=num_processes) for plan in fulls]
     factor = NUM_PROCESSES // num_processes
     nodes = nodes_of(num_processes)
     machine_model = machine_model_of(nodes, precision="fp32")
     predictor = PlanPredictor(machine_model, num_iterations=MEASURED)
-    learned = [*trials, *(network_plans(num_processes) if num_processes == 2 else [])]
+    learned = [*trials, *network_plans(num_processes)]
     predictor.learn([_finished(number, plan, times) for number, plan in enumerate(learned)])
-    full_size = FullSizePredictor(machine_model, predictor.posterior_samples(), factor=factor)
+    full_size = FullSizePredictor(
+        machine_model,
+        predictor.posterior_samples(),
+        covariance=predictor.coefficient_covariance(),
+        factor=factor,
+    )
     rows = []
     for full, trial in zip(fulls, trials, strict=True):
-        larger = with_all_replicas(trial, factor=factor, nodes=full_nodes(nodes, factor=factor))
+        larger = full
+        if full.shape == trial.shape:
+            larger = with_all_replicas(trial, factor=factor, nodes=full_nodes(nodes, factor=factor))
         measured = times[_name(trial)]
         predicted = full_size.predict(
             MeasuredPlan(
@@ -444,13 +462,9 @@ def main() -> None:
         for full in fulls
         for plan in (
             full,
-            *(
-                trial_plan(full, num_processes=size)
-                for size in (4, 2)
-                if full.layout.pipeline_parallel <= size
-            ),
+            *(trial_plan(full, num_processes=size) for size in (4, 2)),
         )
-    ] + network_plans(2)
+    ] + [plan for size in (4, 2) for plan in network_plans(size)]
     is_kept = options.results.exists() and not options.again
     times: dict[str, list[float]] = json.loads(options.results.read_text()) if is_kept else {}
     missing = [plan for plan in plans if _name(plan) not in times]

@@ -56,11 +56,17 @@ class FeasibilityModel:
                 chance = min(chance, SAME_SCHEDULE if is_same else SAME_LAYOUT)
         if any(_is_similar(plan, ran) and ran.schedule.label == plan.schedule.label for ran in self._ran):
             chance = max(chance, SAME_LAYOUT)
+        share = self.share_of_memory(plan)
+        if share is None:
+            return chance
+        return chance * (1.0 if share < TIGHT else TIGHT_CHANCE if share < OVER else OVER_CHANCE)
+
+    def share_of_memory(self, plan: Plan) -> float | None:
+        """`peak_bytes` over what the device has for it; above 1 it hardly fits. None as there."""
         memory = self.memory(plan)
         if memory is None:
-            return chance
-        share = self._ratio * memory.total / available_bytes(memory.capacity, context=self._context)
-        return chance * (1.0 if share < TIGHT else TIGHT_CHANCE if share < OVER else OVER_CHANCE)
+            return None
+        return self._ratio * memory.total / available_bytes(memory.capacity, context=self._context)
 
     def peak_bytes(self, plan: Plan) -> int | None:
         """The predicted peak of the fullest rank, corrected by trials; None where the device is not known."""

@@ -17,7 +17,8 @@ from quartet_plugin.calibration.posterior import PosteriorSample
 from quartet_plugin.cost.coefficients import MachineModel
 from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.costs import FloatArray
+from quartet_plugin.mapping.orders import coordinates, rank_of, slots_of
+from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.measurement import Interval
 from quartet_plugin.model.plan import Plan
 
@@ -51,7 +52,11 @@ def log_ratio(*, trial_s: float, full_s: float, num_nodes: float, num_full_nodes
 
 
 def enlarged_machine(machine_model: MachineModel, *, factor: int) -> MachineModel:
-    """The machine of `factor` times the nodes; the others are like the measured ones, in turns."""
+    """The machine of `factor` times the nodes; the others are like the measured ones, in turns.
+
+    Slots have the slowdowns of the trial's slots in turns, which `with_slowdowns` gives to the ranks that had
+    them.
+    """
     num_devices = machine_model.inter_node.num_devices * factor
     return replace(
         machine_model,
@@ -62,6 +67,32 @@ def enlarged_machine(machine_model: MachineModel, *, factor: int) -> MachineMode
         inter_node=replace(machine_model.inter_node, num_devices=num_devices),
         slowdown_index_of_slot=np.tile(machine_model.slowdown_index_of_slot, factor),
     )
+
+
+def with_slowdowns(
+    machine_model: MachineModel, plan: Plan, full: Plan, *, of_trial: MachineModel
+) -> MachineModel:
+    """The machine of `full`, each rank as slow as the rank of the trial's `plan` that it is like.
+
+    A slot's slowdown is learned with the stage that it had, so that it holds what the model misjudges of that
+    stage, too: given to another stage in the full order it would count twice.
+    """
+    indices = of_trial.slowdown_index_of_slot
+    if (indices < 0).any():
+        return machine_model
+    tp, cp, dp, pp = coordinates(np.arange(full.layout.world_size), layout=full.layout)
+    stage = pp * plan.layout.pipeline_parallel // full.layout.pipeline_parallel
+    like = rank_of(tp, cp=cp, dp=dp % plan.layout.data_parallel, pp=stage, layout=plan.layout)
+    of_rank = indices[_slot_numbers(plan, of_trial)][like]
+    of_slot = np.empty_like(of_rank)
+    of_slot[_slot_numbers(full, machine_model)] = of_rank
+    return replace(machine_model, slowdown_index_of_slot=of_slot)
+
+
+def _slot_numbers(plan: Plan, machine_model: MachineModel) -> IntArray:
+    """The number of each rank's slot in the machine [world size]."""
+    number = {slot: index for index, slot in enumerate(slots_of(machine_model.nodes))}
+    return np.array([number[slot] for slot in plan.mapping.slots])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +112,14 @@ class MeasuredPlan:
 class FullSizePrediction:
     """Seconds an iteration of the whole training; `ratios` [samples] are logarithms of it over the trial's.
 
-    `spread` is a standard deviation of the logarithm of `iteration_s`.
+    `spread` is a standard deviation of the logarithm of `iteration_s`. `slopes` [k] are those of the ratio's
+    logarithm by the coefficients'.
     """
 
     iteration_s: float
     spread: float
     ratios: FloatArray
+    slopes: FloatArray
 
     @property
     def interval(self) -> Interval:
@@ -97,40 +130,55 @@ class FullSizePrediction:
 class FullSizePredictor:
     """Predicts trainings of `factor` times the nodes that trials have, under the posterior of a study.
 
-    Raises ConfigError for a machine whose nodes are of unequal size.
+    The posterior is `samples`, and `covariance` [k, k] of the coefficients about the first of them. Raises
+    ConfigError for a machine whose nodes are of unequal size.
     """
 
     def __init__(
-        self, machine_model: MachineModel, samples: Sequence[PosteriorSample], *, factor: int
+        self,
+        machine_model: MachineModel,
+        samples: Sequence[PosteriorSample],
+        *,
+        covariance: FloatArray,
+        factor: int,
     ) -> None:
         sizes = sorted({node.num_slots for node in machine_model.nodes})
         if len(sizes) > 1:
             raise ConfigError(f"nodes of {sizes[0]} and of {sizes[-1]} devices: must be equal at full size")
         self._trial = IterationModelCache(machine_model)
-        self._full = IterationModelCache(enlarged_machine(machine_model, factor=factor))
+        self._full_machine = enlarged_machine(machine_model, factor=factor)
         self._num_nodes, self._factor = len(machine_model.nodes), factor
+        self._covariance = covariance
         self._points = [sample.point for sample in samples]
         self._weights = np.array([sample.weight for sample in samples])
 
     def predict(self, measured: MeasuredPlan) -> FullSizePrediction:
         """The whole training's seconds. Raises QuartetError for an order that the model cannot predict."""
-        trial, full = self._trial.of(measured.plan), self._full.of(measured.full)
+        machine_model = with_slowdowns(
+            self._full_machine, measured.plan, measured.full, of_trial=self._trial.machine_model
+        )
+        trial = self._trial.of(measured.plan)
+        full = IterationModelCache(machine_model).of(measured.full)
+        times = [(trial.evaluate(point), full.evaluate(point)) for point in self._points]
         ratios = np.array(
             [
                 log_ratio(
-                    trial_s=trial.evaluate(point)[0] / trial.share,
-                    full_s=full.evaluate(point)[0] / full.share,
+                    trial_s=trial_s / trial.share,
+                    full_s=full_s / full.share,
                     num_nodes=self._num_nodes,
                     num_full_nodes=self._num_nodes * self._factor,
                 )
-                for point in self._points
+                for (trial_s, _), (full_s, _) in times
             ]
         )
-        mean, deviation = self._moments(ratios)
+        (trial_s, of_trial), (full_s, of_full) = times[0]
+        slopes = of_full / full_s - of_trial / trial_s
+        mean, deviation = self._moments(ratios, slopes)
         return FullSizePrediction(
             iteration_s=measured.iteration_s * math.exp(mean),
             spread=math.hypot(deviation, scale_spread(self._factor), measured.spread),
             ratios=ratios,
+            slopes=slopes,
         )
 
     def speedup(
@@ -140,16 +188,20 @@ class FullSizePredictor:
 
         `measured` is that of the trials. What both predictions have in common cancels.
         """
-        mean, deviation = self._moments(baseline.ratios - prediction.ratios)
+        mean, deviation = self._moments(
+            baseline.ratios - prediction.ratios, baseline.slopes - prediction.slopes
+        )
         in_trials = math.log(max(measured.high, measured.median) / min(measured.low, measured.median)) / (
             2 * _TWO_SIDED_95
         )
         spread = math.hypot(deviation, _SHARE_OF_ONE_PLAN * scale_spread(self._factor), in_trials)
         return interval_of(math.log(measured.median) + mean, spread)
 
-    def _moments(self, values: FloatArray) -> tuple[float, float]:
+    def _moments(self, values: FloatArray, slopes: FloatArray) -> tuple[float, float]:
+        """Mean and standard deviation of `values` [samples] with these `slopes` by the coefficients."""
         mean = float(self._weights @ values)
-        return mean, math.sqrt(float(self._weights @ (values - mean) ** 2))
+        among_samples = math.sqrt(float(self._weights @ (values - mean) ** 2))
+        return mean, max(among_samples, math.sqrt(float(slopes @ self._covariance @ slopes)))
 
 
 def interval_of(log_value: float, spread: float) -> Interval:

@@ -278,6 +278,14 @@ class PlanPredictor:
             self._samples = self._fit()
         return self._samples
 
+    def coefficient_covariance(self) -> FloatArray:
+        """The covariance of the coefficients' logarithms [k, k] about the most likely point (Laplace's).
+
+        Unlike the samples it holds all of what is not known of a coefficient that no trial shows.
+        """
+        self.posterior_samples()
+        return self._coefficient_covariance
+
     def _times_of(self, trial: FinishedTrial) -> list[_Time]:
         record, plan = trial.record, trial.plan
         assert record.iteration_s is not None
@@ -337,12 +345,19 @@ class PlanPredictor:
                 for time, offset in zip(times, offsets, strict=True)
             ]
         )
+
+        def model(point: FloatArray) -> tuple[FloatArray, FloatArray]:
+            return _predicted(times, point, offsets)
+
         samples = fit(
-            lambda point: _predicted(times, point, offsets),
+            model,
             Measured(log_s=log_s, noise=noise, covariance=covariance),
             starts=[self._anchored(iterations[0], start) for start in self._starts()],
             spreads=self.machine_model.spreads,
         )
+        slopes = model(samples[0].point)[1]
+        information = slopes.T @ samples[0].inverse @ slopes + np.diag(self.machine_model.spreads**-2.0)
+        self._coefficient_covariance = np.linalg.inv(information)
         now = self._offset(self._slow_nodes.slowdowns) - first
         self._log_drift = math.log(self._slow_nodes.drift) if now.any() else 0.0
         return [replace(sample, point=sample.point + now) for sample in samples]

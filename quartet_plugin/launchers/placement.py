@@ -42,8 +42,8 @@ class Placement:
     def share_words(self) -> str:
         """What a trial has of the training, for the user."""
         return (
-            f"a trial has {self.num_nodes} of {self.num_full_nodes} nodes: one of {self.batch_divisor} parts "
-            "of the replicas and of the global batch"
+            f"a trial has {self.num_nodes} of {self.num_full_nodes} nodes, and as much of the replicas and "
+            "of the global batch; of one replica that is larger it has a part of the stages"
         )
 
     @property

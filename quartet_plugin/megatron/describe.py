@@ -19,6 +19,7 @@ from quartet_plugin.model.megatron_arguments import (
     shape_of,
     split_of,
 )
+from quartet_plugin.space.features import FEWER_STAGES
 from quartet_plugin.space.knobs.registry import SETTINGS
 from quartet_plugin.space.needed_flags import missing_flag_features
 from quartet_plugin.space.runtime_refusals import REFUSED, refusal
@@ -49,12 +50,14 @@ def describe_job(
     neutralised: list[str],
     no_custom_schedules: str | None = None,
     known_flags: Container[str] | None = None,
+    stage_divisor: int = 1,
 ) -> dict[str, Any]:
     """The `job` of rank-K.json, from the arguments as Megatron resolved them.
 
     What limits plans is read of the command `as_written`: training has what trials leave out.
     `no_custom_schedules` is why there are none, whatever Megatron's functions are. `known_flags` are the
-    arguments that a plan can set here, where those are not all of `args`.
+    arguments that a plan can set here, where those are not all of `args`. The trial has `stage_divisor` times
+    fewer stages than the training.
     """
     import torch
     from megatron.core.package_info import __version__
@@ -70,6 +73,8 @@ def describe_job(
     written = as_user_wrote(args, as_written)
     known = vars(args) if known_flags is None else known_flags
     features = [*features_of(written), *missing_flag_features(known)]
+    if stage_divisor > 1:
+        features.append(FEWER_STAGES)
     changed = () if no_custom_schedules else changed_functions()
     split = None if "hybrid" in features or "encoder_decoder" in features else dump(split_of(args))
     return {
@@ -92,6 +97,7 @@ def describe_job(
         "layer_impl": getattr(args, "transformer_impl", None),
         **({"mtp_layers": args.mtp_num_layers} if getattr(args, "mtp_num_layers", None) else {}),
         **({"changed_functions": list(changed)} if changed else {}),
+        **({"stage_divisor": stage_divisor} if stage_divisor > 1 else {}),
         **_routed(args),
     }
 

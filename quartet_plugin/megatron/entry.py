@@ -158,9 +158,10 @@ def _change(session: Session) -> list[str]:
     _, add_megatron_arguments = seams.locate(declared.ARGUMENTS)
     flags = Flags(add_megatron_arguments)
     if session.files is not None and (divisor := session.files.spec.batch_divisor) is not None:
-        from quartet_plugin.megatron.side_effects import words_of_smaller_batch
+        from quartet_plugin.megatron.fewer_nodes import on_fewer_nodes
 
-        words = words_of_smaller_batch(flags, words, divisor=divisor)
+        smaller = on_fewer_nodes(flags, words, divisor=divisor, num_processes=session.rank_env.world_size)
+        words, session.stage_divisor = smaller.words, smaller.stage_divisor
     if plan is not None and rendezvous is not None:
         from quartet_plugin.megatron.apply import apply_plan
 
@@ -222,7 +223,11 @@ def _measured(
     has_step = seams.known_function(TRAIN_STEP) is not None
     make_meter = MegatronMeter if has_step else LogLineMeter
     session.meter = make_meter(
-        session.files, neutralised=left_out, as_written=as_written, started_at=time.time()
+        session.files,
+        neutralised=left_out,
+        as_written=as_written,
+        started_at=time.time(),
+        stage_divisor=session.stage_divisor,
     )
     if not has_step:
         return _logged(session, flags, wrappers, words)

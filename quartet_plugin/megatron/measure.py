@@ -39,13 +39,21 @@ def lm_loss(losses: Mapping[str, Any] | None) -> Any:
 class MegatronMeter(StepMeter):
     """The meter of one rank; `runtime`, set later, executes the plan's custom schedule.
 
-    `as_written` are the arguments of the user's own words, which a trial does not leave as they are.
+    `as_written` are the arguments of the user's own words, which a trial does not leave as they are. The
+    trial has `stage_divisor` times fewer stages than the training.
     """
 
     def __init__(
-        self, files: RankFileWriter, *, neutralised: list[str], as_written: Namespace, started_at: float
+        self,
+        files: RankFileWriter,
+        *,
+        neutralised: list[str],
+        as_written: Namespace,
+        started_at: float,
+        stage_divisor: int = 1,
     ) -> None:
         super().__init__(files, neutralised=neutralised, started_at=started_at)
+        self._stage_divisor = stage_divisor
         self.runtime: Any = None
         self._as_written = as_written
         self._call: dict[str, Any] = {}
@@ -94,7 +102,12 @@ class MegatronMeter(StepMeter):
 
         from quartet_plugin.megatron.describe import describe_job
 
-        return describe_job(get_args(), as_written=self._as_written, neutralised=self._neutralised)
+        return describe_job(
+            get_args(),
+            as_written=self._as_written,
+            neutralised=self._neutralised,
+            stage_divisor=self._stage_divisor,
+        )
 
     def _execution(self) -> Execution | None:
         if not self._call.keys() >= {"model", "forward_backward_func"}:

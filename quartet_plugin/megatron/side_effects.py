@@ -52,7 +52,6 @@ _REFUSED = {
     "yaml_cfg": "the configuration is not in flags; write it as flags",
     "skip_train": "nothing is trained; leave it out",
 }
-_GROWING_BATCH = ("rampup_batch_size", "step_batch_size_schedule")
 # Flags of a start from weights alone; in a conversion they would drop the iteration or the optimizer.
 _STATE = ("finetune", "no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng")
 
@@ -69,33 +68,6 @@ def strip_side_effects(flags: Flags, words: Sequence[str]) -> tuple[list[str], l
     settings = {**SET, **{dest: value for dest, value in DEFAULTS.items() if dest not in user}}
     edited, removed = flags.edit(words, remove={*REMOVED, *SET}, append=flags.words_for(settings))
     return edited, list(dict.fromkeys(item.flag for item in removed))
-
-
-def words_of_smaller_batch(flags: Flags, words: Sequence[str], *, divisor: int) -> list[str]:
-    """The words of a trial with `divisor` times fewer replicas than the command's training.
-
-    Its global batch is so much smaller, so that each replica has as many microbatches. Without
-    `--global-batch-size` Megatron takes a microbatch a replica, which shrinks by itself. Raises ConfigError
-    for a batch that is no multiple, or that grows in training.
-    """
-    values = flags.values(words)
-    growing = next((name for name in _GROWING_BATCH if getattr(values, name, None)), None)
-    if growing is not None:
-        raise ConfigError(
-            f"{flags.flag_of(growing)}: the batch grows in training, so a trial with fewer replicas has no "
-            "batch of its own; leave the flag out while tuning"
-        )
-    batch = values.global_batch_size
-    if batch is None:
-        return list(words)
-    if batch % divisor:
-        raise ConfigError(
-            f"--global-batch-size {batch}: must be a multiple of {divisor}, by which a trial has fewer nodes "
-            "than the training; raise trial.nodes"
-        )
-    smaller = {"global_batch_size": batch // divisor}
-    edited, _ = flags.edit(words, remove=set(smaller), append=flags.words_for(smaller))
-    return edited
 
 
 def parity_words(

@@ -28,6 +28,8 @@ class TrainingJob:
     `experts` and `latent` attention are the model's, None where it has none or one that no plan describes.
     `mtp_layers` predict further tokens, None where there are none.
     `changed_functions` are the framework's whose source is not a known one, which keeps custom schedules off.
+    The job is a trial's with `stage_divisor` times fewer stages and layers than the training, where a replica
+    has more processes than a trial; None where it has not.
     """
 
     framework: Name
@@ -53,6 +55,7 @@ class TrainingJob:
     changed_functions: Annotated[tuple[Name, ...], Length(most=1_000)] | None = field(
         default=None, metadata=ADDED
     )
+    stage_divisor: Annotated[int, Bounds(ge=2, le=2**16)] | None = field(default=None, metadata=ADDED)
 
     def setting(self, name: str) -> SettingValue | None:
         """The command's value of a setting; None where it was not read."""

@@ -31,6 +31,7 @@ class Session:
     rank_env: RankEnv
     files: Any = None
     meter: Any = None
+    stage_divisor: int = 1
 
     @property
     def options(self) -> EntryOptions:

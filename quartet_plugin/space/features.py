@@ -14,6 +14,9 @@ _SCALING = frozenset({Axis.SCALING})
 _MAPPING = frozenset({Axis.MAPPING})
 _NONE: frozenset[Axis] = frozenset()
 
+# A trial has a part of the training's stages.
+FEWER_STAGES = "fewer_stages"
+
 # Features with which micro-batch, or DP, can change the objective (class C), since a loss is a mean over
 # microbatches, which then hold other tokens or samples. The axes they lock are tuned with change class C.
 _BATCHING = frozenset(
@@ -73,6 +76,8 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "gpu_sniff_test": _MAPPING,
     "persistent_checkpoint_worker": _MAPPING,
     "local_checkpoint_replication": _MAPPING,
+    # Where a rank of the training would be is not known from a trial with a part of its stages.
+    FEWER_STAGES: _MAPPING | _SCALING,
     # Graphs are captured in every launch for the order of the framework's schedule; the runtime steps aside.
     "cuda_graphs": _NONE,
     # DeepSpeed: the layers of the first device decide about clipping; the script batches its own data.

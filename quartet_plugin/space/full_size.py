@@ -1,11 +1,16 @@
-"""A trial's plan with all of the training's replicas: the same stages and microbatches, more often."""
+"""A trial's plan at the training's size: in more replicas, or with more stages of as many layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.orders import coordinates, rank_of, slots_of
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import Mapping, NodeInfo, Plan, Slot
+from quartet_plugin.model.plan import Mapping, NodeInfo, Plan, ScheduleChoice, Slot, Split
+from quartet_plugin.space.config import SEARCHED
+from quartet_plugin.space.layouts import is_legal_group, stock_choice
+from quartet_plugin.space.schedules import custom_order
+from quartet_plugin.split.layers import even_split
 
 
 def full_nodes(nodes: Sequence[NodeInfo], *, factor: int) -> tuple[NodeInfo, ...]:
@@ -16,6 +21,100 @@ def full_nodes(nodes: Sequence[NodeInfo], *, factor: int) -> tuple[NodeInfo, ...
         for index, node in enumerate(nodes)
     )
     return (*nodes, *more)
+
+
+def at_full_size(plan: Plan, *, factor: int, stage_factor: int = 1, nodes: Sequence[NodeInfo]) -> Plan:
+    """The plan on `nodes`, `factor` times those of its trial, of which `stage_factor` hold more stages.
+
+    Raises PlanError where the schedule of the plan's name does not run that number of stages.
+    """
+    if stage_factor == 1:
+        return with_all_replicas(plan, factor=factor, nodes=nodes)
+    whole = with_all_stages(plan, factor=stage_factor)
+    return with_all_replicas(whole, factor=factor // stage_factor, nodes=nodes)
+
+
+def with_all_stages(plan: Plan, *, factor: int) -> Plan:
+    """The plan with `factor` times the stages and layers, on as many times the nodes.
+
+    The first and the last stage keep their layers, and those between share the others evenly. The ranks are
+    in the stock order. Raises PlanError where the schedule of the plan's name does not run that number of
+    stages.
+    """
+    made_for, baseline = plan.made_for, plan.made_for.baseline
+    nodes = full_nodes(made_for.nodes, factor=factor)
+    microbatches = baseline.layout.num_microbatches(made_for.global_batch_size)
+    shape = replace(plan.shape, num_layers=plan.shape.num_layers * factor)
+    layout, split = _with_stages(plan.layout, factor=factor), _with_stages_of(plan.split, factor=factor)
+    of_baseline = _with_stages(baseline.layout, factor=factor)
+    schedule = plan.schedule
+    if schedule.custom is None:
+        schedule = _with_group(schedule, layout, factor=factor, num_microbatches=plan.num_microbatches)
+    else:
+        order = custom_order(
+            schedule.custom.named or SEARCHED,
+            shape=shape,
+            num_devices=layout.pipeline_parallel,
+            chunks=layout.virtual_stages,
+            num_microbatches=plan.num_microbatches,
+            ends=None,
+            split=split.transformer_layers_per_stage,
+        )
+        schedule = replace(schedule, custom=order.custom)
+    return replace(
+        plan,
+        made_for=replace(
+            made_for,
+            shape=replace(made_for.shape, num_layers=made_for.shape.num_layers * factor),
+            baseline=replace(
+                baseline,
+                layout=of_baseline,
+                split=_with_stages_of(baseline.split, factor=factor),
+                schedule=_with_group(
+                    baseline.schedule, of_baseline, factor=factor, num_microbatches=microbatches
+                ),
+            ),
+            world_size=made_for.world_size * factor,
+            nodes=nodes,
+        ),
+        shape=shape,
+        layout=layout,
+        split=split,
+        schedule=schedule,
+        mapping=Mapping(slots=slots_of(nodes)),
+        prediction=None,
+        measurement=None,
+    )
+
+
+def _with_stages(layout: Layout, *, factor: int) -> Layout:
+    return replace(layout, pipeline_parallel=layout.pipeline_parallel * factor)
+
+
+def _with_stages_of(split: Split, *, factor: int) -> Split:
+    """The ends hold embedding and head, and keep their layers; the stages between share the rest evenly."""
+    counts = split.transformer_layers_per_stage
+    num_layers, num_stages = factor * sum(counts), factor * len(counts)
+    if len(counts) == 1:
+        return Split(transformer_layers_per_stage=even_split(num_layers, num_stages=num_stages))
+    inner = even_split(num_layers - counts[0] - counts[-1], num_stages=num_stages - 2)
+    return Split(transformer_layers_per_stage=(counts[0], *inner, counts[-1]))
+
+
+def _with_group(
+    schedule: ScheduleChoice, layout: Layout, *, factor: int, num_microbatches: int
+) -> ScheduleChoice:
+    """The framework's own schedule of a layout with `factor` times the stages of the plan's."""
+    if schedule.group is None:
+        return stock_choice(layout)
+    groups = (schedule.group * factor, layout.pipeline_parallel)
+    for group in groups:
+        if is_legal_group(group, layout, num_microbatches=num_microbatches):
+            return stock_choice(layout, group=group)
+    raise PlanError(
+        f"interleaved: {num_microbatches} microbatches; must fill {layout.pipeline_parallel} stages at full "
+        "size"
+    )
 
 
 def with_all_replicas(plan: Plan, *, factor: int, nodes: Sequence[NodeInfo]) -> Plan:

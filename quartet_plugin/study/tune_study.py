@@ -228,14 +228,20 @@ class TuneStudy:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether a point waits: the next trial will be that one."""
-        return any(frozen.state.name == "WAITING" for frozen in self._optuna_trials())
+        """Whether a point waits: the next trial will be that one. A lost server is waited for."""
+        trials = self._where.patiently(lambda _: self._optuna_trials())
+        return any(frozen.state.name == "WAITING" for frozen in trials)
 
     def enqueue(self, point: Params, plan: Plan) -> None:
         """Let the next trial be `point`, which is `plan`'s.
 
-        Asked for where none waits, a resumed study asks for it just so.
+        Asked for where none waits, a resumed study asks for it just so. A lost server is waited for.
         """
+        self._where.patiently(lambda is_again: self._enqueue_once(point, plan, is_again=is_again))
+
+    def _enqueue_once(self, point: Params, plan: Plan, *, is_again: bool) -> None:
+        if is_again and any(frozen.state.name == "WAITING" for frozen in self._optuna_trials()):
+            return  # the server did it before it was lost
         with self._where.errors():
             self._enqueue(point, plan)
 
@@ -251,7 +257,8 @@ class TuneStudy:
 
     def enqueue_fresh(self, *, is_known: Callable[[Plan], bool]) -> bool:
         """Let the next trial be a random plan that is not known; False where none is found."""
-        generator = random.Random(derived_seed(self._seed, len(self._optuna_trials()), "fresh"))  # noqa: S311
+        num_trials = len(self._where.patiently(lambda _: self._optuna_trials()))
+        generator = random.Random(derived_seed(self._seed, num_trials, "fresh"))  # noqa: S311
         for _ in range(MAX_FRESH_TRIES):
             params = RandomParams(generator)
             plan = self._space.decode(params, trial=0)

@@ -57,6 +57,11 @@ def open_space(context: TuningContext, result: TrialResult) -> Space:
 def _show_limits(context: TuningContext, space: Space, job: TrainingJob) -> None:
     """Show which axes are not tuned and why, and what trials leave out: never silently."""
     say = context.observer.message
+    if job.stage_divisor is not None:
+        say(
+            f"a replica is larger than a trial: trials have one of {job.stage_divisor} parts of its stages "
+            f"and layers ({job.shape.num_layers} layers), and the model puts them together"
+        )
     by_feature: dict[str, list[str]] = {}
     for axis, feature in space.locked.items():
         by_feature.setdefault(feature, []).append(axis.value)

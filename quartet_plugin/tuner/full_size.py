@@ -1,6 +1,7 @@
 """Trials with fewer replicas than the training: the finalists by their times at full size, and the winner's.
 
 Trials measure the plans as they are inside of a replica; the calibrated model says what more replicas cost.
+Where a trial has a part of a replica's stages, it says what the other stages cost, too.
 The plan that is handed over has all replicas, a predicted time with its interval, and one short comparison
 with the user's own command at full size where there are nodes for it.
 """
@@ -11,15 +12,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+from quartet_plugin.calibration.feasibility import OVER
 from quartet_plugin.calibration.full_size import FullSizePrediction, FullSizePredictor, MeasuredPlan
 from quartet_plugin.calibration.predictor import PlanPredictor
 from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.full_size import Confirmation, FullSize
 from quartet_plugin.model.measurement import FinalChoice, Interval, Objective, Prediction
-from quartet_plugin.model.plan import NodeInfo, Plan
+from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, score_of_median, speedup
-from quartet_plugin.space.full_size import full_nodes, with_all_replicas
+from quartet_plugin.space.full_size import at_full_size, full_nodes
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.proposer import kept_machine, predictor_of
@@ -54,9 +56,10 @@ class FullSizeWinner:
 
 @dataclass(slots=True, kw_only=True)
 class FullSizeStudy:
-    """Looks at a run's finalists as they are with `factor` times the replicas.
+    """Looks at a run's finalists as they are on `factor` times the nodes.
 
-    `nodes` starts launches there, or says in words why nothing can.
+    They have more replicas there, and `stage_factor` times the stages. `nodes` starts launches there, or says
+    in words why nothing can.
     """
 
     context: TuningContext
@@ -103,8 +106,11 @@ class FullSizeStudy:
             f"full size: {num_nodes} nodes: {of_plan.iteration_s:.4g} s an iteration predicted, "
             f"{gain.median:.2f}x ({gain.low:.2f}x to {gain.high:.2f}x) of your own command"
         )
-        if ranking.trial.plan.layout.data_parallel == 1:
+        if ranking.trial.plan.layout.data_parallel == 1 < full.layout.data_parallel:
             say("full size: its trial had one replica, so what reducing gradients takes is assumed")
+        if self.stage_factor > 1:
+            parts = f"{full.layout.label}, split {full.split.label}"
+            say(f"full size: {parts}: {self.stage_factor} times the stages of its trial")
         full = replace(
             full,
             prediction=Prediction(
@@ -128,16 +134,39 @@ class FullSizeStudy:
 
     def _full_predictor(self) -> FullSizePredictor:
         return FullSizePredictor(
-            self.predictor.machine_model, self.predictor.posterior_samples(), factor=self.factor
+            self.predictor.machine_model,
+            self.predictor.posterior_samples(),
+            covariance=self.predictor.coefficient_covariance(),
+            factor=self.factor,
         )
 
-    def _full(self, plan: Plan, nodes: Sequence[NodeInfo] | None = None) -> Plan:
-        named = nodes or full_nodes(plan.made_for.nodes, factor=self.factor)
-        return with_all_replicas(plan, factor=self.factor, nodes=named)
+    @property
+    def stage_factor(self) -> int:
+        """The stages of the training over those of a trial."""
+        return self.space.job.stage_divisor or 1
+
+    def _full(self, plan: Plan) -> Plan:
+        return at_full_size(
+            plan,
+            factor=self.factor,
+            stage_factor=self.stage_factor,
+            nodes=full_nodes(plan.made_for.nodes, factor=self.factor),
+        )
+
+    def _fitting(self, plan: Plan) -> Plan:
+        """The plan at full size. Raises ConfigError where more stages need more memory than a device has."""
+        full = self._full(plan)
+        if self.stage_factor > 1:
+            share = self.predictor.feasibility.share_of_memory(full)
+            if share is not None and share > OVER:
+                raise ConfigError(
+                    f"{full.layout.label}: predicted to need {share:.0%} of a device's memory at full size"
+                )
+        return full
 
     def _predicted(self, plan: Plan, *, iteration_s: float, spread: float) -> FullSizePrediction:
         return self._full_predictor().predict(
-            MeasuredPlan(plan=plan, full=self._full(plan), iteration_s=iteration_s, spread=spread)
+            MeasuredPlan(plan=plan, full=self._fitting(plan), iteration_s=iteration_s, spread=spread)
         )
 
     def _log_value(self, trial: FinishedTrial) -> float:

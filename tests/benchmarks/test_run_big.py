@@ -43,6 +43,17 @@ def test_a_trial_is_the_full_plan_with_fewer_replicas(num_processes: int) -> Non
         assert num_parameters(trial, 0) == num_parameters(full, 0)
 
 
+def test_a_replica_that_is_larger_than_a_trial_is_cut_in_half() -> None:
+    cut = [plan for plan in full_plans(20) if plan.layout.pipeline_parallel == 4]
+    for full in cut:
+        trial = trial_plan(full, num_processes=2)
+        assert trial.layout.world_size == 2
+        assert trial.num_microbatches == full.num_microbatches
+        assert trial.layout.virtual_stages == full.layout.virtual_stages
+        assert 2 * trial.shape.num_layers == full.shape.num_layers
+        assert sum(trial.split.transformer_layers_per_stage) == trial.shape.num_layers
+
+
 def test_the_summary_has_the_mean_error_and_the_place_of_the_best_measured_plan() -> None:
     rows = [ROW, replace(ROW, predicted_s=1.0, measured_s=1.25), replace(ROW, label="pp4 dp2")]
     assert rank_of_best(rows) == 2

@@ -22,27 +22,33 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.measurement import Interval
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score_of_median
-from quartet_plugin.space.full_size import full_nodes, with_all_replicas
+from quartet_plugin.space.full_size import at_full_size, full_nodes
 from quartet_plugin.space.plan_space import baseline_plan
 from tests.calibration.truth import Truth
-from tests.space.jobs import make_job, make_nodes
+from tests.space.jobs import make_job, make_nodes, make_shape
 from tests.space.test_full_size import random_plans
 
 FACTOR = 4
+# Short sequences, beside which reducing gradients takes a good part of the time.
+SHORT = 16
 WRONG: dict[str, Any] = {"speed": 3.0, "head": 2.0, "transfer": 5.0, "network": 6.0, "optimizer": 2.0}
 
 
 class TwoSizes:
     """The same machine at a trial's size and at full size, and a predictor that has learned trials."""
 
-    def __init__(self, *nodes: int, plans: list[Plan], num_learned: int) -> None:
+    def __init__(self, *nodes: int, plans: list[Plan], num_learned: int, stage_factor: int = 1) -> None:
+        self._stage_factor = stage_factor
         self.small = Truth(make_nodes(*nodes), **WRONG)
         self._full = IterationModelCache(enlarged_machine(self.small.machine_model, factor=FACTOR))
         self._num_nodes = len(nodes)
         predictor = PlanPredictor(self.small.machine_model, num_iterations=3)
         predictor.learn([self.trial(plan, number) for number, plan in enumerate(plans[:num_learned])])
         self.predictor = FullSizePredictor(
-            self.small.machine_model, predictor.posterior_samples(), factor=FACTOR
+            self.small.machine_model,
+            predictor.posterior_samples(),
+            covariance=predictor.coefficient_covariance(),
+            factor=FACTOR,
         )
 
     def trial(self, plan: Plan, number: int) -> FinishedTrial:
@@ -55,7 +61,12 @@ class TwoSizes:
     def measured(self, plan: Plan) -> MeasuredPlan:
         return MeasuredPlan(
             plan=plan,
-            full=with_all_replicas(plan, factor=FACTOR, nodes=full_nodes(plan.made_for.nodes, factor=FACTOR)),
+            full=at_full_size(
+                plan,
+                factor=FACTOR,
+                stage_factor=self._stage_factor,
+                nodes=full_nodes(plan.made_for.nodes, factor=FACTOR),
+            ),
             iteration_s=self.small(plan),
             spread=0.002,
         )
@@ -70,7 +81,7 @@ class TwoSizes:
 
 @pytest.mark.timeout(120)
 def test_plans_are_predicted_at_full_size_from_trials_of_a_quarter() -> None:
-    plans = random_plans(28)
+    plans = random_plans(28, seq_length=SHORT)
     sizes = TwoSizes(2, 2, plans=plans, num_learned=8)
     errors, inside = [], 0
     for plan in plans[8:]:
@@ -83,12 +94,33 @@ def test_plans_are_predicted_at_full_size_from_trials_of_a_quarter() -> None:
     assert statistics.fmean(errors) < 0.5 * statistics.fmean(same), "what replicas cost is seen"
 
 
+@pytest.mark.timeout(120)
+def test_plans_are_predicted_from_trials_with_half_of_the_stages() -> None:
+    plans = [
+        plan
+        for plan in random_plans(40, stage_divisor=2, seq_length=SHORT)
+        if plan.schedule.name != "interleaved" or plan.num_microbatches >= 8
+    ]
+    sizes = TwoSizes(2, 2, plans=plans, num_learned=8, stage_factor=2)
+    errors, inside, same = [], 0, []
+    for plan in plans[8:]:
+        predicted, truth_s = sizes.predictor.predict(sizes.measured(plan)), sizes.truth_s(plan)
+        errors.append(abs(predicted.iteration_s / truth_s - 1))
+        same.append(abs(sizes.small(plan) / truth_s - 1))
+        inside += predicted.interval.low <= truth_s <= predicted.interval.high
+    assert len(errors) >= 20
+    assert statistics.fmean(errors) < 0.03
+    assert inside >= 0.85 * len(errors)
+    assert statistics.fmean(errors) < 0.25 * statistics.fmean(same), "what stages cost is seen"
+
+
 def test_a_trial_of_one_replica_has_seen_no_reduction_and_its_interval_is_wide() -> None:
-    one = baseline_plan(make_job(), nodes=make_nodes(1, 1), run="r", seed=0)
+    job = make_job(shape=make_shape(seq_length=SHORT), global_batch_size=8)
+    one = baseline_plan(job, nodes=make_nodes(1, 1), run="r", seed=0)
     assert one.layout.data_parallel == 1
     blind = TwoSizes(1, 1, plans=[one], num_learned=1)
-    plans = [plan for plan in random_plans(9) if plan.layout.data_parallel > 1]
-    seen = TwoSizes(2, 2, plans=plans, num_learned=2)
+    plans = [plan for plan in random_plans(16, seq_length=SHORT) if plan.layout.data_parallel > 1]
+    seen = TwoSizes(2, 2, plans=plans, num_learned=len(plans))
     spread = seen.predictor.predict(seen.measured(plans[0])).spread
     assert blind.predictor.predict(blind.measured(one)).spread > 3 * spread
     assert spread >= scale_spread(FACTOR)
@@ -104,7 +136,7 @@ def test_the_wait_grows_with_nodes_and_the_spread_with_the_distance() -> None:
 
 
 def test_what_two_plans_have_in_common_cancels_in_the_speedup() -> None:
-    plans = random_plans(6)
+    plans = random_plans(6, seq_length=SHORT)
     sizes = TwoSizes(2, 2, plans=plans, num_learned=3)
     predicted = sizes.predictor.predict(sizes.measured(plans[0]))
     measured = Interval(median=1.2, low=1.18, high=1.22)
@@ -112,7 +144,10 @@ def test_what_two_plans_have_in_common_cancels_in_the_speedup() -> None:
     assert same.median == pytest.approx(1.2)
     assert (same.high - same.low) / same.median < 4 * predicted.spread
     slower = FullSizePrediction(
-        iteration_s=predicted.iteration_s, spread=0.0, ratios=predicted.ratios + np.log(1.1)
+        iteration_s=predicted.iteration_s,
+        spread=0.0,
+        ratios=predicted.ratios + np.log(1.1),
+        slopes=predicted.slopes,
     )
     lost = sizes.predictor.speedup(slower, baseline=predicted, measured=measured)
     assert lost.median == pytest.approx(1.2 / 1.1)
@@ -121,4 +156,4 @@ def test_what_two_plans_have_in_common_cancels_in_the_speedup() -> None:
 def test_nodes_of_unequal_size_are_refused() -> None:
     truth = Truth(make_nodes(2, 1))
     with pytest.raises(ConfigError, match="nodes of 1 and of 2 devices"):
-        FullSizePredictor(truth.machine_model, [], factor=2)
+        FullSizePredictor(truth.machine_model, [], covariance=np.zeros((0, 0)), factor=2)

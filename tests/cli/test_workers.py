@@ -66,9 +66,16 @@ class Tuner:
     started: ClassVar[list["Tuner"]] = []
 
     def __init__(
-        self, folder: Path, *options: str, storage: str = "journal", fake: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        *options: str,
+        storage: str = "journal",
+        fake: tuple[str, ...] = (),
+        num_trials: int = NUM_TRIALS,
     ) -> None:
-        words, command = prepare(folder, config=CONFIG.replace("STORAGE", storage))
+        config = CONFIG.replace("STORAGE", storage).replace(f"trials: {NUM_TRIALS}", f"trials: {num_trials}")
+        words, command = prepare(folder, config=config)
+        self.num_trials = num_trials
         self.run = folder / "runs" / "fake"
         self.storage = storage
         self.queue = WorkQueue(folder=self.run)
@@ -142,7 +149,7 @@ class Tuner:
         assert all(row.is_finished for row in view.rows)
         assert [row.number for row in view.rows] == list(range(len(view.rows)))
         own = [row for row in view.rows if row.record["repeats"] is None]
-        assert [row.record["verdict"] for row in own] == ["measured"] * (NUM_TRIALS + 1)
+        assert [row.record["verdict"] for row in own] == ["measured"] * (self.num_trials + 1)
         keys = Counter(row.labels["plan_key"] for row in own)
         assert set(keys.values()) == {1}
         for row in own:
@@ -210,6 +217,30 @@ def test_rows_30_and_31_four_workers_and_one_of_them_killed_in_a_trial(tmp_path:
     assert set(outcomes.values()) - {"UNSTABLE"} == {"CANCELLED", "OK"}
     assert f"trial {victim.trial}: worker {victim.worker}" in tuner.words
     assert living(tmp_path) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("num_workers", [16, 64])
+def test_many_workers_on_one_study_whose_database_is_killed(tmp_path: Path, num_workers: int) -> None:
+    """More than there are cores; the server is away in the middle, and every trial is told once."""
+    with postgres() as own:
+        many = ("--workers", str(num_workers), "--oversubscribe")
+        tuner = Tuner(tmp_path, *many, storage=own.url, fake=QUICK, num_trials=num_workers // 2 + 8)
+        wait_until(
+            lambda: len(list(tuner.queue.members())) == num_workers, what="every worker", timeout_s=900.0
+        )
+        tuner.under_way(4)
+        own.stop()
+        tuner.release()
+        wait_until(
+            lambda: "it is asked again" in tuner.words or tuner.process.poll() is not None,
+            what="the tuner to miss its database",
+            timeout_s=600.0,
+        )
+        own.start()
+        assert tuner.process.wait(timeout=1200) == 0, tuner.words
+        tuner.check_study()
 
 
 @pytest.mark.slow

@@ -51,6 +51,17 @@ search: {schedule: stock}
 """
 
 
+DEEP_CONFIG = """\
+run: deep
+device: cpu
+launcher: slurm
+nodes: 4
+trial: {nodes: 2, warmup: 1, measure: 3}
+study: {trials: 1, top_k: 1, rounds: 3, control: 0}
+search: {schedule: stock, pipeline_parallel: 2, micro_batch_size: 4, split: even}
+"""
+
+
 def tuner_words(folder: Path, *options: str, fake: Sequence[str] = ()) -> list[str]:
     """The tuner with two ranks of the stand-in, one on each of two nodes."""
     words, command = prepare(folder, config=CONFIG)
@@ -236,7 +247,35 @@ def test_megatron_is_tuned_on_two_nodes_for_four(cluster: SlurmCluster, tmp_path
     printed = await_end(cluster, job, tmp_path, limit_s=800.0)
     run = tmp_path / "runs" / "small"
     assert set(verdicts(run)) == {"measured"}, printed
-    assert "a trial has 2 of 4 nodes: one of 2 parts" in printed
+    assert "a trial has 2 of 4 nodes, and as much of the replicas" in printed
     reported = json.loads(next(run.glob("trials/000000/attempt-1/rank-0.json")).read_text())
     assert reported["job"]["global_batch_size"] == GLOBAL_BATCH_SIZE // 2
+    check_nothing_is_left(cluster, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_pipeline_of_four_nodes_is_tuned_on_two_and_compared_on_four(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """Trials have two of four stages; the winner has all, and runs once beside the command at full size."""
+    (tmp_path / "q.yaml").write_text(DEEP_CONFIG)
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    # Microbatches of one sequence are slow: there is a plan that wins.
+    deep = shlex.split("--micro-batch-size 1 --num-layers 8 --pipeline-model-parallel-size 4")
+    command = [torchrun, "--nproc-per-node", "1", str(SCRIPT), *MEGATRON_FLAGS, *deep]
+    options = ["--config", str(tmp_path / "q.yaml"), "--run-dir", str(tmp_path / "runs")]
+    job = submit(cluster, tmp_path, [sys.executable, "-c", SHORT_ENTRY, "tune", *options, "--", *command])
+    printed = await_end(cluster, job, tmp_path, limit_s=800.0)
+    run = tmp_path / "runs" / "deep"
+    assert set(verdicts(run)) == {"measured"}, printed
+    reported = json.loads(next(run.glob("trials/000000/attempt-1/rank-0.json")).read_text())["job"]
+    assert (reported["stage_divisor"], reported["shape"]["num_layers"]) == (2, 4)
+    assert reported["layout"]["pipeline_parallel"] == 2
+    assert "a replica is larger than a trial" in printed
+    assert "full size: 4 nodes" in printed, printed
+    plan = json.loads((run / "best" / "full-size" / "plan.json").read_text())
+    assert (plan["shape"]["num_layers"], plan["layout"]["pipeline_parallel"]) == (8, 4)
+    said = json.loads((run / "best" / "full-size" / "prediction.json").read_text())
+    assert said["confirmation"]["speedup"] > 1.0, said
     check_nothing_is_left(cluster, tmp_path)

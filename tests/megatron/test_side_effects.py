@@ -12,7 +12,6 @@ from quartet_plugin.megatron.side_effects import (
     conversion_words,
     parity_words,
     strip_side_effects,
-    words_of_smaller_batch,
     words_to_start_from,
 )
 from quartet_plugin.model.conversion import Conversion
@@ -131,18 +130,3 @@ def test_a_model_that_comes_from_a_checkpoint_is_refused() -> None:
     conversion = Conversion(load="/from", save="/into")
     with pytest.raises(ConfigError, match="--use-checkpoint-args"):
         conversion_words(conversion, flags=native_flags(), words=[*MEGATRON_FLAGS, "--use-checkpoint-args"])
-
-
-def test_a_trial_with_fewer_replicas_has_a_part_of_the_batch() -> None:
-    flags = native_flags()
-    words = ["--micro-batch-size", "2", "--global-batch-size=64", "--seq-length", "8"]
-    edited = words_of_smaller_batch(flags, words, divisor=8)
-    assert flags.values(edited).global_batch_size == 8
-    assert "--global-batch-size=64" not in edited
-    # Megatron's own batch without the flag is a microbatch a replica.
-    assert words_of_smaller_batch(flags, words[:2], divisor=8) == words[:2]
-    with pytest.raises(ConfigError, match="--global-batch-size 64: must be a multiple of 3"):
-        words_of_smaller_batch(flags, words, divisor=3)
-    growing = [*words, "--rampup-batch-size", "8", "8", "1000"]
-    with pytest.raises(ConfigError, match="--rampup-batch-size: the batch grows in training"):
-        words_of_smaller_batch(flags, growing, divisor=2)

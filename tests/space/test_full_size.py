@@ -1,26 +1,42 @@
-"""A trial's plan with all of the training's replicas: what stays, and where its ranks are."""
+"""A trial's plan with all of the training's replicas and stages: what stays, and where its ranks are."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.orders import coordinates, is_legal, slots_of
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.space.full_size import full_nodes, with_all_replicas
+from quartet_plugin.space.axes import Axis
+from quartet_plugin.space.features import FEWER_STAGES
+from quartet_plugin.space.full_size import at_full_size, full_nodes, with_all_replicas
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import build_space
 from quartet_plugin.tuner.config import parse_config
-from tests.space.jobs import make_job, make_layout, make_nodes
+from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
 
 FACTOR = 4
 STOCK = {"schedule": ["no-pipelining", "1f1b", "interleaved"]}
 
 
-def random_plans(count: int, *, seed: int = 0) -> list[Plan]:
+def random_plans(
+    count: int,
+    *,
+    seed: int = 0,
+    stage_divisor: int | None = None,
+    search: dict[str, list[str]] = STOCK,
+    seq_length: int = 256,
+) -> list[Plan]:
     """Plans for two nodes of two slots, every axis as it comes."""
-    job = make_job(layout=make_layout(pipeline_parallel=2, data_parallel=2))
-    search = parse_config({"search": STOCK}, where="test").search
-    space = build_space(job, nodes=make_nodes(2, 2), search=search, run="r", seed=0)
+    job = make_job(
+        layout=make_layout(pipeline_parallel=2, data_parallel=2), shape=make_shape(seq_length=seq_length)
+    )
+    if stage_divisor is not None:
+        job = replace(job, features=(FEWER_STAGES,), stage_divisor=stage_divisor)
+    config = parse_config({"search": search}, where="test").search
+    space = build_space(job, nodes=make_nodes(2, 2), search=config, run="r", seed=0)
+    assert (Axis.MAPPING in space.locked) == (stage_divisor is not None)
     generator = random.Random(seed)
     return [space.decode(RandomParams(generator), trial=0) for _ in range(count)]
 
@@ -72,3 +88,38 @@ def test_a_plan_keeps_its_digest_of_what_it_is(factor: int) -> None:
     assert full == with_all_replicas(plan, factor=factor, nodes=nodes)
     assert full.prediction is None
     assert full.measurement is None
+
+
+def test_a_part_of_the_stages_becomes_all_of_them() -> None:
+    """Trials of two stages' processes: 4 times the nodes hold twice the stages and twice the replicas."""
+    named = {"schedule": ["no-pipelining", "1f1b", "interleaved", "zb-h1", "zb-v"]}
+    seen = set()
+    for plan in random_plans(60, stage_divisor=2, search=named):
+        nodes = full_nodes(plan.made_for.nodes, factor=FACTOR)
+        try:
+            full = at_full_size(plan, factor=FACTOR, stage_factor=2, nodes=nodes)
+        except PlanError as error:
+            assert plan.schedule.name == "interleaved"
+            assert "must fill" in str(error)  # noqa: PT017
+            continue
+        seen.add(plan.schedule.label)
+        assert full.num_microbatches == plan.num_microbatches
+        assert full.layout.pipeline_parallel == 2 * plan.layout.pipeline_parallel
+        assert full.layout.data_parallel == 2 * plan.layout.data_parallel
+        assert full.layout.world_size == full.made_for.world_size == FACTOR * plan.layout.world_size
+        assert full.made_for.baseline.layout.world_size == full.made_for.world_size
+        counts = full.split.transformer_layers_per_stage
+        assert sum(counts) == full.shape.num_layers == 2 * plan.shape.num_layers
+        assert full.made_for.shape.num_layers == 2 * plan.made_for.shape.num_layers
+        assert len(counts) == full.layout.num_stages
+        of_trial = plan.split.transformer_layers_per_stage
+        if len(of_trial) > 1:
+            assert (counts[0], counts[-1]) == (of_trial[0], of_trial[-1])
+        assert max(counts[1:-1], default=0) - min(counts[1:-1], default=0) <= 1
+        if plan.schedule.custom is not None:
+            assert full.schedule.label == plan.schedule.label
+            assert full.schedule.custom is not None
+            assert full.schedule.custom.num_devices == full.layout.pipeline_parallel
+        assert full.mapping.is_stock
+        assert is_legal(full.mapping.slots, layout=full.layout)
+    assert {"no-pipelining", "1f1b", "zb-h1", "zb-v"} <= seen

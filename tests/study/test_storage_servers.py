@@ -9,6 +9,7 @@ import pytest
 
 from quartet_plugin.errors import StorageError
 from quartet_plugin.study.storage import StudyStorage
+from quartet_plugin.study.tune_study import TuneStudy
 from quartet_plugin.study.view import read_study
 from quartet_plugin.tuner.run_folder import TuningRun
 from tests.study.servers import PASSWORD, Postgres, Proxy, postgres
@@ -157,6 +158,41 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path: Path, monkeypatch: pyt
         assert outcomes(result) == outcomes(reference)
         assert slept
         assert any("it is asked again" in text for text in watching.messages)
+
+
+@pytest.mark.parametrize("moment", ["enqueue", pytest.param("has_waiting", marks=pytest.mark.slow)])
+def test_a_server_lost_between_two_trials_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Not a trial is under way: the tuner asks what waits, or puts the next plan into the study."""
+    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
+    lost: list[str] = []
+    with postgres() as own:
+
+        def stop_once(study: TuneStudy) -> None:
+            if not lost and len(study.trials()) > 2:
+                lost.append(moment)
+                own.stop()
+
+        before = getattr(TuneStudy, moment)
+        function = before.fget if isinstance(before, property) else before
+        assert function is not None
+
+        def after_the_loss(study: TuneStudy, *args: Any, **more: Any) -> Any:
+            stop_once(study)
+            return function(study, *args, **more)
+
+        changed = property(after_the_loss) if isinstance(before, property) else after_the_loss
+        monkeypatch.setattr(TuneStudy, moment, changed)
+
+        def sleep(seconds: float) -> None:
+            if own.process is None:
+                own.start()
+
+        with_storage(monkeypatch, sleep=sleep)
+        result = tune(begin_at(tmp_path / "r", own.url), FakeMachine())
+        assert lost
+        assert outcomes(result) == outcomes(reference)
 
 
 def test_a_proxy_that_is_away_is_one_line(

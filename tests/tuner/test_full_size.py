@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quartet_plugin.calibration.feasibility import FeasibilityModel
 from quartet_plugin.cli.full_size import full_size_lines, full_size_nodes
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import parse_command
@@ -15,6 +16,7 @@ from quartet_plugin.launchers.slurm_batch import SlurmBatchEngine
 from quartet_plugin.model.full_size import Confirmation, FullSize, read_full_size
 from quartet_plugin.model.measurement import Interval
 from quartet_plugin.model.plan import Plan, read_plan
+from quartet_plugin.space.features import FEWER_STAGES
 from quartet_plugin.space.full_size import full_nodes
 from quartet_plugin.tuner.config import parse_config, placement_of, with_launcher
 from quartet_plugin.tuner.full_size import RULE, FullSizeNodes
@@ -119,6 +121,47 @@ def test_the_winner_is_compared_once_where_there_are_nodes(tmp_path: Path) -> No
     assert any("measured there" in line for line in _lines_of(result, run))
     # The comparison is not the study's: it measures the winner alone, and no trial is at full size.
     assert all(len(trial.plan.made_for.nodes) == 2 for trial in result.trials)
+
+
+def test_of_a_replica_that_is_larger_all_stages_are_handed_over(tmp_path: Path) -> None:
+    """Trials of two processes with half of the stages: on 8 nodes PP is doubled and DP is what is left."""
+    watching = Watching()
+    run = begin(
+        tmp_path / "a",
+        study={"trials": 4, "control": 0, "rounds": 3, "top_k": 1},
+        trial={"nodes": 2},
+        **CONFIG,
+    )
+    job = replace(make_job(features=(FEWER_STAGES,)), stage_divisor=2)
+    machine = FakeMachine(job=job, cluster=NODES, seconds=seconds)
+    result = tune(run, machine, observer=watching, full_size="the allocation has 2 nodes")
+    assert result.winner is not None
+    assert result.full_size is not None
+    small, full = result.winner.trial.plan, result.full_size.plan
+    assert full.layout.pipeline_parallel == 2 * small.layout.pipeline_parallel
+    assert full.layout.data_parallel * 2 == FACTOR * small.layout.data_parallel
+    assert full.shape.num_layers == full.made_for.shape.num_layers == 2 * job.shape.num_layers
+    assert full.num_microbatches == small.num_microbatches
+    assert all(trial.plan.mapping.is_stock for trial in result.trials)
+    assert any(text.startswith("a replica is larger than a trial") for text in watching.messages)
+    assert any(text.startswith(f"full size: {full.layout.label}") for text in watching.messages)
+
+
+def test_a_plan_that_more_stages_make_too_large_is_not_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FeasibilityModel, "share_of_memory", lambda self, plan: 1.2)
+    watching = Watching()
+    run = begin(
+        tmp_path / "a",
+        study={"trials": 2, "control": 0, "rounds": 3, "top_k": 1},
+        trial={"nodes": 2},
+        **CONFIG,
+    )
+    job = replace(make_job(features=(FEWER_STAGES,)), stage_divisor=2)
+    result = tune(run, FakeMachine(job=job, cluster=NODES, seconds=seconds), observer=watching)
+    assert result.full_size is None
+    assert any("predicted to need 120% of a device's memory" in text for text in watching.messages)
 
 
 def _lines_of(result: TuneResult, run: TuningRun) -> list[str]:
