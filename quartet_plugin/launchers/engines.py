@@ -29,9 +29,14 @@ def engine_names() -> tuple[str, ...]:
 
 
 def engine_named(name: str, *, site: Site) -> Engine:
-    """The engine on a site. Raises ConfigError for a name that none has, or one that cannot be loaded."""
+    """The engine on a site.
+
+    Raises ConfigError for a name that none has, in the site's `engines` too, and for an engine that cannot be
+    loaded.
+    """
     from importlib.metadata import EntryPoint
 
+    _check_settings(site)
     points = list(entry_points(group=GROUP, name=name))
     if not points and name in _OURS:
         points = [EntryPoint(name=name, value=_OURS[name], group=GROUP)]
@@ -43,3 +48,15 @@ def engine_named(name: str, *, site: Site) -> Engine:
     except ImportError as error:
         raise ConfigError(f"launcher: {name}: cannot be loaded: {error}") from error
     return engine
+
+
+def _check_settings(site: Site) -> None:
+    """Raises ConfigError for settings of a launcher that is not installed, or has a section of its own."""
+    for name in site.engines:
+        if name in _OURS or name == LOCAL:
+            raise ConfigError(
+                f"site.yaml: engines.{name}: a launcher of this package has a section of its own"
+            )
+        if name not in engine_names():
+            near = nearest_word(name, known=engine_names())
+            raise ConfigError(f"site.yaml: engines.{name}: no launcher of this name is installed{near}")

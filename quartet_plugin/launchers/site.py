@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
@@ -17,6 +17,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,:@/+=#\[\]-]{0,199}")
 _PROGRAM = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_./+-]{0,999}")
 _OPTION = re.compile(r"--[a-z][a-z0-9-]{0,60}(=[A-Za-z0-9_.,:@/+=%\[\]-]{0,400})?")
 _FACTORY = re.compile(r"[^\0\n\r]{1,4096}\.py:[A-Za-z_][A-Za-z0-9_]{0,200}")
+_ENGINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,200}")
 # Options that say what the launcher itself decides.
 _RESERVED = (
@@ -63,9 +64,17 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
+def _engines(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    for name in values:
+        if not _ENGINE.fullmatch(name):
+            raise ValueError("names of launchers: letters, digits and _.-, at most 64")
+    return values
+
+
 Plain = Annotated[str, AfterValidator(_plain)]
 Options = Annotated[tuple[str, ...], Field(max_length=100, strict=False), AfterValidator(_options)]
 Variables = Annotated[dict[str, str], Field(max_length=1000), AfterValidator(_variables)]
+Engines = Annotated[dict[str, dict[str, Any]], Field(max_length=100), AfterValidator(_engines)]
 
 
 class SlurmSite(Section):
@@ -144,7 +153,10 @@ class NemoRunSite(Section):
 
 
 class Site(Section):
-    """All of `site.yaml`. `environment` is set for every trial; `python` starts on the nodes."""
+    """All of `site.yaml`. `environment` is set for every trial; `python` starts on the nodes.
+
+    What `engines` holds for a launcher of another package is plain data, which that launcher checks.
+    """
 
     slurm: SlurmSite = Field(default=SlurmSite(), description="options of Slurm's jobs and steps")
     ssh: SshSite | None = Field(default=None, description="hosts, for launcher: ssh")
@@ -153,6 +165,9 @@ class Site(Section):
         default=None, description="jobs of Kubeflow, for launcher: kubernetes"
     )
     ray: RaySite = Field(default=RaySite(), description="nodes of a Ray, for launcher: ray")
+    engines: Engines = Field(
+        default={}, description="settings of launchers of other packages, by the launcher's name"
+    )
     environment: Variables = Field(default={}, description="variables of every trial")
     python: Annotated[str, AfterValidator(_program)] | None = Field(
         default=None, description="the python of the nodes, if it is another"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.engines import engine_named
 from quartet_plugin.launchers.site import parse_site, read_site
 
 
@@ -48,9 +49,22 @@ def test_options_are_words_of_their_own() -> None:
         ({"kubernetes": {"volumes": [{"claim": "a", "path": "/x/../y"}]}}, "an absolute path"),
         ({"kubernetes": {"gpus_per_node": 8, "resources": {"nvidia.com/gpu": 8}}}, "asked for twice"),
         ({"slurm": {"acount": "a1"}}, "acount"),
+        ({"engines": {"a b": {}}}, "names of launchers"),
+        ({"engines": {"flux": "queue"}}, "engines.flux"),
         ([], "a site is a mapping"),
     ],
 )
 def test_what_a_shell_or_slurm_could_read_otherwise_is_refused(data: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_site(data, where="s")
+
+
+def test_settings_of_another_packages_launcher_are_plain_data() -> None:
+    """They are refused where no such launcher is installed, or where it has a section of its own."""
+    site = parse_site({"engines": {"flux": {"queue": "batch", "urgency": 16}}}, where="s")
+    assert site.engines["flux"] == {"queue": "batch", "urgency": 16}
+    with pytest.raises(ConfigError, match=r"engines\.flux: no launcher of this name is installed"):
+        engine_named("ssh", site=site)
+    own = parse_site({"engines": {"ssh": {}}}, where="s")
+    with pytest.raises(ConfigError, match=r"engines\.ssh: a launcher of this package has a section"):
+        engine_named("ssh", site=own)
