@@ -104,7 +104,7 @@ def _doctor_nodes(*, launcher: str | None, site: Path | None, form: ReportFormat
 
 
 def recheck_command(plan: PlanFile) -> None:
-    """After an upgrade: may a plan still be used here? The same as `quartet doctor --plan PLAN`."""
+    """Say whether a plan may still be used after an upgrade: `quartet doctor --plan PLAN` by another name."""
     from quartet_plugin.model.frameworks import capabilities
     from quartet_plugin.model.plan import read_plan
 

@@ -1,4 +1,4 @@
-"""`quartet layout`: the flag that splits a model over pipeline stages, for a model and two numbers."""
+"""`quartet layout`: prints the flag that splits a model over pipeline stages."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`quartet probe`: a cluster file for the machines it runs on."""
+"""`quartet probe`: writes a cluster file for the machines it runs on."""
 
 import importlib.util
 import os

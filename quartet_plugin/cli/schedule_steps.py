@@ -1,4 +1,4 @@
-"""What the schedule commands share: their options as values, simulation with all checks, results as files."""
+"""What the schedule commands share: they read options, simulate with all checks, and write result files."""
 
 import json
 import math

@@ -48,5 +48,5 @@ def _sorted(gains: AxisGains) -> list[AxisGain]:
 
 
 def _words(gain: AxisGain) -> str:
-    """In percent: a status has one speedup, the winner's as it was measured."""
+    """The gain in percent: a status has one speedup, the winner's as it was measured."""
     return f"{100 * (gain.gain - 1):.0f} %" if gain.gain >= _LEAST else "nothing"

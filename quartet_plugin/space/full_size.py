@@ -1,4 +1,4 @@
-"""A trial's plan with all of the training's replicas: the same stages and microbatches, more often."""
+"""Gives a trial's plan all of the training's replicas: the same stages and microbatches, more often."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -249,7 +249,7 @@ def with_launcher(
 
 
 def placement_of(config: TuneConfig, *, cwd: Path | None = None) -> Placement:
-    """Where the run's trials start; the site's file is looked for in `cwd`. Raises ConfigError."""
+    """The place where the run's trials start; the site's file is looked for in `cwd`. Raises ConfigError."""
     site = None if config.site is None else (cwd or Path()) / config.site
     return Placement(
         launcher=config.launcher,

@@ -74,11 +74,11 @@ class SleepingCompute:
         return self._act(f"{stage}B{microbatch}", self._backward_s[stage], received, sent=stage > 0)
 
     def input_grad(self, stage: int, microbatch: int, received: Any) -> Any:
-        """I."""
+        """Sleep as long as the stage's I takes; what is sent to the stage before."""
         return self._act(f"{stage}I{microbatch}", self._input_grad_s[stage], received, sent=stage > 0)
 
     def weight_grad(self, stage: int, microbatch: int) -> None:
-        """W."""
+        """Sleep as long as the stage's W takes."""
         self._act(f"{stage}W{microbatch}", self._weight_grad_s[stage], None, sent=False)
 
     def _act(self, text: str, duration_s: float, received: Any, *, sent: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The group of the interleaved schedule: the microbatches of a chunk before the next chunk's turn."""
+"""The group of the interleaved schedule: how many microbatches pass a chunk before the next chunk's turn."""
 
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import PlanKnob

@@ -1,4 +1,4 @@
-"""Overlap of the gradients' reduction with the backward."""
+"""Overlap of the gradients' reduction with the backward, which hides its time."""
 
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.space.features import Axis

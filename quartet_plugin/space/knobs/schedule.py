@@ -1,4 +1,4 @@
-"""The pipeline schedule: the order of forward and backward actions on every device."""
+"""The pipeline schedule, which orders the forward and backward actions of every device."""
 
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import PlanKnob

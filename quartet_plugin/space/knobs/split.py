@@ -1,4 +1,4 @@
-"""The split: the transformer layers of each pipeline stage."""
+"""The split: how many transformer layers each pipeline stage holds."""
 
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import PlanKnob
