@@ -31,31 +31,32 @@ class ReportFormat(StrEnum):
 
 def doctor_command(
     plan: Annotated[
-        Path | None, typer.Option("--plan", metavar="PLAN", help="Whether this plan may be used here.")
+        Path | None, typer.Option("--plan", metavar="PLAN", help="Tell whether this plan may be used here.")
     ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
             "--against",
             metavar="WHEEL|TREE",
-            help="Show changed functions as they differ from another Megatron.",
+            help="Show how changed functions differ from those of another Megatron.",
         ),
     ] = None,
     form: Annotated[
-        ReportFormat, typer.Option("-f", "--format", help="Lines, or one JSON object.")
+        ReportFormat, typer.Option("-f", "--format", help="Print lines, or one JSON object.")
     ] = ReportFormat.TEXT,
     nodes: Annotated[
         bool,
-        typer.Option("--nodes", help="Look at every node: devices, links, ports, clocks, disks, limits."),
+        typer.Option("--nodes", help="Check every node: devices, links, ports, clocks, disks, limits."),
     ] = False,
     launcher: Annotated[
-        str | None, typer.Option(help="With --nodes, how they are reached: slurm (this allocation) or ssh.")
+        str | None, typer.Option(help="With --nodes: reach them by slurm (this allocation) or by ssh.")
     ] = None,
     site: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --nodes, what the cluster asks: a site.yaml.")
+        Path | None,
+        typer.Option(metavar="FILE", help="With --nodes: the site.yaml, which says what the cluster asks."),
     ] = None,
 ) -> None:
-    """Tell what can be tuned with the Megatron here, axis by axis, with the reason; nothing is launched."""
+    """Tell which axes can be tuned with the installed Megatron, and why others cannot; launch nothing."""
     if against is not None and not against.exists():
         raise PlanError(f"--against {against}: there is no such file or folder")
     if plan is not None:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def knobs_command(
     ctx: typer.Context, run: RunName = None, run_dir: RunsFolder = RUNS, as_json: JsonSwitch = False
 ) -> None:
-    """List every knob: the quantity, its class of change, its flag, its rule.
+    """List every knob: what it sets, its class of change, its flag, and its legal values.
 
-    With a RUN also the value of that run's command, the values that its search may choose, and why one is
-    kept. With a command after -- the values that its flags state.
+    With a RUN the list also has the value in that run's command, the values that its search may choose, and
+    the reason where a value is kept. With a command after -- it has the values of the command's flags.
     """
     from quartet_plugin.space.knob_table import knob_rows
 

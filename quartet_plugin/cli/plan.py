@@ -37,7 +37,9 @@ def plan_command(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write the best plan.", show_default=False),
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="The file to write the best plan to.", show_default=False
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -51,45 +53,53 @@ def plan_command(
     ] = None,
     devices: Annotated[
         str | None,
-        typer.Option(metavar="N,N", help="Numbers of devices: the best plan for each, side by side."),
+        typer.Option(metavar="N,N", help="Numbers of devices; the best plans of all are shown side by side."),
     ] = None,
     frontier: Annotated[
         Frontier | None,
-        typer.Option(help="memory: the plans that no other one beats in time and in memory."),
+        typer.Option(help="List the plans that no other plan beats in both time and memory."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option("--global-batch", help="Sequences an iteration.", metavar="N")
+        int | None, typer.Option("--global-batch", help="Sequences in each iteration.", metavar="N")
     ] = None,
     seq_length: Annotated[
         int | None,
-        typer.Option(help="Tokens a sequence; default: the model's own.", metavar="N"),
+        typer.Option(help="Tokens in each sequence. Default: the model's own.", metavar="N"),
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="Of a command whose tokenizer decides it.", metavar="N"),
+        typer.Option(help="Tokens in the vocabulary, where a command's tokenizer decides it.", metavar="N"),
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option(metavar="N", help="Tokens of the whole job, such as 15e12.")
+        float | None, typer.Option(metavar="N", help="Tokens that the whole job trains on, such as 15e12.")
     ] = None,
     price: Annotated[
-        float | None, typer.Option(metavar="X", help="Of a device for an hour: for the cost of the job.")
+        float | None,
+        typer.Option(metavar="X", help="Price of a device for an hour, by which the job's cost is shown."),
     ] = None,
-    top: Annotated[int, typer.Option(help="Also write PLAN.2.json to PLAN.K.json.", metavar="K")] = 1,
+    top: Annotated[
+        int,
+        typer.Option(
+            help="Number of plans to write: the best, then PLAN.2.json to PLAN.K.json.", metavar="K"
+        ),
+    ] = 1,
     exhaustive: Annotated[
-        bool, typer.Option("--exhaustive", help="Predict every layout; no bound rules any out.")
+        bool, typer.Option("--exhaustive", help="Predict every layout, without ruling any out by bounds.")
     ] = False,
     named_only: Annotated[
         bool,
-        typer.Option("--named-only", help="Search no order of actions for the ten best layouts."),
+        typer.Option(
+            "--named-only", help="Use named schedules alone; search no order for the ten best layouts."
+        ),
     ] = False,
     refused: Annotated[
-        bool, typer.Option("--refused", help="List which constraint refused how many layouts.")
+        bool, typer.Option("--refused", help="List how many layouts each constraint refused.")
     ] = False,
     megatron: Annotated[
         str | None,
         typer.Option(
             metavar="VERSION",
-            help="The release that plans are for; default: the command's, else the installed one.",
+            help="Megatron's release that the plans are for. Default: the command's, else the installed one.",
             show_default=False,
         ),
     ] = None,

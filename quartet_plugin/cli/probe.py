@@ -38,11 +38,11 @@ def probe_command(
         int | None,
         typer.Option(help="Ranks on this machine. Default: its GPUs, or its cores up to 8."),
     ] = None,
-    deadline: Annotated[float, typer.Option(help="Seconds the measurement may take.")] = 180.0,
+    deadline: Annotated[float, typer.Option(help="Seconds that the measurement may take.")] = 180.0,
 ) -> None:
-    """Measure devices, memory and links, and write what `quartet plan` takes as its cluster.
+    """Measure devices, memory and links, and write the cluster file that `quartet plan` reads.
 
-    Without a command torchrun is started on this machine alone.
+    Without a command it starts torchrun on this machine alone.
     """
     from quartet_plugin.launchers.local import resolve_device
 

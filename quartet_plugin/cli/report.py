@@ -22,10 +22,11 @@ def report_command(
     run: RunName = None,
     run_dir: RunsFolder = RUNS,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to; RUN/report.html.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="The file to write. Default: RUN/report.html."),
     ] = None,
 ) -> None:
-    """Write a run's report: best against baseline, every trial, predictions, memory, the timeline."""
+    """Write a run's report.html: winner against baseline, every trial, memory, timelines, costs."""
     path = find_run(run, run_dir=run_dir)
     fault = write_report(path, output=output)
     show(f"wrote {output or path / FILE_NAME}")

@@ -44,28 +44,29 @@ def train_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A SCHEDULE.json, searched or written by hand, for the command as it is otherwise.",
+            help="A SCHEDULE.json to train with; all else stays as in the command.",
         ),
     ] = None,
     device: DeviceName = "auto",
     skip_parity_check: Annotated[
         bool,
         typer.Option(
-            "--skip-parity-check", help="Train with a custom schedule that `quartet check` has not passed."
+            "--skip-parity-check", help="Train although the custom schedule has not passed `quartet check`."
         ),
     ] = False,
     launcher: Annotated[
-        str | None, typer.Option(help="Start it on every node of this allocation: slurm.")
+        str | None, typer.Option(help="With slurm: start the command on every node of this allocation.")
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(help="Nodes to train on, with --launcher; without it the plan's.")
+        int | None, typer.Option(help="Number of nodes to train on; needs --launcher. Default: the plan's.")
     ] = None,
     site: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What the cluster asks of every job: a site.yaml.")
+        Path | None,
+        typer.Option(metavar="FILE", help="The site.yaml, which says what the cluster asks of every job."),
     ] = None,
     accept_changed_source: AcceptChangedSource = False,
 ) -> int:
-    """Train with a plan or a schedule: the command that follows `--`, checkpoints and all."""
+    """Run the training command that follows `--` with a plan or a schedule."""
     from quartet_plugin.launchers.command import parse_command
 
     if plan is not None and schedule is not None:

@@ -149,9 +149,10 @@ def _refuse_taken(slices: "tuple[DeviceSlice, ...]", queue: "WorkQueue") -> None
 
 
 def work_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN")], name: Annotated[str, typer.Option()]
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    name: Annotated[str, typer.Option(help="The worker's name.")],
 ) -> None:
-    """Measure what a run's tuner hands out; the task comes on the standard input."""
+    """Measure plans for a run's tuner, which starts this command and gives the task on its standard input."""
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.device_slices import DeviceSlice
     from quartet_plugin.protocol.masking import collect_secrets
