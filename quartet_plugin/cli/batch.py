@@ -80,7 +80,7 @@ def run_command(
     from quartet_plugin.report.batch_table import table_lines
 
     if retry_failed and not resume:
-        raise UsageError("--retry-failed: of a batch that goes on; add --resume")
+        raise UsageError("--retry-failed: works only with a stopped batch; add --resume")
     batch = read_batch(jobs)
     configs = _configs_of(batch)
     _collect_secrets(batch)

@@ -129,7 +129,9 @@ def _plan_lines(plan: "Plan", *, path: Path, report: dict[str, Any]) -> list[str
     faults = _faults(report)
     if has_schedule and custom["state"] != "works":
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise SeamError(f"{path}: its schedule is off here: {faults[0]}{more}; {_difference_command(report)}")
+        raise SeamError(
+            f"{path}: its schedule cannot run here: {faults[0]}{more}; {_difference_command(report)}"
+        )
     here, made_for = report["framework_version"], plan.made_for
     if here != made_for.framework_version:
         raise PlanError(
@@ -195,6 +197,6 @@ def _report(against: Path | None) -> dict[str, Any]:
         )
         if not target.exists():
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise InfrastructureError(f"Megatron cannot be looked at: {last}")
+            raise InfrastructureError(f"Megatron cannot be examined: {last}")
         content: dict[str, Any] = read_json(target)
         return content

@@ -376,13 +376,13 @@ def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
     if "flags" not in content:
         raise PlanError(f"{plan.made_for.framework} takes no flags for a plan")
     if not content["is_stock_order"]:
-        raise PlanError("the plan orders the ranks, and no flag does")
+        raise PlanError("the plan changes the order of the ranks, for which there is no flag")
     if "--" in command:
         raise PlanError("the command has a -- of its own, behind which flags are not read")
     switches = {word.partition("=")[0].replace("_", "-") for word in command if word.startswith("--")}
     contradicted = [flag for flag in content["leave_out"] if flag.replace("_", "-") in switches]
     if contradicted:
-        raise PlanError(f"the plan does without {', '.join(contradicted)} of the command")
+        raise PlanError(f"the plan needs a command without {', '.join(contradicted)} of the command")
     words = [*command]
     for name, value in content["flags"].items():
         words += [name] if value is True else [name, str(value)]

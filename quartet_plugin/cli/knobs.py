@@ -27,7 +27,7 @@ def knobs_command(
 
     words = invocation(ctx).user_command
     if run is not None and words is not None:
-        raise ConfigError(f"{run}: a run and a command; name one of them")
+        raise ConfigError(f"{run}: both a run and a command are given; give one of them")
     rows = knob_rows(None if run is None else _space_of(run, run_dir))
     if words is not None:
         rows = _stated(rows, words)

@@ -120,7 +120,7 @@ def _constants(calibration: Path | None, *, profile: list[Path], cluster: Path |
     """The constants that a calibration or profiles of a cluster correct; None for the package's."""
     if not profile:
         if cluster is not None:
-            raise UsageError("--cluster: goes with --profile; the devices to plan for are --device")
+            raise UsageError("--cluster: works only with --profile; --device names the device to plan for")
         return constants_of(calibration)
     if cluster is None or calibration is not None:
         raise UsageError("--profile: needs the --cluster that it was measured on, and no --calibration")

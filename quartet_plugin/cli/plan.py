@@ -125,7 +125,7 @@ def plan_command(
     counts = _counts(devices)
     if seq_length is not None and model is None:
         raise UsageError(
-            "--seq-length: of --model; a job's is model.seq_length, a command's a flag of its own"
+            "--seq-length: works only with --model; a JOB.yaml has model.seq_length, a command its own flag"
         )
     sections = _sections(
         job, model=model, seq_length=seq_length, cluster=cluster, batch=batch, tokens=tokens, price=price
@@ -135,14 +135,14 @@ def plan_command(
     words = invocation(ctx).user_command
     user: CommandJob | None = None
     if vocab_size is not None and words is None:
-        raise UsageError("--vocab-size: of a command; a model's is vocab_size in JOB.yaml")
+        raise UsageError("--vocab-size: works only with a command; a JOB.yaml has vocab_size")
     if words is None:
         request = _request(job, sections, counts=counts, devices=library)
     else:
         user = _command_job(words, sections, vocab_size=vocab_size, devices=library, folder=folder)
         request = user.request
     if price is not None and request.cost.tokens is None:
-        raise UsageError("--price: the cost of which job? say --tokens N, too")
+        raise UsageError("--price: the cost of a job needs its length; add --tokens N")
     constants = constants_of(calibration)
     if len(counts) > 1 or frontier is not None:
         if output is not None or top > 1 or refused or exhaustive:
@@ -331,7 +331,9 @@ def _sections(
     sections = dict(content)
     if model is not None:
         if "model" in sections:
-            raise ConfigError(f"{job}: model: --model {model} says it too; remove the section, or the option")
+            raise ConfigError(
+                f"{job}: model: --model {model} names a model, too; remove the section, or the option"
+            )
         length = {} if seq_length is None else {"seq_length": seq_length}
         sections["model"] = {**model_section_of(model), **length}
     if cluster is not None:
@@ -379,7 +381,7 @@ def _request(
     named = sections.get("cluster")
     if isinstance(named, str):
         if not counts:
-            raise UsageError(f"--cluster {named}: how many of them? say --devices N")
+            raise UsageError(f"--cluster {named}: the number of devices is missing; add --devices N")
         per_node = min(device_named(named, extra=devices).devices_per_node, counts[0])
         sections["cluster"] = {
             "device": named,

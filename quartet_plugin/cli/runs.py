@@ -116,7 +116,7 @@ def trials_command(
         text = yaml.safe_dump(records(history), sort_keys=False, allow_unicode=False, width=110)
         typer.echo(text.rstrip("\n"))
     if fault is not None:
-        raise StorageError(f"{fault}; shown is what the trials' folders hold")
+        raise StorageError(f"{fault}; the list has what the trials' folders hold")
 
 
 def read_whole(

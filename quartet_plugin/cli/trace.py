@@ -54,7 +54,7 @@ def attempt_of(folder: Path, *, trial: int | None = None) -> Path:
         trial = read_plan(run.best_plan).provenance.trial
     place = run.trial(trial)
     if not place.is_dir():
-        raise ConfigError(f"--trial {trial}: {folder} has none; its trials are those in {run.trials}")
+        raise ConfigError(f"--trial {trial}: {folder} has no such trial; its trials are in {run.trials}")
     return _last_attempt(place)
 
 

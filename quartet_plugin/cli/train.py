@@ -70,7 +70,9 @@ def train_command(
     from quartet_plugin.launchers.command import parse_command
 
     if plan is not None and schedule is not None:
-        raise UsageError("quartet train: --plan and --schedule; give one of them, a plan has its schedule")
+        raise UsageError(
+            "quartet train: --plan and --schedule are both given; a plan has its schedule, so give one"
+        )
     if accept_changed_source and skip_parity_check:
         raise UsageError("--accept-changed-source needs the parity gate; leave --skip-parity-check out")
     pass_on_changed_source(is_accepted=accept_changed_source)
@@ -132,7 +134,9 @@ def _on_nodes(
         check_receipt(content, path=plan, skip=skip)
         options += ["--plan", str(plan.absolute())]
     if nodes is None:
-        raise UsageError("quartet train --launcher: without a plan say --nodes, the nodes to train on")
+        raise UsageError(
+            "quartet train --launcher: without a plan add --nodes, the number of nodes to train on"
+        )
     on_nodes(command, num_nodes=nodes)
     return train_on_nodes(options, command.words, launcher=launcher, num_nodes=nodes, site=site)
 

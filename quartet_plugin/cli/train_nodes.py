@@ -25,7 +25,7 @@ def train_on_nodes(
     from quartet_plugin.launchers.slurm_commands import environment_below
 
     if launcher == LOCAL:
-        raise UsageError("--launcher local: this machine; leave --launcher and --nodes out")
+        raise UsageError("--launcher local: this machine needs no launcher; leave --launcher and --nodes out")
     asked = read_site(site)
     engine = engine_named(launcher, site=asked)
     if not isinstance(engine, SlurmEngine):

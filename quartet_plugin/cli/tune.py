@@ -106,7 +106,9 @@ def tune_command(
 
         others = (config, max_minutes, prior, name, trials, launcher, trial_nodes, nodes, site)
         if resume or takeover or dry_run or any(other is not None for other in others):
-            raise UsageError("quartet tune --join: takes --workers alone; the rest is its tuner's")
+            raise UsageError(
+                "quartet tune --join: takes no option but --workers; the run's tuner has the others"
+            )
         words = invocation(ctx).user_command
         path = find_run(joined, run_dir=run_dir)
         join(path, words=words, num_workers=workers or 1, oversubscribe=oversubscribe)

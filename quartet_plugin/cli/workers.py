@@ -117,7 +117,9 @@ def _command_of(run: "TuningRun", words: Sequence[str] | None, *, path: Path) ->
             raise ConfigError(f"{path}: the run has another command; give the same one, or none")
         return tuple(words)
     if is_masked(run.command):
-        raise ConfigError(f"{path}: the run's command holds a secret, which is not kept; give it after --")
+        raise ConfigError(
+            f"{path}: the run's command holds a secret, which is not kept; give the command after --"
+        )
     return run.command
 
 

@@ -95,7 +95,9 @@ def left_out(history: RunHistory) -> str:
     by_feature: dict[str, list[str]] = {}
     for axis, feature in history.locked.items():
         by_feature.setdefault(feature, []).append(axis)
-    items += [f"{feature} keeps as they are: {', '.join(axes)}" for feature, axes in by_feature.items()]
+    items += [
+        f"{feature} keeps these axes as they are: {', '.join(axes)}" for feature, axes in by_feature.items()
+    ]
     others = [feature for feature in history.features if feature not in by_feature]
     if others:
         items.append("Features of the job that keep nothing: " + ", ".join(others))

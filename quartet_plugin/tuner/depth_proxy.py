@@ -128,7 +128,7 @@ class DepthProxy:
         first_drift = 1.0 if self.is_begun else drift
         if not self._measure(plan, number=BASELINE, num_left=num_left, drift=first_drift):
             self.is_on = False
-            say("the baseline's depth proxy could not be measured: plans are tried whole")
+            say("the baseline's depth proxy could not be measured: plans are tried with all layers")
         for trial in trials:
             plan, number = trial.plan, trial.number
             if self.is_on and number != BASELINE and self._is_recorded(plan, number=number):

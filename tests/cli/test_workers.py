@@ -341,7 +341,7 @@ PLAIN = (sys.executable, "train.py")
     ("words", "given", "says"),
     [
         (PLAIN, (*PLAIN, "--more"), "the run has another command"),
-        ((*PLAIN, "--api-key", "abc"), None, "holds a secret, which is not kept; give it after --"),
+        ((*PLAIN, "--api-key", "abc"), None, "holds a secret, which is not kept; give the command after --"),
         ((*PLAIN, "--api-key", "abc"), (*PLAIN, "--api-key", "abc"), TAKEN),
         (PLAIN, None, TAKEN),
     ],

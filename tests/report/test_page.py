@@ -147,7 +147,7 @@ def test_the_page_says_what_was_found() -> None:
     assert "no progress for 30 s" in text
     assert "as trial 2" in text
     assert "--save, --tensorboard-dir" in text
-    assert "moe keeps as they are: mapping" in text
+    assert "moe keeps these axes as they are: mapping" in text
     assert "sh /runs/heavy-head/best/command.sh" in text
     assert "Etttttt|ttL" in text
 

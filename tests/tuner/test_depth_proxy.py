@@ -227,7 +227,7 @@ def test_a_baseline_that_cannot_be_cropped_ends_it(tmp_path: Path) -> None:
     machine, watching = FakeMachine(outcome=outcome_of), Watching()
     result = tune(begin(tmp_path / "a", study={"trials": 3}, trial={"crop": 2}), machine, observer=watching)
     assert crop_launches(machine) == 1
-    assert any("plans are tried whole" in text for text in watching.messages)
+    assert any("plans are tried with all layers" in text for text in watching.messages)
     assert not ended_cropped(result)
 
 

@@ -6,7 +6,7 @@ from quartet_plugin.space.knobs.knob import PlanKnob
 GROUP = PlanKnob(
     name="group",
     label="group",
-    meaning="microbatches a group of the interleaved schedule",
+    meaning="microbatches in each group of the interleaved schedule",
     kind="degree",
     axis=Axis.SCHEDULE,
     change_class="A",

@@ -6,7 +6,7 @@ from quartet_plugin.space.knobs.knob import PlanKnob
 SPLIT = PlanKnob(
     name="split",
     label="split",
-    meaning="layers a stage: even, stock, or counts like 6+2",
+    meaning="layers of each stage: even, stock, or counts like 6+2",
     kind="split",
     axis=Axis.SPLIT,
     change_class="A",

@@ -37,7 +37,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
 VIRTUAL_STAGES = LayoutKnob(
     name="virtual_stages",
     label="VP",
-    meaning="stages a device",
+    meaning="stages on each device",
     kind="degree",
     axis=Axis.SCHEDULE,
     change_class="A",
