@@ -165,6 +165,11 @@ def is_fragment(sentence: str) -> bool:
     )
 
 
+def num_content_words(text: str) -> int:
+    """The number of words that are neither articles, pronouns and prepositions nor forms of be and have."""
+    return sum(word not in STOP_WORDS for word in words_of(text))
+
+
 def repeats(text: str, *names: str) -> bool:
     """Whether a docstring has no word beside those of the names that it documents."""
     known = {_root(word) for name in names for word in re.findall(r"[A-Za-z][a-z]*", name)}

@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.docstring_words import has_clause, has_verb, is_fragment, repeats, sentences_of
+from tests.docstring_words import (
+    has_clause,
+    has_verb,
+    is_fragment,
+    num_content_words,
+    repeats,
+    sentences_of,
+)
 from tests.test_names import ROOT, trees
 
 WITHOUT_RESULT = frozenset({"None", "Never", "NoReturn"})
@@ -43,6 +50,8 @@ def fault_of(thing: Documented) -> str | None:
     """What is wrong with a docstring; None where nothing is."""
     if not thing.text:
         return "has no docstring" if thing.is_public else None
+    if thing.is_public and num_content_words(thing.text) < 2:
+        return "has one word"
     if repeats(thing.text, *thing.names):
         return "says no more than its name"
     if thing.is_action and not has_clause(thing.text):
@@ -101,7 +110,8 @@ def first_of(code: str) -> Documented:
             "has no result and no verb that says what it does",
         ),
         ("def prepare() -> None: 'Nothing to clean up.'", "has no result and no verb that says what it does"),
-        ("def stop() -> None: 'Stop.'", "says no more than its name"),
+        ("def stop() -> None: 'Stop.'", "has one word"),
+        ("def path() -> str: 'Its folder.'", "has one word"),
         ("def plan_digest() -> str: 'The digest of the plan.'", "says no more than its name"),
         ("class PlanReader: 'Reads a plan.'", "says no more than its name"),
         ("def price() -> int: 'As the other one, faster.'", "begins with a fragment"),

@@ -68,15 +68,15 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     run = resume_run(path.absolute(), config=None, command=None)
     if run.config.launcher != LOCAL:
         raise ConfigError(
-            f"--join: the trials of this run are started by launcher: {run.config.launcher}; its tuner takes "
-            "more at once by --workers"
+            f"--join: launcher {run.config.launcher} starts this run's trials; to run more of them at once, "
+            "give --workers to its tuner"
         )
     command = parse_command(_command_of(run, words, path=path))
     queue = WorkQueue(folder=run.folder.path)
     offer = queue.offer()
     if offer is None:
         raise StorageError(
-            f"{path}: no tuner of this run takes workers; start it with --workers, then join it here"
+            f"{path}: no tuner of this run takes workers; start its tuner with --workers, then join here"
         )
     _check_place(run, command)
     check_start(command, cwd=run.cwd, environment=os.environ)

@@ -53,7 +53,7 @@ def details(summary: str, body: str) -> str:
 
 
 def note(words: str) -> str:
-    """A remark."""
+    """A paragraph of plain words, less prominent than the page's text."""
     return f'<p class="note">{text(words)}</p>'
 
 

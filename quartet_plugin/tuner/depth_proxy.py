@@ -124,7 +124,7 @@ class DepthProxy:
         self.is_open = True
         plan, say = self.baseline.plan, self.context.observer.message
         self.proposer.predictor.learn(trials)
-        say(f"plans are tried with {self.layers} of {_largest_stage(plan)} layers a stage first")
+        say(f"plans are first tried with {self.layers} of {_largest_stage(plan)} layers on a stage")
         first_drift = 1.0 if self.is_begun else drift
         if not self._measure(plan, number=BASELINE, num_left=num_left, drift=first_drift):
             self.is_on = False

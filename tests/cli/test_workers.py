@@ -295,7 +295,7 @@ def test_a_run_that_takes_no_workers_is_not_joined(tmp_path: Path, capfd: pytest
     tuner = Tuner(tmp_path)
     wait_until(lambda: (tuner.run / "config.json").exists(), what="the run")
     assert main(["tune", "--join", str(tuner.run)]) == 6
-    assert "start it with --workers" in capfd.readouterr().err
+    assert "start its tuner with --workers" in capfd.readouterr().err
     assert main(["tune", "--join", str(tmp_path / "nowhere")]) == 2
     assert main(["tune", "--join", str(tuner.run), "--resume"]) == 2
     assert tuner.ends() == 0, tuner.words

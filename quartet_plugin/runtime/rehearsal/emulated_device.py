@@ -66,11 +66,11 @@ class SleepingCompute:
         self.start_s, self.end_s = [], []
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
-        """F."""
+        """Sleep as long as the stage's F takes; what is sent to the next stage."""
         return self._act(f"{stage}F{microbatch}", self._forward_s[stage], received, sent=stage < self._last)
 
     def backward(self, stage: int, microbatch: int, received: Any) -> Any:
-        """B."""
+        """Sleep as long as the stage's B takes; what is sent to the stage before."""
         return self._act(f"{stage}B{microbatch}", self._backward_s[stage], received, sent=stage > 0)
 
     def input_grad(self, stage: int, microbatch: int, received: Any) -> Any:
