@@ -16,6 +16,10 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")))
+# What every programmer reads without a glossary, and names that are written in capitals.
+COMMON = {"API", "CPU", "CSV", "CUDA", "GB", "GPU", "HTML", "HTTP", "JSON", "JWT", "LLM", "MPI", "SVG", "URL"}
+COMMON |= {"UTF", "YAML", "SIGHUP", "SIGINT", "SIGKILL", "SIGTERM", "SIGUSR"}
+NAMES = {"BLOOM", "DGX", "GPT", "JAX", "NVIDIA", "OPT"}
 WIDTH, CELL, README_LINES = 100, 80, 120
 
 
@@ -71,6 +75,35 @@ def has_long_word(line: str) -> bool:
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= README_LINES
+
+
+def abbreviations_in(text: str) -> set[str]:
+    """The words of two capitals or more in the prose and tables of a page, without plurals and numbers."""
+    text = re.sub(r"```.*?```|^    .*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|\w+\.(?:yaml|json|md)\b|\w+://\S+", " ", text)
+    return set(re.findall(r"(?<![\w/-])[A-Z]{2,}(?=s?\b|\d)", text))
+
+
+def placeholders() -> set[str]:
+    """The words that stand for an argument in the commands and file names of the documents."""
+    texts = [path.read_text(encoding="utf-8") for path in DOCUMENTS]
+    said = [word for path in DOCUMENTS for word in commands_in(path)]
+    said += [name for text in texts for name in re.findall(r"\b[A-Z]+\.(?:yaml|json)\b", text)]
+    return {word for line in said for word in re.findall(r"[A-Z]{2,}", line)}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_abbreviation_is_in_the_glossary_or_spelled_out(path: Path) -> None:
+    glossary = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    defined = abbreviations_in(" ".join(re.findall(r"\*\*([^*]+)\*\*", glossary)))
+    text = path.read_text(encoding="utf-8")
+    unknown = abbreviations_in(text) - defined - COMMON - NAMES - placeholders()
+    assert {word for word in unknown if not re.search(rf"\({word}\)|\b{word} \([a-z]", text)} == set()
+
+
+def test_an_undefined_abbreviation_is_seen() -> None:
+    text = "The WXYs of `QRS` and [a](LINK.md) page, GPT-175B on TP2.\n\n    VUT\n\n| KLM | |\n"
+    assert abbreviations_in(text) == {"WXY", "GPT", "TP", "KLM"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

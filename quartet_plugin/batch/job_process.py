@@ -46,7 +46,7 @@ class JobProcess:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the tuner's process has ended."""
         return not is_running(self.identity) if self._child is None else self._child.poll() is not None
 
     @property

@@ -1,4 +1,4 @@
-"""The CPU device in a configuration: gloo, layers without Transformer Engine, no fused kernels."""
+"""Sets the CPU device in a configuration: gloo, layers without Transformer Engine, no fused kernels."""
 
 from typing import Any
 

@@ -45,13 +45,13 @@ class BridgeMeter(StepMeter):
         return Measure()
 
     def step_begins(self) -> None:
-        """Before a training step."""
+        """Begin the measurement before the first training step."""
         if not self.num_steps:
             self.begin()
             self._modules.__enter__()
 
     def step_ends(self, context: Any) -> None:
-        """After a training step; the one that completes the trial ends the process."""
+        """Count a training step that has ended; the one that completes the trial ends the process."""
         if not self.num_steps:
             self._modules.__exit__(None, None, None)
         self._context = context

@@ -128,7 +128,10 @@ class PlanFeatures:
     end_layers: FloatArray
 
     def similarity(self, other: "PlanFeatures", *, reach: float) -> FloatArray:
-        """1 for equal plans, towards 0 [n, m]: a product of Laplacian kernels, so positive definite."""
+        """The covariance of plans [n, m], from 1 for equal ones towards 0.
+
+        A product of Laplacian kernels, so it is positive definite.
+        """
         differs = self.codes[:, None, :] != other.codes[None, :, :]
         apart = differs @ WEIGHTS
         apart += np.abs(self.end_layers[:, None, :] - other.end_layers[None, :, :]).sum(axis=2) / SPLIT_REACH

@@ -56,19 +56,21 @@ batch_command = typer.Typer(
 @batch_command.command("run")
 def run_command(
     jobs: Annotated[Path, typer.Argument(metavar="JOBS.yaml", help="The jobs.", show_default=False)],
-    batch_dir: Annotated[Path, typer.Option("--batch-dir", help="Where batches are kept.")] = BATCHES,
+    batch_dir: Annotated[
+        Path, typer.Option("--batch-dir", help="The folder that holds the batches.")
+    ] = BATCHES,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a batch that was stopped.")] = False,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="With --resume: start failed jobs again, too.")
     ] = False,
     takeover: Annotated[
-        bool, typer.Option("--takeover", help="Take a batch whose process was lost on another host.")
+        bool, typer.Option("--takeover", help="Take over a batch whose process was lost on another host.")
     ] = False,
     plan_only: Annotated[
         bool, typer.Option("--plan-only", help="Let the planner rank each job; start nothing.")
     ] = False,
 ) -> None:
-    """Tune every job of a file, one after the other or some at a time; a job that fails stops no other."""
+    """Tune every job of a file, one after the other or some at a time; a failed job stops no other."""
     from rich.console import Console
 
     from quartet_plugin.batch.config import read_batch
@@ -78,7 +80,7 @@ def run_command(
     from quartet_plugin.report.batch_table import table_lines
 
     if retry_failed and not resume:
-        raise UsageError("--retry-failed: of a batch that goes on; add --resume")
+        raise UsageError("--retry-failed: works only with a stopped batch; add --resume")
     batch = read_batch(jobs)
     configs = _configs_of(batch)
     _collect_secrets(batch)
@@ -116,14 +118,16 @@ def run_command(
 @batch_command.command("status")
 def status_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A batch's folder, or its name.")],
-    batch_dir: Annotated[Path, typer.Option("--batch-dir", help="Where batches are kept.")] = BATCHES,
+    batch_dir: Annotated[
+        Path, typer.Option("--batch-dir", help="The folder that holds the batches.")
+    ] = BATCHES,
     as_json: JsonSwitch = False,
     watch_s: Annotated[
         float | None,
         typer.Option("--watch", metavar="SECONDS", min=0.5, help="Show it again until the batch ends."),
     ] = None,
 ) -> None:
-    """Show every job: state, trials, best, speedup and the time left; only reads."""
+    """Show every job: state, trials, best plan, speedup and the time left."""
     from quartet_plugin.model.batch import BatchPaths
 
     path = folder if (folder / "batch.json").is_file() else batch_dir / folder

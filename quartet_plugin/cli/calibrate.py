@@ -27,7 +27,12 @@ _PROFILE_SPREAD = 0.05
 
 def calibrate_command(
     cluster: Annotated[
-        Path, typer.Option(metavar="CLUSTER.json", help="Where it was measured.", show_default=False)
+        Path,
+        typer.Option(
+            metavar="CLUSTER.json",
+            help="The cluster file of the machines that were measured.",
+            show_default=False,
+        ),
     ],
     runs: Annotated[
         list[Path] | None,
@@ -35,13 +40,13 @@ def calibrate_command(
     ] = None,
     profile: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="What quartet profile wrote; may be repeated."),
+        typer.Option(metavar="FILE", help="A file that `quartet profile` wrote; may be repeated."),
     ] = None,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The file to write.")] = Path(
         "calibration.json"
     ),
 ) -> None:
-    """Correct the cost model by what was measured on a cluster, and say how sure each constant is."""
+    """Correct the cost model's constants by a cluster's measurements, and print their intervals."""
     from quartet_plugin.calibration.constants_fit import calibrate, fixed_by_probe, write_calibration
     from quartet_plugin.cost.cluster import with_measured_hop
     from quartet_plugin.cost.constants import fitted

@@ -35,15 +35,17 @@ _DEADLINE_S = 600.0
 def check_command(
     ctx: typer.Context,
     plan: Annotated[Path, typer.Argument(help="The plan to check.", show_default=False)],
-    steps: Annotated[int, typer.Option(help="Steps to compare.")] = STEPS,
+    steps: Annotated[int, typer.Option(help="Number of training steps to compare.")] = STEPS,
     device: DeviceName = "auto",
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Where weights and logs go; all nodes must see it. Default: PLAN.parity beside the plan."
+            help="A folder for weights and logs that all nodes see. Default: PLAN.parity beside the plan."
         ),
     ] = None,
-    deadline: Annotated[float, typer.Option(help="Seconds that each of the runs may take.")] = _DEADLINE_S,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds that each of the three runs may take.")
+    ] = _DEADLINE_S,
     accept_changed_source: AcceptChangedSource = False,
 ) -> None:
     """Compare loss and gradient norm of a plan with stock, from the same weights, on the same data."""

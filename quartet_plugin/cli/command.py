@@ -33,21 +33,25 @@ def device_named(text: str) -> Device:
     raise UsageError(f"--device {text}: must be one of {', '.join(get_args(Device))}")
 
 
-DeviceName = Annotated[Device, typer.Option(parser=device_named, metavar="<str>", help="auto, cpu or cuda.")]
+DeviceName = Annotated[
+    Device, typer.Option(parser=device_named, metavar="<str>", help="The kind of device: auto, cpu or cuda.")
+]
 AcceptChangedSource = Annotated[
     bool,
     typer.Option("--accept-changed-source", hidden=True, help="Said below the table: see main.py."),
 ]
 PlanFile = Annotated[Path, typer.Argument(help="A plan file.", show_default=False)]
 RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name.")]
-RunsFolder = Annotated[Path, typer.Option("--run-dir", help="Where runs are kept.")]
+RunsFolder = Annotated[Path, typer.Option("--run-dir", help="The folder that holds the runs.")]
 RUNS = Path("runs")
-JsonSwitch = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+JsonSwitch = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 HardwareFolder = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Device files of your own, before the library's.")
+    Path | None,
+    typer.Option(metavar="FOLDER", help="A folder of device files; they go before the library's."),
 ]
 CalibrationFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A cluster's calibration, by `quartet calibrate`.")
+    Path | None,
+    typer.Option(metavar="FILE", help="The cluster's calibration, which `quartet calibrate` wrote."),
 ]
 
 

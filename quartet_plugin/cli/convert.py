@@ -22,12 +22,17 @@ def convert_command(
         Path,
         typer.Argument(help="A folder that --save wrote, or one iteration in it.", show_default=False),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="NEW", help="A new folder.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="NEW", help="The folder to write; it must not exist.")
+    ],
     to: Annotated[
-        str, typer.Option(metavar="PLAN|stock", help="Whose stages: a plan's, or the command's own.")
+        str,
+        typer.Option(
+            metavar="PLAN|stock", help="The stages to save for: a plan's, or those of the command (stock)."
+        ),
     ],
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Leave out the optimizer and random state.")
+        bool, typer.Option("--weights-only", help="Leave out the optimizer's state and the random state.")
     ] = False,
     device: DeviceName = "auto",
 ) -> int:

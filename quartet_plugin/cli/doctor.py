@@ -31,31 +31,32 @@ class ReportFormat(StrEnum):
 
 def doctor_command(
     plan: Annotated[
-        Path | None, typer.Option("--plan", metavar="PLAN", help="Whether this plan may be used here.")
+        Path | None, typer.Option("--plan", metavar="PLAN", help="Tell whether this plan may be used here.")
     ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
             "--against",
             metavar="WHEEL|TREE",
-            help="Show changed functions as they differ from another Megatron.",
+            help="Show how changed functions differ from those of another Megatron.",
         ),
     ] = None,
     form: Annotated[
-        ReportFormat, typer.Option("-f", "--format", help="Lines, or one JSON object.")
+        ReportFormat, typer.Option("-f", "--format", help="Print lines, or one JSON object.")
     ] = ReportFormat.TEXT,
     nodes: Annotated[
         bool,
-        typer.Option("--nodes", help="Look at every node: devices, links, ports, clocks, disks, limits."),
+        typer.Option("--nodes", help="Check every node: devices, links, ports, clocks, disks, limits."),
     ] = False,
     launcher: Annotated[
-        str | None, typer.Option(help="With --nodes, how they are reached: slurm (this allocation) or ssh.")
+        str | None, typer.Option(help="With --nodes: reach them by slurm (this allocation) or by ssh.")
     ] = None,
     site: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --nodes, what the cluster asks: a site.yaml.")
+        Path | None,
+        typer.Option(metavar="FILE", help="With --nodes: the site.yaml, which says what the cluster asks."),
     ] = None,
 ) -> None:
-    """Tell what can be tuned with the Megatron here, axis by axis, with the reason; nothing is launched."""
+    """Tell which axes can be tuned with the installed Megatron, and why others cannot; launch nothing."""
     if against is not None and not against.exists():
         raise PlanError(f"--against {against}: there is no such file or folder")
     if plan is not None:
@@ -104,7 +105,7 @@ def _doctor_nodes(*, launcher: str | None, site: Path | None, form: ReportFormat
 
 
 def recheck_command(plan: PlanFile) -> None:
-    """After an upgrade: may a plan still be used here? The same as `quartet doctor --plan PLAN`."""
+    """Say whether a plan may still be used after an upgrade: `quartet doctor --plan PLAN` by another name."""
     from quartet_plugin.model.frameworks import capabilities
     from quartet_plugin.model.plan import read_plan
 
@@ -128,7 +129,9 @@ def _plan_lines(plan: "Plan", *, path: Path, report: dict[str, Any]) -> list[str
     faults = _faults(report)
     if has_schedule and custom["state"] != "works":
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise SeamError(f"{path}: its schedule is off here: {faults[0]}{more}; {_difference_command(report)}")
+        raise SeamError(
+            f"{path}: its schedule cannot run here: {faults[0]}{more}; {_difference_command(report)}"
+        )
     here, made_for = report["framework_version"], plan.made_for
     if here != made_for.framework_version:
         raise PlanError(
@@ -194,6 +197,6 @@ def _report(against: Path | None) -> dict[str, Any]:
         )
         if not target.exists():
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise InfrastructureError(f"Megatron cannot be looked at: {last}")
+            raise InfrastructureError(f"Megatron cannot be examined: {last}")
         content: dict[str, Any] = read_json(target)
         return content

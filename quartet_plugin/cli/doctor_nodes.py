@@ -98,4 +98,4 @@ def _look_on(launcher: str, names: Sequence[str], *, site: "Site", folder: Path)
     if not any(folder.glob("node-*.json")):
         printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
         last = (printed or ["nothing was printed"])[-1][:300]
-        raise InfrastructureError(f"--launcher {launcher}: no node could be looked at: {last}")
+        raise InfrastructureError(f"--launcher {launcher}: no node could be checked: {last}")

@@ -80,7 +80,7 @@ def _space_lines(config: "TuneConfig", command: "Command") -> list[str]:
             words = f"{words}: {field.description}"
         lines.append(f"{'search' if not lines else '':<10}{name:<22}{words}")
     if is_read and (reason := _no_custom_schedules(command)) is not None:
-        lines.append(f"{'':<10}{'':<22}the framework's own schedules stay, because of {reason}")
+        lines.append(f"{'':<10}{'':<22}custom schedules cannot run, because of {reason}")
     note = "" if is_read else "what the command's features keep, and "
     lines.append(f"{'':<10}after the first launch: {note}which of these are legal for model and devices")
     return lines

@@ -24,14 +24,15 @@ def explain_command(
     cluster: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="A JOB.yaml, or a cluster file; without it the plan's own job or nodes."
+            metavar="FILE",
+            help="A JOB.yaml or a cluster file. Default: the job or the nodes that the plan names.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     hardware: HardwareFolder = None,
     calibration: CalibrationFile = None,
 ) -> None:
-    """Show the terms of a plan's predicted step, the memory of every stage, and the runner-up."""
+    """Show what a plan's predicted time and memory are made of, and the next best layout."""
     from rich.console import Console
 
     from quartet_plugin.model.plan import read_plan

@@ -31,23 +31,30 @@ def export_command(
     plan: PlanFile,
     as_json: JsonSwitch = False,
     ds_config: Annotated[
-        Path | None, typer.Option(help="Of a DeepSpeed plan: print this ds_config with the plan in it.")
+        Path | None, typer.Option(help="For a DeepSpeed plan: print this ds_config with the plan in it.")
     ] = None,
-    sbp: Annotated[bool, typer.Option("--sbp", help="A layer's linears for OneFlow.")] = False,
-    gspmd: Annotated[bool, typer.Option("--gspmd", help="A layer's linears for XLA.")] = False,
-    dtensor: Annotated[
-        bool, typer.Option("--dtensor", help="A layer's linears for PyTorch, veScale.")
+    sbp: Annotated[
+        bool, typer.Option("--sbp", help="Print how a layer's linears are cut, for OneFlow.")
     ] = False,
-    colossal: Annotated[bool, typer.Option("--colossal", help="Tensor parallelism for Colossal-AI.")] = False,
+    gspmd: Annotated[
+        bool, typer.Option("--gspmd", help="Print how a layer's linears are cut, for XLA.")
+    ] = False,
+    dtensor: Annotated[
+        bool, typer.Option("--dtensor", help="Print how a layer's linears are cut, for PyTorch or veScale.")
+    ] = False,
+    colossal: Annotated[
+        bool, typer.Option("--colossal", help="Print the tensor parallelism for Colossal-AI.")
+    ] = False,
     partition: Annotated[
         str | None,
         typer.Option(
             metavar="FORM",
-            help="With these four: stock, rings, grid, primepar, 2d or 3d.  [default: the plan's own]",
+            help="The cut that these four print: stock, rings, grid, primepar, 2d, 3d.  "
+            "[default: the plan's own]",
         ),
     ] = None,
 ) -> None:
-    """Print a plan as Megatron's own flags, one a line, and the order of RANKs; or as a ds_config."""
+    """Print a plan as Megatron's own flags and the order of its RANKs, or as a ds_config."""
     from quartet_plugin.model.plan import read_plan
 
     known = read_plan(plan)
@@ -105,7 +112,7 @@ def _in_notation(plan: "Plan", notations: list[str], form: str | None) -> dict[s
 
 
 def show_command(plan: PlanFile) -> None:
-    """Show a plan: what it is for, what it changes and how far, what it gained."""
+    """Show a plan: the job that it is for, what it changes, and how much faster it was."""
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.report.tables import plan_lines
 
@@ -369,13 +376,13 @@ def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
     if "flags" not in content:
         raise PlanError(f"{plan.made_for.framework} takes no flags for a plan")
     if not content["is_stock_order"]:
-        raise PlanError("the plan orders the ranks, and no flag does")
+        raise PlanError("the plan changes the order of the ranks, for which there is no flag")
     if "--" in command:
         raise PlanError("the command has a -- of its own, behind which flags are not read")
     switches = {word.partition("=")[0].replace("_", "-") for word in command if word.startswith("--")}
     contradicted = [flag for flag in content["leave_out"] if flag.replace("_", "-") in switches]
     if contradicted:
-        raise PlanError(f"the plan does without {', '.join(contradicted)} of the command")
+        raise PlanError(f"the plan needs a command without {', '.join(contradicted)} of the command")
     words = [*command]
     for name, value in content["flags"].items():
         words += [name] if value is True else [name, str(value)]

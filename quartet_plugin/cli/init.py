@@ -11,7 +11,8 @@ from quartet_plugin.errors import ConfigError
 
 def init_command(
     file: Annotated[
-        Path, typer.Argument(metavar="[FILE]", help="Where to write it; one that exists is kept.")
+        Path,
+        typer.Argument(metavar="[FILE]", help="The file to write; one that exists is never overwritten."),
     ] = Path("q.yaml"),
 ) -> None:
     """Write a q.yaml in which every key stands as a comment, with its default and what it does."""

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 def knobs_command(
     ctx: typer.Context, run: RunName = None, run_dir: RunsFolder = RUNS, as_json: JsonSwitch = False
 ) -> None:
-    """List every knob: the quantity, its class of change, its flag, its rule.
+    """List every knob: what it sets, its class of change, its flag, and its legal values.
 
-    With a RUN also the value of that run's command, the values that its search may choose, and why one is
-    kept. With a command after -- the values that its flags state.
+    With a RUN the list also has the value in that run's command, the values that its search may choose, and
+    the reason where a value is kept. With a command after -- it has the values of the command's flags.
     """
     from quartet_plugin.space.knob_table import knob_rows
 
     words = invocation(ctx).user_command
     if run is not None and words is not None:
-        raise ConfigError(f"{run}: a run and a command; name one of them")
+        raise ConfigError(f"{run}: both a run and a command are given; give one of them")
     rows = knob_rows(None if run is None else _space_of(run, run_dir))
     if words is not None:
         rows = _stated(rows, words)

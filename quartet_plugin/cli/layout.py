@@ -1,4 +1,4 @@
-"""`quartet layout`: the flag that splits a model over pipeline stages, for a model and two numbers."""
+"""`quartet layout`: prints the flag that splits a model over pipeline stages."""
 
 import json
 import math
@@ -34,32 +34,34 @@ def layout_command(
         ),
     ],
     pp: Annotated[int, typer.Option(help="Pipeline parallel size.", metavar="N")],
-    vpp: Annotated[int, typer.Option(help="Virtual stages a device.", metavar="N")] = 1,
+    vpp: Annotated[int, typer.Option(help="Virtual stages on each device.", metavar="N")] = 1,
     device: Annotated[str, typer.Option(metavar="NAME", help="The device's name.")] = "H100",
     tp: Annotated[int, typer.Option(help="Tensor parallel size.", metavar="N")] = 1,
     dp: Annotated[int, typer.Option(help="Data parallel size.", metavar="N")] = 1,
     ep: Annotated[int, typer.Option(help="Expert parallel size, inside of --dp.", metavar="N")] = 1,
-    micro_batch: Annotated[int, typer.Option(help="Sequences a microbatch.", metavar="N")] = 1,
+    micro_batch: Annotated[int, typer.Option(help="Sequences in each microbatch.", metavar="N")] = 1,
     microbatches: Annotated[
-        int | None, typer.Option(help="Microbatches an iteration; by default 8 a stage of --pp.", metavar="N")
+        int | None,
+        typer.Option(help="Microbatches in each iteration. Default: 8 for each stage of --pp.", metavar="N"),
     ] = None,
     seq_length: Annotated[
-        int | None, typer.Option(help="Tokens a sequence, where not the model's.", metavar="N")
+        int | None, typer.Option(help="Tokens in each sequence. Default: the model's own.", metavar="N")
     ] = None,
     profile: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="What quartet profile wrote: times corrected by it; with --cluster."
+            metavar="FILE", help="A file of `quartet profile`, which corrects the times; needs --cluster."
         ),
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option(metavar="CLUSTER.json", help="Where the profile was measured.")
+        Path | None,
+        typer.Option(metavar="CLUSTER.json", help="The cluster on which the profile was measured."),
     ] = None,
     as_json: JsonSwitch = False,
     hardware: HardwareFolder = None,
     calibration: CalibrationFile = None,
 ) -> None:
-    """Print the best layers for each pipeline stage as Megatron's flag, and what the even split costs."""
+    """Print the best split of a model's layers as Megatron's flag, and what the even split costs."""
     from quartet_plugin.cli.plan import model_section_of
     from quartet_plugin.cost.constants import fitted
     from quartet_plugin.cost.devices import device_named
@@ -118,7 +120,7 @@ def _constants(calibration: Path | None, *, profile: list[Path], cluster: Path |
     """The constants that a calibration or profiles of a cluster correct; None for the package's."""
     if not profile:
         if cluster is not None:
-            raise UsageError("--cluster: goes with --profile; the devices to plan for are --device")
+            raise UsageError("--cluster: works only with --profile; --device names the device to plan for")
         return constants_of(calibration)
     if cluster is None or calibration is not None:
         raise UsageError("--profile: needs the --cluster that it was measured on, and no --calibration")

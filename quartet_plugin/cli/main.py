@@ -57,8 +57,8 @@ COMMANDS = {
 }
 # In words, because the table of options would cut so long a name on a narrow terminal.
 _CHANGED_SOURCE = (
-    " --accept-changed-source takes custom schedules though functions of Megatron have changed; the parity "
-    "gate decides."
+    " --accept-changed-source allows custom schedules although functions of Megatron have changed; the "
+    "parity gate then decides."
 )
 # The commands that run the user's own command; every other one refuses words behind --.
 _EPILOGS = {
@@ -68,7 +68,7 @@ _EPILOGS = {
     "convert": "The training command follows a literal --; nothing is trained with it.",
     "knobs": "A training command may follow a literal --; its flags are read, and nothing is started.",
     "profile": "The training command follows a literal --; it is run for a few iterations.",
-    "probe": "For several nodes run it on each, with torchrun and its options after --.",
+    "probe": "For several nodes run it on each node, with torchrun and its options after --.",
     "plan": "A training command that follows a literal -- is read, not run.",
 }
 

@@ -74,10 +74,10 @@ def show_partition(
         PartitionFormat, typer.Option("--format", metavar="FORM", help="text, json or png.")
     ] = PartitionFormat.TEXT,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write it; png needs it.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="The file to write; png needs one.")
     ] = None,
 ) -> None:
-    """Show which device multiplies which blocks in each step, after all checks of the table."""
+    """Check a partition's table, and show which device multiplies which blocks in each step."""
     from quartet_plugin.model.files import write_bytes_atomic, write_text_atomic
     from quartet_plugin.partition.files import partition_to_json, partition_to_text, write_partition
 
@@ -116,13 +116,15 @@ def checked_partition(name: str) -> "Partition":
 def price(
     hidden: Annotated[int, typer.Option(min=1, max=2**20, metavar="H", help="Hidden size.")],
     tokens: Annotated[int, typer.Option(min=1, max=2**20, metavar="T", help="Tokens of a microbatch.")],
-    devices: Annotated[int, typer.Option(min=2, max=1024, metavar="N", help="Devices that cut a layer.")],
+    devices: Annotated[
+        int, typer.Option(min=2, max=1024, metavar="N", help="Devices over which a layer is cut.")
+    ],
     device: Annotated[str, typer.Option(metavar="NAME", help="A device of the library.")] = "H100-SXM-80GB",
     as_json: JsonSwitch = False,
 ) -> None:
     """Predict a layer's linears in every form that fits: milliseconds, what is exposed, and bytes sent.
 
-    The layer is a plain one: as many key and value heads as query heads, four times the hidden size inside.
+    The layer has as many key and value heads as query heads, and an FFN of four times the hidden size.
     """
     from quartet_plugin.cost.partition_table import price_rows, price_table
     from quartet_plugin.report.summary import aligned
@@ -146,8 +148,8 @@ def search(
 ) -> None:
     """Search the cheapest partition sequence of each operator of a layer, by PrimePar's dynamic programming.
 
-    One letter a cut: B batch, M tokens, N and K columns in and out, P2 and P4 grids of rings. A microbatch's
-    weight gradients are reduced with it.
+    Each letter is a cut: B batch, M tokens, N and K columns in and out, P2 and P4 grids of rings.
+    Weight gradients are reduced in every microbatch.
     """
     from quartet_plugin.cost.devices import device_named
     from quartet_plugin.cost.partition_search import search_layer

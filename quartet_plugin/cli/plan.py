@@ -37,7 +37,9 @@ def plan_command(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write the best plan.", show_default=False),
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="The file to write the best plan to.", show_default=False
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -51,45 +53,53 @@ def plan_command(
     ] = None,
     devices: Annotated[
         str | None,
-        typer.Option(metavar="N,N", help="Numbers of devices: the best plan for each, side by side."),
+        typer.Option(metavar="N,N", help="Numbers of devices; the best plans of all are shown side by side."),
     ] = None,
     frontier: Annotated[
         Frontier | None,
-        typer.Option(help="memory: the plans that no other one beats in time and in memory."),
+        typer.Option(help="List the plans that no other plan beats in both time and memory."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option("--global-batch", help="Sequences an iteration.", metavar="N")
+        int | None, typer.Option("--global-batch", help="Sequences in each iteration.", metavar="N")
     ] = None,
     seq_length: Annotated[
         int | None,
-        typer.Option(help="Tokens a sequence; default: the model's own.", metavar="N"),
+        typer.Option(help="Tokens in each sequence. Default: the model's own.", metavar="N"),
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="Of a command whose tokenizer decides it.", metavar="N"),
+        typer.Option(help="Tokens in the vocabulary, where a command's tokenizer decides it.", metavar="N"),
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option(metavar="N", help="Tokens of the whole job, such as 15e12.")
+        float | None, typer.Option(metavar="N", help="Tokens that the whole job trains on, such as 15e12.")
     ] = None,
     price: Annotated[
-        float | None, typer.Option(metavar="X", help="Of a device for an hour: for the cost of the job.")
+        float | None,
+        typer.Option(metavar="X", help="Price of a device for an hour, by which the job's cost is shown."),
     ] = None,
-    top: Annotated[int, typer.Option(help="Also write PLAN.2.json to PLAN.K.json.", metavar="K")] = 1,
+    top: Annotated[
+        int,
+        typer.Option(
+            help="Number of plans to write: the best, then PLAN.2.json to PLAN.K.json.", metavar="K"
+        ),
+    ] = 1,
     exhaustive: Annotated[
-        bool, typer.Option("--exhaustive", help="Predict every layout; no bound rules any out.")
+        bool, typer.Option("--exhaustive", help="Predict every layout, without ruling any out by bounds.")
     ] = False,
     named_only: Annotated[
         bool,
-        typer.Option("--named-only", help="Search no order of actions for the ten best layouts."),
+        typer.Option(
+            "--named-only", help="Use named schedules alone; search no order for the ten best layouts."
+        ),
     ] = False,
     refused: Annotated[
-        bool, typer.Option("--refused", help="List which constraint refused how many layouts.")
+        bool, typer.Option("--refused", help="List how many layouts each constraint refused.")
     ] = False,
     megatron: Annotated[
         str | None,
         typer.Option(
             metavar="VERSION",
-            help="The release that plans are for; default: the command's, else the installed one.",
+            help="Megatron's release that the plans are for. Default: the command's, else the installed one.",
             show_default=False,
         ),
     ] = None,
@@ -115,7 +125,7 @@ def plan_command(
     counts = _counts(devices)
     if seq_length is not None and model is None:
         raise UsageError(
-            "--seq-length: of --model; a job's is model.seq_length, a command's a flag of its own"
+            "--seq-length: works only with --model; a JOB.yaml has model.seq_length, a command its own flag"
         )
     sections = _sections(
         job, model=model, seq_length=seq_length, cluster=cluster, batch=batch, tokens=tokens, price=price
@@ -125,14 +135,14 @@ def plan_command(
     words = invocation(ctx).user_command
     user: CommandJob | None = None
     if vocab_size is not None and words is None:
-        raise UsageError("--vocab-size: of a command; a model's is vocab_size in JOB.yaml")
+        raise UsageError("--vocab-size: works only with a command; a JOB.yaml has vocab_size")
     if words is None:
         request = _request(job, sections, counts=counts, devices=library)
     else:
         user = _command_job(words, sections, vocab_size=vocab_size, devices=library, folder=folder)
         request = user.request
     if price is not None and request.cost.tokens is None:
-        raise UsageError("--price: the cost of which job? say --tokens N, too")
+        raise UsageError("--price: the cost of a job needs its length; add --tokens N")
     constants = constants_of(calibration)
     if len(counts) > 1 or frontier is not None:
         if output is not None or top > 1 or refused or exhaustive:
@@ -321,7 +331,9 @@ def _sections(
     sections = dict(content)
     if model is not None:
         if "model" in sections:
-            raise ConfigError(f"{job}: model: --model {model} says it too; remove the section, or the option")
+            raise ConfigError(
+                f"{job}: model: --model {model} names a model, too; remove the section, or the option"
+            )
         length = {} if seq_length is None else {"seq_length": seq_length}
         sections["model"] = {**model_section_of(model), **length}
     if cluster is not None:
@@ -369,7 +381,7 @@ def _request(
     named = sections.get("cluster")
     if isinstance(named, str):
         if not counts:
-            raise UsageError(f"--cluster {named}: how many of them? say --devices N")
+            raise UsageError(f"--cluster {named}: the number of devices is missing; add --devices N")
         per_node = min(device_named(named, extra=devices).devices_per_node, counts[0])
         sections["cluster"] = {
             "device": named,

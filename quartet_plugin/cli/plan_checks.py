@@ -1,4 +1,4 @@
-"""The checks of a plan before a process starts: framework, processes, the command's flags and the receipt."""
+"""Checks a plan before a process starts: framework, processes, the command's flags and the receipt."""
 
 import os
 import re

@@ -14,10 +14,12 @@ MAX_ROWS_BYTES = 16 * 2**20
 
 
 def predict_command(
-    rows: Annotated[Path, typer.Argument(metavar="ROWS.json", help="An array of runs.", show_default=False)],
+    rows: Annotated[
+        Path, typer.Argument(metavar="ROWS.json", help="A JSON array of runs.", show_default=False)
+    ],
     output: Annotated[
         Path,
-        typer.Option("-o", "--output", metavar="FILE", help="Where to write.", show_default=False),
+        typer.Option("-o", "--output", metavar="FILE", help="The file to write.", show_default=False),
     ],
     hardware: HardwareFolder = None,
     calibration: CalibrationFile = None,

@@ -1,4 +1,4 @@
-"""`quartet probe`: a cluster file for the machines it runs on."""
+"""`quartet probe`: writes a cluster file for the machines it runs on."""
 
 import importlib.util
 import os
@@ -38,11 +38,11 @@ def probe_command(
         int | None,
         typer.Option(help="Ranks on this machine. Default: its GPUs, or its cores up to 8."),
     ] = None,
-    deadline: Annotated[float, typer.Option(help="Seconds the measurement may take.")] = 180.0,
+    deadline: Annotated[float, typer.Option(help="Seconds that the measurement may take.")] = 180.0,
 ) -> None:
-    """Measure devices, memory and links, and write what `quartet plan` takes as its cluster.
+    """Measure devices, memory and links, and write the cluster file that `quartet plan` reads.
 
-    Without a command torchrun is started on this machine alone.
+    Without a command it starts torchrun on this machine alone.
     """
     from quartet_plugin.launchers.local import resolve_device
 
@@ -52,7 +52,7 @@ def probe_command(
     chosen = resolve_device(device, environment=os.environ)
     words = invocation(ctx).user_command
     if words is not None and processes is not None:
-        raise UsageError("--processes: the command after -- says it; drop one of them")
+        raise UsageError("--processes: the command after -- sets the number, too; drop one of them")
     # Of several nodes only one writes.
     if words is None and not output.parent.is_dir():
         raise ConfigError(f"{output}: the folder {output.parent} is not there; make it first")
@@ -82,7 +82,9 @@ def probe(
     from quartet_plugin.model.schema import read_record
 
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError("torch is not installed, and measures; pip install 'quartet-plugin[megatron]'")
+        raise ConfigError(
+            "torch is not installed, and the probe needs it; pip install 'quartet-plugin[megatron]'"
+        )
     with tempfile.TemporaryDirectory(prefix="quartet-") as folder:
         target = Path(folder, "findings.json")
         script = ["-m", _MODULE, str(target), device, repr(deadline_s)]
@@ -142,11 +144,13 @@ def _launcher(words: Sequence[str]) -> list[str]:
     options = read_options(tuple(words), first_option, program="torchrun")
     if options.end != len(words):
         raise ConfigError(
-            f"command {words[options.end]!r}: the probe is the script; write torchrun's options only"
+            f"command {words[options.end]!r}: the probe takes the script's place; write its options only"
         )
     for flag in ("help", "module", "no_python", "run_path"):
         if flag in options.values:
-            raise ConfigError(f"torchrun --{flag.replace('_', '-')}: the probe is the script; leave it out")
+            raise ConfigError(
+                f"torchrun --{flag.replace('_', '-')}: the probe takes the script's place; leave it out"
+            )
     return list(words)
 
 

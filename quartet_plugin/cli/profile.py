@@ -33,7 +33,7 @@ def profile_command(
     ] = Path("profile.json"),
     costs: Annotated[
         Path | None,
-        typer.Option(metavar="COSTS.json", help="Also write the table that `quartet schedule` takes."),
+        typer.Option(metavar="COSTS.json", help="Also write the cost table that `quartet schedule` reads."),
     ] = None,
     iterations: Annotated[int, typer.Option(help="Iterations to measure; two are run before them.")] = 6,
     stage: Annotated[
@@ -48,7 +48,7 @@ def profile_command(
 ) -> None:
     """Measure a microbatch of every part of the model, forward and backward, inside the command's ranks.
 
-    With --stage and --world-size one process stands for a rank of a job far larger than this machine.
+    With --stage and --world-size one process measures one rank of a job larger than this machine.
     """
     from quartet_plugin.calibration.profile import make_profile
     from quartet_plugin.cli.signals import ended_as_by_ctrl_c

@@ -21,15 +21,26 @@ _MAX_STEPS = 1_000
 
 
 def rehearse_command(
-    schedule: Annotated[Path, typer.Argument(metavar="SCHEDULE.json", show_default=False)],
-    costs: Annotated[Path, typer.Option(metavar="COSTS.json", help="Cost table.", show_default=False)],
-    steps: Annotated[int, typer.Option(help="Steps to rehearse.")] = 5,
-    time_scale: Annotated[float, typer.Option(help="Multiplies every time.")] = 1.0,
-    hang: Annotated[float, typer.Option(help="Seconds without progress that count as hanging.")] = 60.0,
+    schedule: Annotated[
+        Path, typer.Argument(metavar="SCHEDULE.json", help="The schedule.", show_default=False)
+    ],
+    costs: Annotated[
+        Path,
+        typer.Option(
+            metavar="COSTS.json",
+            help="The cost table, which says how long each action sleeps.",
+            show_default=False,
+        ),
+    ],
+    steps: Annotated[int, typer.Option(help="Number of steps to rehearse.")] = 5,
+    time_scale: Annotated[float, typer.Option(help="A factor on every time of the cost table.")] = 1.0,
+    hang: Annotated[
+        float, typer.Option(help="Seconds without progress after which the run counts as hung.")
+    ] = 60.0,
 ) -> None:
-    """Run a schedule's order and communication in a process a device; compute sleeps.
+    """Run a schedule in real processes, one for each device, whose computations only sleep.
 
-    Finds hangs, and shows how far the simulator can be trusted. Many devices fit on a laptop.
+    This finds hangs, and shows the simulator's error. A laptop can rehearse many devices.
     """
     check_range("--steps", steps, most=_MAX_STEPS)
     for name, value in (("--time-scale", time_scale), ("--hang", hang)):

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from quartet_plugin.report.page import Picture
     from quartet_plugin.study.storage import StudyStorage
 
+    # A name, a plan, and the seconds of its iteration.
+    Step = tuple[str, Plan | None, float | None]
+
 FILE_NAME = "report.html"
 
 
@@ -22,10 +25,11 @@ def report_command(
     run: RunName = None,
     run_dir: RunsFolder = RUNS,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to; RUN/report.html.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="The file to write. Default: RUN/report.html."),
     ] = None,
 ) -> None:
-    """Write a run's report: best against baseline, every trial, predictions, memory, the timeline."""
+    """Write a run's report.html: winner against baseline, every trial, memory, timelines, costs."""
     path = find_run(run, run_dir=run_dir)
     fault = write_report(path, output=output)
     show(f"wrote {output or path / FILE_NAME}")
@@ -59,11 +63,10 @@ def write_report(
 
 
 def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
-    """The winner's step, simulated, and as its trial recorded it where a custom schedule ran."""
-    from quartet_plugin.report.gantt import timeline
-    from quartet_plugin.report.page import Picture
-    from quartet_plugin.report.winner import simulated_plan
+    """The steps of the user's own command and of the winner, simulated; the winner's also as recorded.
 
+    Without a winner the best single trial stands for it. Only a custom schedule's ranks record a step.
+    """
     plan, row = history.winner, history.best
     if plan is not None:
         row = history.row(plan.provenance.trial)
@@ -71,20 +74,55 @@ def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
         plan = row.plan if row.number > 0 else None
     if plan is None:
         return []
-    pictures = []
+    pictures = _simulated([_own_step(history), ("the best plan", plan, _seconds_of(plan, row))])
     try:
-        measured = plan.measurement
-        iteration_s = measured.plan.iteration_s.median if measured else row.iteration_s if row else None
-        made = None if iteration_s is None else simulated_plan(plan, iteration_s=iteration_s)
-        if made is not None:
-            schedule, simulation, words = made
-            svg = timeline(schedule, simulation, label="Simulated timeline of the best plan")
-            if svg is not None:
-                caption = f"{plan.schedule.label}, {words}."
-                pictures.append(Picture(heading="Timeline of the best plan", svg=svg, caption=caption))
-        pictures += _recorded(plan, row, path=path)
+        return pictures + _recorded(plan, row, path=path)
     except QuartetError:
-        return pictures  # a plan that the simulator refuses has no timeline; its trial has said why
+        return pictures
+
+
+def _own_step(history: "RunHistory") -> "Step":
+    """The step of trial 0, in the seconds that its final rounds measured where there were some."""
+    row = history.baseline
+    plan = None if row is None else row.plan
+    measured = history.winner.measurement if history.winner and not history.baseline_note else None
+    if measured is not None:
+        return "your own command", plan, measured.baseline.iteration_s.median
+    return "your own command", plan, None if row is None else row.iteration_s
+
+
+def _seconds_of(plan: "Plan", row: "TrialRow | None") -> float | None:
+    if plan.measurement is not None:
+        return plan.measurement.plan.iteration_s.median
+    return None if row is None else row.iteration_s
+
+
+def _simulated(steps: "list[Step]") -> "list[Picture]":
+    """The pictures of steps on one scale of time, of those that have a pipeline."""
+    from quartet_plugin.report.gantt import timeline
+    from quartet_plugin.report.page import Picture
+    from quartet_plugin.report.winner import simulated_plan
+
+    made = []
+    for name, plan, iteration_s in steps:
+        if plan is None or iteration_s is None:
+            continue
+        try:
+            simulated = simulated_plan(plan, iteration_s=iteration_s)
+        except QuartetError:
+            continue  # a plan that the simulator refuses has no timeline; its trial has said why
+        if simulated is not None:
+            made.append((name, plan, *simulated))
+    without = [name for name, plan, _ in steps if plan is not None and plan.layout.pipeline_parallel == 1]
+    span_s = max((simulation.makespan_s for _, _, _, simulation, _ in made), default=0.0)
+    pictures: list[Picture] = []
+    for name, plan, schedule, simulation, words in made:
+        svg = timeline(schedule, simulation, label=f"Simulated timeline of {name}", span_s=span_s)
+        if svg is not None:
+            scale = "; on the scale of the timeline above" if pictures else ""
+            flat = f"; {without[0]} has no pipeline, and so no timeline" if without else ""
+            caption = f"{plan.schedule.label}, {words}{scale}{flat}."
+            pictures.append(Picture(heading=f"Timeline of {name}", svg=svg, caption=caption))
     return pictures
 
 

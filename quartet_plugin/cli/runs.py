@@ -29,18 +29,22 @@ class TableFormat(StrEnum):
 
 def status_command(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name; all without one.")
+        str | None,
+        typer.Argument(metavar="[RUN]", help="A run's folder or name; without one all runs are shown."),
     ] = None,
     run_dir: RunsFolder = RUNS,
     as_json: JsonSwitch = False,
     watch_s: Annotated[
         float | None,
         typer.Option(
-            "--watch", metavar="SECONDS", min=0.5, help="Show it again at this interval, until it ends."
+            "--watch",
+            metavar="SECONDS",
+            min=0.5,
+            help="Show it again after this many seconds, until the run ends.",
         ),
     ] = None,
 ) -> None:
-    """Show what a run does now, what is left, and the best so far; only reads."""
+    """Show what a run does now, what it has still to do, and its best plan so far."""
     if watch_s is None:
         _show_status(run, run_dir=run_dir, as_json=as_json)
         return
@@ -92,7 +96,8 @@ def trials_command(
     run: RunName = None,
     run_dir: RunsFolder = RUNS,
     form: Annotated[
-        TableFormat, typer.Option("-f", "--format", help="A table, or data.", show_default=True)
+        TableFormat,
+        typer.Option("-f", "--format", help="Print a table, or data for other programs.", show_default=True),
     ] = TableFormat.TABLE,
 ) -> None:
     """List every trial: plan, class, outcome, times, memory, prediction, reason of a refusal."""
@@ -111,7 +116,7 @@ def trials_command(
         text = yaml.safe_dump(records(history), sort_keys=False, allow_unicode=False, width=110)
         typer.echo(text.rstrip("\n"))
     if fault is not None:
-        raise StorageError(f"{fault}; shown is what the trials' folders hold")
+        raise StorageError(f"{fault}; the list has what the trials' folders hold")
 
 
 def read_whole(
@@ -136,7 +141,7 @@ def repair_command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name.", show_default=False)],
     run_dir: RunsFolder = RUNS,
 ) -> None:
-    """Cut a study's journal off at its first damage; a resumed run reads the rest from its folders."""
+    """Cut a damaged journal off before the damage; `tune --resume` restores the rest from folders."""
     from dataclasses import replace
 
     from quartet_plugin.trial.lease import Lease

@@ -55,7 +55,7 @@ SchedulePath = Annotated[
     Path, typer.Argument(metavar="SCHEDULE.json", help="The schedule.", show_default=False)
 ]
 OutputPath = Annotated[
-    Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write it.", show_default=False)
+    Path, typer.Option("-o", "--output", metavar="FILE", help="The file to write.", show_default=False)
 ]
 Placement = Annotated[
     str,
@@ -63,12 +63,13 @@ Placement = Annotated[
         "--placement", metavar="NAME", help="auto, linear, loop, v, snake, or each stage's device: 0,1,1,0."
     ),
 ]
-Chunks = Annotated[str, typer.Option("--chunks", metavar="N", help="Stages a device, or auto.")]
+Chunks = Annotated[str, typer.Option("--chunks", metavar="N", help="Stages on each device, or auto.")]
 Split = Annotated[
     str, typer.Option("--split", metavar="COUNTS", help="Layers of each stage: 3,2,2; or auto, or even.")
 ]
 AllowEmpty = Annotated[
-    bool, typer.Option("--allow-empty", help="Allow stages without layers; such schedules only simulate.")
+    bool,
+    typer.Option("--allow-empty", help="Allow stages without layers; such schedules can only be simulated."),
 ]
 
 
@@ -92,7 +93,7 @@ def search(
         Objective,
         typer.Option(
             metavar="NAME",
-            help="What to make small: makespan or period. Orders are refined one by one for the first alone.",
+            help="The time to minimize: makespan or period. Single orders are refined for makespan alone.",
         ),
     ] = Objective.MAKESPAN,
     time_limit: Annotated[
@@ -103,10 +104,11 @@ def search(
         int | None,
         typer.Option(
             metavar="N",
-            help="Evaluations; then only --seed matters.  [default: by size, seconds on two idle cores]",
+            help="Number of evaluations; the result then depends on --seed alone.  "
+            "[default: by size, seconds on two idle cores]",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of all random choices.")] = 0,
     allow_empty: AllowEmpty = False,
 ) -> int:
     """Search split, placement and order for a cost table; Ctrl-C writes the best so far."""
@@ -162,14 +164,19 @@ def search(
 
 @schedule_command.command()
 def named(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="See `list`.", show_default=False)],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="A name that `quartet schedule list` shows.", show_default=False),
+    ],
     costs: CostsPath,
     output: OutputPath,
     chunks: Annotated[
-        int | None, typer.Option(metavar="N", help="Stages a device; each schedule has its own default.")
+        int | None,
+        typer.Option(metavar="N", help="Stages on each device; each schedule has its own default."),
     ] = None,
     group: Annotated[
-        int | None, typer.Option(metavar="N", help="Microbatches a chunk before the next, if interleaved.")
+        int | None,
+        typer.Option(metavar="N", help="Microbatches that a chunk runs before the next one (interleaved)."),
     ] = None,
     split: Split = EVEN,
     allow_empty: AllowEmpty = False,
@@ -201,8 +208,10 @@ def named(
 
 @schedule_command.command("list")
 def list_named(
-    devices: Annotated[int, typer.Option(metavar="P", min=1, max=64, help="For this many devices.")] = 8,
-    microbatches: Annotated[int, typer.Option(metavar="M", min=1, max=1024, help="And microbatches.")] = 32,
+    devices: Annotated[int, typer.Option(metavar="P", min=1, max=64, help="Number of devices.")] = 8,
+    microbatches: Annotated[
+        int, typer.Option(metavar="M", min=1, max=1024, help="Number of microbatches.")
+    ] = 32,
 ) -> None:
     """List the named schedules: chunks, makespan and memory at unit costs, and who can run them."""
     from quartet_plugin.report.summary import aligned
@@ -241,7 +250,7 @@ def simulate(
         Path | None, typer.Option(metavar="TRACE.json", help="Also write a trace for Perfetto.")
     ] = None,
 ) -> None:
-    """Check a schedule and tell its times and memory; refuses what cannot run or does not fit."""
+    """Check a schedule and print its times and memory; refuse one that cannot run or does not fit."""
     from quartet_plugin.report.summary import schedule_summary
     from quartet_plugin.schedule.files import read_costs, read_schedule
 
@@ -262,7 +271,7 @@ def bound(
     chunks: Chunks = AUTO,
     split: Split = AUTO,
     allow_empty: AllowEmpty = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the bound as JSON.")] = False,
 ) -> None:
     """Prove a lower bound on the makespan of every schedule with this placement and split."""
     places, count, counts = parse_placement(placement), parse_chunks(chunks), parse_split(split)
@@ -288,11 +297,18 @@ def export(
     output: OutputPath,
     form: Annotated[
         ScheduleFormat,
-        typer.Option("--format", metavar="NAME", help="csv, json, text, png or trace.", show_default=False),
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="The form to write: csv, json, text, png or trace.",
+            show_default=False,
+        ),
     ],
     costs: Annotated[
         Path | None,
-        typer.Option(metavar="COSTS.json", help="Real times; trace needs them, png has unit times without."),
+        typer.Option(
+            metavar="COSTS.json", help="The cost table: trace needs it; png has unit times without it."
+        ),
     ] = None,
 ) -> None:
     """Write a schedule as CSV for PyTorch's pipelining, JSON, text, a picture or a trace."""

@@ -1,4 +1,4 @@
-"""What the schedule commands share: their options as values, simulation with all checks, results as files."""
+"""What the schedule commands share: they read options, simulate with all checks, and write result files."""
 
 import json
 import math
@@ -248,7 +248,7 @@ def layers_of(
 
     if isinstance(split, str):
         if num_stages is None:
-            raise UsageError("--split even: the number of stages is open; add --placement or --chunks")
+            raise UsageError("--split even: the number of stages is not known; add --placement or --chunks")
         return even_entries(costs, num_stages, allow_empty=allow_empty)
     if len(split) % costs.num_devices:
         raise UsageError(

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 def trace_command(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="A run's folder, a trial's or an attempt's.", show_default=False),
+        typer.Argument(metavar="RUN", help="The folder of a run, a trial or an attempt.", show_default=False),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write it.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The file to write.")],
     trial: Annotated[
-        int | None, typer.Option(min=0, help="Which of the run's trials. Default: that of the best plan.")
+        int | None, typer.Option(min=0, help="The trial's number. Default: the trial of the best plan.")
     ] = None,
 ) -> None:
-    """Lay measured and simulated actions of a trial over each other, and print the simulator's error.
+    """Write a trial's measured and simulated actions as one trace, and print the simulator's error.
 
-    The simulated ones take as much compute time in all as the measured ones: a plan knows only how the times
-    of its stages relate.
+    A plan knows only the ratios of its stages' times, so the simulated times are scaled until they sum to the
+    measured compute time.
     """
     show(*trace(attempt_of(run, trial=trial), output))
 
@@ -54,7 +54,7 @@ def attempt_of(folder: Path, *, trial: int | None = None) -> Path:
         trial = read_plan(run.best_plan).provenance.trial
     place = run.trial(trial)
     if not place.is_dir():
-        raise ConfigError(f"--trial {trial}: {folder} has none; its trials are those in {run.trials}")
+        raise ConfigError(f"--trial {trial}: {folder} has no such trial; its trials are in {run.trials}")
     return _last_attempt(place)
 
 

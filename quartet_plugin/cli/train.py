@@ -44,32 +44,35 @@ def train_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A SCHEDULE.json, searched or written by hand, for the command as it is otherwise.",
+            help="A SCHEDULE.json to train with; all else stays as in the command.",
         ),
     ] = None,
     device: DeviceName = "auto",
     skip_parity_check: Annotated[
         bool,
         typer.Option(
-            "--skip-parity-check", help="Train with a custom schedule that `quartet check` has not passed."
+            "--skip-parity-check", help="Train although the custom schedule has not passed `quartet check`."
         ),
     ] = False,
     launcher: Annotated[
-        str | None, typer.Option(help="Start it on every node of this allocation: slurm.")
+        str | None, typer.Option(help="With slurm: start the command on every node of this allocation.")
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(help="Nodes to train on, with --launcher; without it the plan's.")
+        int | None, typer.Option(help="Number of nodes to train on; needs --launcher. Default: the plan's.")
     ] = None,
     site: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What the cluster asks of every job: a site.yaml.")
+        Path | None,
+        typer.Option(metavar="FILE", help="The site.yaml, which says what the cluster asks of every job."),
     ] = None,
     accept_changed_source: AcceptChangedSource = False,
 ) -> int:
-    """Train with a plan or a schedule: the command that follows `--`, checkpoints and all."""
+    """Run the training command that follows `--` with a plan or a schedule."""
     from quartet_plugin.launchers.command import parse_command
 
     if plan is not None and schedule is not None:
-        raise UsageError("quartet train: --plan and --schedule; give one of them, a plan has its schedule")
+        raise UsageError(
+            "quartet train: --plan and --schedule are both given; a plan has its schedule, so give one"
+        )
     if accept_changed_source and skip_parity_check:
         raise UsageError("--accept-changed-source needs the parity gate; leave --skip-parity-check out")
     pass_on_changed_source(is_accepted=accept_changed_source)
@@ -131,7 +134,9 @@ def _on_nodes(
         check_receipt(content, path=plan, skip=skip)
         options += ["--plan", str(plan.absolute())]
     if nodes is None:
-        raise UsageError("quartet train --launcher: without a plan say --nodes, the nodes to train on")
+        raise UsageError(
+            "quartet train --launcher: without a plan add --nodes, the number of nodes to train on"
+        )
     on_nodes(command, num_nodes=nodes)
     return train_on_nodes(options, command.words, launcher=launcher, num_nodes=nodes, site=site)
 

@@ -35,7 +35,7 @@ def train_on_nodes(
     from quartet_plugin.launchers.slurm import SlurmEngine
 
     if launcher == LOCAL:
-        raise UsageError("--launcher local: this machine; leave --launcher and --nodes out")
+        raise UsageError("--launcher local: this machine needs no launcher; leave --launcher and --nodes out")
     asked = read_site(site)
     engine = engine_named(launcher, site=asked)
     (nodes,) = engine.divide(num_nodes=num_nodes, at_once=1)

@@ -115,9 +115,7 @@ def _plan_of(written: "WrittenSchedule", result: "TrialResult", *, path: Path) -
     features = [feature for feature in job.features if feature != _RAMP_UP]
     locked = locked_axes(features, change_class="B").get(Axis.SCHEDULE) or job.no_custom_schedules
     if locked is not None:
-        raise PlanError(
-            f"{path}: the framework's own schedules stay, because of {locked}; train without --schedule"
-        )
+        raise PlanError(f"{path}: custom schedules cannot run, because of {locked}; train without --schedule")
     plan = baseline_plan(job, nodes=LocalBackend().nodes(result), run=plan_name(path), seed=0)
     return with_schedule(plan, written)
 
@@ -146,7 +144,9 @@ def _is_ready(
     except PlanError as error:
         raise ConfigError(f"{error}; remove it: the schedule's plan is written there") from error
     if plan.provenance.run != plan_name(source):
-        raise ConfigError(f"{target}: another plan; rename it: the schedule's plan is written there")
+        raise ConfigError(
+            f"{target}: holds another plan; rename it, since the schedule's plan is written there"
+        )
     try:
         check_before_start(plan, command=command, path=target)
         if not skip:

@@ -40,34 +40,36 @@ CHECKED_LIBRARIES = frozenset({"numba", "numpy", "optuna", "psutil", "pydantic",
 def tune_command(
     ctx: typer.Context,
     config: Annotated[
-        Path | None, typer.Option(help="What to search: a q.yaml. Without one everything is tuned.")
+        Path | None,
+        typer.Option(help="The q.yaml that says what to search; without one every axis is tuned."),
     ] = None,
     run_dir: RunsFolder = RUNS,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The run's name, before `run` of the q.yaml.")
+        str | None, typer.Option(metavar="NAME", help="The run's name; it replaces `run` of the q.yaml.")
     ] = None,
     trials: Annotated[
-        int | None, typer.Option(metavar="N", help="Plans to try, before `study.trials` of the q.yaml.")
+        int | None,
+        typer.Option(metavar="N", help="Number of plans to try; it replaces `study.trials` of the q.yaml."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
     takeover: Annotated[
-        bool, typer.Option("--takeover", help="Take a run whose tuner was lost on another host.")
+        bool, typer.Option("--takeover", help="Take over a run whose tuner was lost on another host.")
     ] = False,
     max_minutes: Annotated[
         float | None,
-        typer.Option(help="End in about this time, final rounds included."),
+        typer.Option(help="Minutes after which the search and its final rounds end, roughly."),
     ] = None,
     prior: Annotated[
         str | None,
-        typer.Option("--from", metavar="RUN", help="Begin with what another run has measured."),
+        typer.Option("--from", metavar="RUN", help="Begin with the measurements of another run."),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(help="Run this number of trials at once, each on its own part of this host's devices."),
+        typer.Option(help="Number of trials to run at once, each on its own part of this host's devices."),
     ] = None,
     joined: Annotated[
         str | None,
-        typer.Option("--join", metavar="RUN", help="Run trials for the tuner of this run, here."),
+        typer.Option("--join", metavar="RUN", help="Run trials on this host for the tuner of that run."),
     ] = None,
     oversubscribe: Annotated[
         bool, typer.Option("--oversubscribe", help="Let workers share the cores of a CPU run.")
@@ -76,23 +78,26 @@ def tune_command(
         str | None,
         typer.Option(
             help="Start trials on nodes: slurm (this allocation), slurm-batch, ssh, ray, kubernetes, "
-            "nemo-run, or one of another package."
+            "nemo-run, or a launcher that another package adds."
         ),
     ] = None,
-    trial_nodes: Annotated[int | None, typer.Option(help="Nodes of one trial, with --launcher.")] = None,
+    trial_nodes: Annotated[
+        int | None, typer.Option(help="Number of nodes of each trial; needs --launcher.")
+    ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option(help="Nodes of the training, where trials have fewer: they get a part of its replicas."),
+        typer.Option(help="Number of nodes of the later training, where trials run on fewer."),
     ] = None,
     site: Annotated[
-        str | None, typer.Option(metavar="FILE", help="What the cluster asks of every job: a site.yaml.")
+        str | None,
+        typer.Option(metavar="FILE", help="The site.yaml, which says what the cluster asks of every job."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell what would be launched and searched; start nothing.")
     ] = False,
     accept_changed_source: AcceptChangedSource = False,
 ) -> None:
-    """Tune the training command that follows `--`."""
+    """Find a faster plan for the training command that follows `--`, by short trials."""
     pass_on_changed_source(is_accepted=accept_changed_source)
     if max_minutes is not None:
         check_seconds("--max-minutes", 60 * max_minutes, least=6.0, most=6e7)
@@ -101,7 +106,9 @@ def tune_command(
 
         others = (config, max_minutes, prior, name, trials, launcher, trial_nodes, nodes, site)
         if resume or takeover or dry_run or any(other is not None for other in others):
-            raise UsageError("quartet tune --join: takes --workers alone; the rest is its tuner's")
+            raise UsageError(
+                "quartet tune --join: takes no option but --workers; the run's tuner has the others"
+            )
         words = invocation(ctx).user_command
         path = find_run(joined, run_dir=run_dir)
         join(path, words=words, num_workers=workers or 1, oversubscribe=oversubscribe)

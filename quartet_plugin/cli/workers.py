@@ -68,15 +68,15 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     run = resume_run(path.absolute(), config=None, command=None)
     if run.config.launcher != LOCAL:
         raise ConfigError(
-            f"--join: the trials of this run are started by launcher: {run.config.launcher}; its tuner takes "
-            "more at once by --workers"
+            f"--join: launcher {run.config.launcher} starts this run's trials; to run more of them at once, "
+            "give --workers to its tuner"
         )
     command = parse_command(_command_of(run, words, path=path))
     queue = WorkQueue(folder=run.folder.path)
     offer = queue.offer()
     if offer is None:
         raise StorageError(
-            f"{path}: no tuner of this run takes workers; start it with --workers, then join it here"
+            f"{path}: no tuner of this run takes workers; start its tuner with --workers, then join here"
         )
     _check_place(run, command)
     check_start(command, cwd=run.cwd, environment=os.environ)
@@ -117,7 +117,9 @@ def _command_of(run: "TuningRun", words: Sequence[str] | None, *, path: Path) ->
             raise ConfigError(f"{path}: the run has another command; give the same one, or none")
         return tuple(words)
     if is_masked(run.command):
-        raise ConfigError(f"{path}: the run's command holds a secret, which is not kept; give it after --")
+        raise ConfigError(
+            f"{path}: the run's command holds a secret, which is not kept; give the command after --"
+        )
     return run.command
 
 
@@ -149,9 +151,10 @@ def _refuse_taken(slices: "tuple[DeviceSlice, ...]", queue: "WorkQueue") -> None
 
 
 def work_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN")], name: Annotated[str, typer.Option()]
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
+    name: Annotated[str, typer.Option(help="The worker's name.")],
 ) -> None:
-    """Measure what a run's tuner hands out; the task comes on the standard input."""
+    """Measure plans for a run's tuner, which starts this command and gives the task on its standard input."""
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.device_slices import DeviceSlice
     from quartet_plugin.protocol.masking import collect_secrets

@@ -1,4 +1,4 @@
-"""Every form of tensor partition side by side for one layer: the table of `quartet partition price`."""
+"""Prices every form of tensor partition for one layer: the table of `quartet partition price`."""
 
 from typing import Any
 

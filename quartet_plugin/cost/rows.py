@@ -146,7 +146,7 @@ def check_keys(data: Mapping[str, Any], *, where: str) -> None:
 def resolve_with_config(
     data: Mapping[str, Any], *, devices: Mapping[str, DeviceSpec] | None = None, folder: Path | None = None
 ) -> Resolved:
-    """As `resolve`, of plain data; `hf` fills the shape from a HuggingFace config.json.
+    """The run that `resolve` makes, of plain data; `hf` fills the shape from a HuggingFace config.json.
 
     The row's own columns go before the file's. Raises ConfigError as `read_row`, `resolve` and
     `huggingface.model_section` do.

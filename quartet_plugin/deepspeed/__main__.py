@@ -1,4 +1,4 @@
-"""`python -m quartet_plugin.deepspeed SCRIPT ARGS...`."""
+"""`python -m quartet_plugin.deepspeed SCRIPT ARGS...` runs a script: see `entry`."""
 
 from quartet_plugin.deepspeed.entry import main
 

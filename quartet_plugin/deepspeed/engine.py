@@ -108,7 +108,7 @@ class ProgramRunner:
         stages.end()
 
     def record(self) -> None:
-        """From the next training step on, keep when every action started and ended."""
+        """Keep when every action starts and ends, from the next training step on."""
         self.recorder = Recorder(CudaClock() if self._engine.device.type == "cuda" else HostClock())
         self.recorder.clock_offset_s = clock_offset_of_group()
 
@@ -149,7 +149,7 @@ class PlannedEngine(PipelineEngine):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def running_stage(self, stage: int) -> Iterator[None]:
-        """While an action runs, `is_first_stage` and `is_last_stage` answer for its stage."""
+        """Let `is_first_stage` and `is_last_stage` answer for `stage` while an action of it runs."""
         self._quartet_stage = stage
         try:
             with self.module.running(stage):

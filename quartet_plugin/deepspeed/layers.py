@@ -50,7 +50,7 @@ class LayerList:
         return tuple(edges)
 
     def counts(self, bounds: Sequence[int]) -> tuple[int, ...]:
-        """Like layers of each stage between `bounds`: the inverse of `bounds` where a split can say it."""
+        """The like layers of each stage between `bounds`: undoes `bounds` where a split can say it."""
         return tuple(sum(int(low <= block < high) for block in self.blocks) for low, high in pairwise(bounds))
 
     def counts_of_entries(self, entries_per_stage: Sequence[int]) -> tuple[int, ...]:

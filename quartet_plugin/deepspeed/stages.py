@@ -34,7 +34,7 @@ class WeightGradients(DeferredGradients[_PendingGradient]):
     """The deferred gradients of linear layers."""
 
     def accumulate(self, pending: _PendingGradient) -> None:
-        """Through autograd's own door: DeepSpeed's hooks on the weight see it as any other gradient."""
+        """Pass the gradient through autograd, so that DeepSpeed's hooks on the weight see it as any other."""
         with torch.no_grad():
             rows = pending.grad_output.reshape(-1, pending.grad_output.shape[-1])
             columns = pending.layer_input.reshape(-1, pending.layer_input.shape[-1])

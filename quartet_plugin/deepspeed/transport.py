@@ -38,7 +38,7 @@ class ValueSpec:
 
     @classmethod
     def of(cls, value: Value) -> "ValueSpec":
-        """The spec of a value."""
+        """Shapes and types of the tensors of `value`, and whether they come as a tuple."""
         shapes = tuple(tuple(tensor.shape) for tensor in parts(value))
         dtypes = tuple(tensor.dtype for tensor in parts(value))
         return cls(shapes=shapes, dtypes=dtypes, is_tuple=isinstance(value, tuple))

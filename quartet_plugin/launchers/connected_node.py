@@ -122,7 +122,7 @@ def _marked(attempt_id: str) -> list[int]:
 
 
 def main(words: list[str]) -> int:
-    """One of the two."""
+    """Run the request on the standard input, or with `--end ID` end that attempt; the exit code."""
     if words[:1] == ["--end"] and len(words) == 2 and re.fullmatch(r"[0-9a-f]{32}", words[1]):
         return end_attempt(words[1])
     return run_request()

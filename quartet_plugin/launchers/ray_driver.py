@@ -252,7 +252,7 @@ def _alive() -> set[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """One of the two."""
+    """Run the request on the standard input, or with `--end` end its processes; the exit code."""
     request = json.loads(sys.stdin.buffer.read())
     if list(words) == ["--end"]:
         print(json.dumps(end_on_nodes(request)))

@@ -75,7 +75,7 @@ class SlurmStep:
         return _UNKNOWN_EXIT if self._has_ended else None
 
     def terminate(self) -> None:
-        """SIGTERM to srun, which ends the step's processes."""
+        """Send SIGTERM to srun, which ends the step's processes."""
         if self._process is not None:
             self._process.terminate()
             return
@@ -83,7 +83,7 @@ class SlurmStep:
             slurm.cancel(step, is_step=False)
 
     def kill(self) -> None:
-        """SIGKILL to srun; the step's processes live on until `end_on_nodes`."""
+        """Send SIGKILL to srun; the step's processes live on until `end_on_nodes`."""
         if self._process is not None:
             self._process.kill()
 

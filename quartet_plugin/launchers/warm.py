@@ -342,7 +342,7 @@ class WarmLauncher:
             self._server = None
 
     def __enter__(self) -> Self:
-        """With no server yet."""
+        """Enter the block without a server: the first start makes it."""
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,1 +1,1 @@
-"""Axis 4: the physical slot of every rank."""
+"""Axis 4: chooses the physical slot of every rank."""

@@ -49,7 +49,7 @@ class Stages:
 
     @property
     def text(self) -> str:
-        """For messages: `PP2 split 3+3`, with the placement where it is not the loop."""
+        """Degrees and split for messages, as `TP1 PP2 split 3+3`; the placement where it is not the loop."""
         layers = self.layers if isinstance(self.layers, str) else "+".join(map(str, self.layers))
         text = f"TP{self.tensor_parallel} PP{self.pipeline_parallel} split {layers}"
         if self.placement != loop(len(self.placement), self.pipeline_parallel):
@@ -226,7 +226,7 @@ def _bound(
 
 
 def _write_beside(folder: str, iteration: int, stages: Stages, *, release: bool) -> None:
-    """`quartet.json` in the checkpoint's own folder, for people and tools that do not read checkpoints."""
+    """Write `quartet.json` into the checkpoint's folder, for those who do not read checkpoints."""
     import torch.distributed as dist
     from megatron.training.checkpointing import get_checkpoint_name
 

@@ -382,7 +382,7 @@ def _with_cpu_flags(words: list[str]) -> list[str]:
 
 
 def _end_well(session: Session) -> None:
-    """The script ended without an error; on the CPU device the process ends here too."""
+    """Finish the trial of a script that ended without an error; a CPU device's process exits here."""
     meter = session.meter
     if hasattr(meter, "gather"):
         meter.gather()

@@ -41,7 +41,7 @@ class ModelConfig:
         return int(value)
 
     def optional_size(self, *names: str) -> int | None:
-        """As `size`; None where the file has none of the fields."""
+        """The number that `size` reads; None where the file has none of the fields."""
         return self.size(*names) if any(self.has(name) for name in names) else None
 
     def flag(self, name: str, *, default: bool) -> bool:

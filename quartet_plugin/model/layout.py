@@ -1,4 +1,4 @@
-"""The layout of a model on devices: degrees of parallelism, micro-batch size and memory options."""
+"""The layout, which divides a model over devices: degrees of parallelism, micro-batch, memory options."""
 
 from dataclasses import field, replace
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""The shape of a GPT-like model, its parameters and its FLOPs."""
+"""The shape of a GPT-like model, and the parameters and FLOPs that follow from it."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The four linears of a transformer layer, and the forms in which tensor parallelism cuts them together."""
+"""The four linears of a transformer layer, and how tensor parallelism may cut them together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

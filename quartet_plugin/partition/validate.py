@@ -109,7 +109,7 @@ def _check_home(partition: Partition, tensor: Tensor) -> None:
 
 
 def _check_carried(partition: Partition, tensor: Tensor) -> None:
-    """One copy, in use on another device each time, and no pause between phases."""
+    """Require one copy of a carried block, in use on another device each time, without a pause."""
     home = partition.homes[tensor]
     if home.parts != 1 or any(len(places) != 1 for places in home.owners().values()):
         raise PlanError(f"{partition.name}: {tensor} is carried, so each of its blocks has one owner")

@@ -213,7 +213,7 @@ class AssignmentSolver:
         limit_s: float = math.inf,
         refused: Callable[[tuple[int, ...]], NoPlan | None] | None = None,
     ) -> Assignment | NoPlan:
-        """As the function `assign`, with the split and the mapping of the layout's equivalence class.
+        """What the function `assign` gives, with the split and the mapping of the layout's equivalence class.
 
         Splits that take over `limit_s` seconds in every order of ranks are left out, and those that are
         `refused` by a bound.

@@ -32,11 +32,11 @@ class Move(Protocol):
 
     @property
     def params(self) -> Params:
-        """The parameters."""
+        """The parameters of the study that lead to the plan."""
 
     @property
     def plan(self) -> Plan:
-        """The plan."""
+        """The plan after the move."""
 
 
 @dataclass(slots=True, kw_only=True)

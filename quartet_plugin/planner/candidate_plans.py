@@ -154,7 +154,7 @@ class PlanCandidates:
     def _of_least_bounds(
         self, layouts: list[tuple[ModelShape, Layout]], *, most: int
     ) -> list[tuple[ModelShape, Layout]]:
-        """At most `most` layouts in their order: those that may be fastest by the planner's bounds."""
+        """The `most` layouts that the planner's bounds let be fastest, in their order."""
         if len(layouts) <= most:
             return layouts
         bounds = least_seconds_of(layouts, request=self._request, constants=self._constants)

@@ -256,7 +256,7 @@ def _counted(groups: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _sorted(groups: IntArray) -> tuple[IntArray, IntArray]:
-    """As `_counted`, fast for many small groups."""
+    """The result of `_counted`, computed by sorting: fast for many small groups."""
     num_groups, size = groups.shape
     ordered = np.sort(groups, axis=1)
     begins = np.ones((num_groups, size), dtype=np.bool_)
@@ -268,7 +268,7 @@ def _sorted(groups: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def different(groups: IntArray) -> tuple[IntArray, IntArray]:
-    """As `alike`, with equal groups alone alike."""
+    """The result of `alike` where only equal groups are alike."""
     _, firsts, numbers = np.unique(groups, axis=0, return_index=True, return_inverse=True)
     return numbers.ravel(), firsts
 

@@ -1,4 +1,4 @@
-"""Plans of one job side by side: for several numbers of devices, and of time against memory."""
+"""Compares plans of one job: for several numbers of devices, and time against memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The schedules of a table of layouts: one row a layout and schedule."""
+"""Joins a table of layouts with their schedules: one row is a layout with a schedule."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Text from elsewhere for people: as a line of a terminal or a log, and as a short reason."""
+"""Makes text from elsewhere fit to show: as a line of a terminal or a log, and as a short reason."""
 
 from quartet_plugin.model.printable import MAX_LINE, printable
 from quartet_plugin.protocol.masking import masked

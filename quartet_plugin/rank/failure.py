@@ -1,4 +1,4 @@
-"""An exception of a rank as a failure: its kind, its exit code and its words, for the tuner and the user."""
+"""Describes a rank's exception as a failure: kind, exit code and words, for the tuner and the user."""
 
 import errno
 import linecache

@@ -20,7 +20,7 @@ def uses_nccl(backend: str) -> bool:
 
 
 def keep_devices(local_rank: int) -> Installation:
-    """From now on, the default group and every barrier run on device `local_rank` of this process's node."""
+    """Have the default group and every barrier run on device `local_rank` of this process's node."""
     names: dict[str, Callable[[Any], Any]] = {
         "init_process_group": functools.partial(_with_first_use, local_rank),
         "barrier": _on_current_device,

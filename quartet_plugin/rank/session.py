@@ -1,4 +1,4 @@
-"""One process from its command line to its end: its trial's files, its step meter, its failure."""
+"""The session of one process, which lasts from its command line to its end: trial files, meter, failure."""
 
 import contextlib
 import multiprocessing
@@ -147,7 +147,7 @@ def print_notes(notes: Iterable[str], *, rank_env: RankEnv) -> None:
 
 
 def write_command_failure(error: BaseException, *, rank_env: RankEnv, num_steps: int = 0) -> None:
-    """Outside of a trial: write rank-K.err.json into the folder that the environment names, if any."""
+    """Write rank-K.err.json outside of a trial, into the folder that the environment names, if any."""
     folder = os.environ.get(ERRORS_FOLDER)
     if not folder:
         return

@@ -1,1 +1,1 @@
-"""Tables, timelines and plots."""
+"""Shows runs and plans: tables, timelines and pages."""

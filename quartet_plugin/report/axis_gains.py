@@ -34,7 +34,9 @@ def axis_section(gains: AxisGains | None) -> str:
     if gains is None:
         return ""
     rows = [[NAMES[gain.axis], _words(gain), clean(gain.best_without, limit=200)] for gain in _sorted(gains)]
-    table = markup.table(["axis", "gives", "best plan with the axis as in your command"], rows)
+    table = markup.table(
+        ["axis", "gives", "best plan with the axis as in your command"], rows, label="What each axis gave"
+    )
     note = markup.note(
         "The winner over the best plan known that has the axis as your own command has it, both predicted "
         "by the cost model as the trials calibrated it. Axes help one another: their gains do not multiply "
@@ -48,5 +50,5 @@ def _sorted(gains: AxisGains) -> list[AxisGain]:
 
 
 def _words(gain: AxisGain) -> str:
-    """In percent: a status has one speedup, the winner's as it was measured."""
+    """The gain in percent: a status has one speedup, the winner's as it was measured."""
     return f"{100 * (gain.gain - 1):.0f} %" if gain.gain >= _LEAST else "nothing"

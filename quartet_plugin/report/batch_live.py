@@ -31,18 +31,18 @@ class BatchLines:
         self._write = write
 
     def __enter__(self) -> Self:
-        """Nothing to prepare."""
+        """Enter the block; lines need no preparation."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Nothing to clean up."""
+        """Leave the block; lines need no cleaning up."""
 
     def message(self, text: str) -> None:
-        """A line."""
+        """Write `text` as a line of its own."""
         self._write(terminal_line(text))
 
     def changed(self, results: BatchResults) -> None:
-        """Nothing: what has happened was a message."""
+        """Do nothing: a message has said what happened."""
 
 
 class BatchScreen:
@@ -69,7 +69,7 @@ class BatchScreen:
             self._live.__exit__(None, None, None)
 
     def message(self, text: str) -> None:
-        """A line above the table."""
+        """Print a line above the table."""
         from rich.text import Text
 
         self._console.print(Text(terminal_line(text)))

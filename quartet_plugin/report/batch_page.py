@@ -20,7 +20,10 @@ def batch_page(results: BatchResults) -> str:
     )
     sections = (
         head,
-        markup.section("Jobs", markup.grid(_HEADS, [_row(job) for job in results.jobs], numbers=_NUMBERS)),
+        markup.section(
+            "Jobs",
+            markup.grid(_HEADS, [_row(job) for job in results.jobs], label="Jobs", numbers=_NUMBERS),
+        ),
         _failed(results),
         _started_from(results),
     )
@@ -55,11 +58,11 @@ def _failed(results: BatchResults) -> str:
         for job in results.jobs
         if job.state == "failed"
     ]
-    table = markup.table(("job", "exit code", "reason"), rows) if rows else ""
+    table = markup.table(("job", "exit code", "reason"), rows, label="Failed") if rows else ""
     return markup.section("Failed", table)
 
 
 def _started_from(results: BatchResults) -> str:
     rows = [(job.name, job.started_from) for job in results.jobs if job.started_from is not None]
-    table = markup.table(("job", "from"), rows) if rows else ""
+    table = markup.table(("job", "from"), rows, label="Begun with") if rows else ""
     return markup.section("Begun with the measurements of", table)

@@ -1,4 +1,4 @@
-"""The jobs of a batch as a table of at most 80 columns, as CSV, and in single lines."""
+"""Shows the jobs of a batch as a table of at most 80 columns, as CSV, and in single lines."""
 
 import csv
 import io

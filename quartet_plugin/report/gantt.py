@@ -31,10 +31,13 @@ _DIGIT_PIXELS = 5.4
 Box = tuple[float, float, float, float]
 
 
-def timeline(schedule: Schedule, simulation: "Simulation", *, label: str) -> str | None:
-    """Devices down, time across, gaps for waiting; None for what is too large to draw or takes no time."""
+def timeline(schedule: Schedule, simulation: "Simulation", *, label: str, span_s: float = 0.0) -> str | None:
+    """Devices down, time across, gaps for waiting; None for what is too large to draw or takes no time.
+
+    The width stands for `span_s` seconds, at least the makespan, so that several drawings have one scale.
+    """
     num_actions = sum(len(order) for order in schedule.orders)
-    span_s = simulation.makespan_s
+    span_s = max(span_s, simulation.makespan_s)
     if not 0 < num_actions <= MAX_ACTIONS or schedule.num_devices > MAX_DEVICES or span_s <= 0:
         return None
     scale, unit = next((pair for pair in UNITS if span_s >= pair[0]), UNITS[-1])
@@ -56,7 +59,8 @@ def timeline(schedule: Schedule, simulation: "Simulation", *, label: str) -> str
             if right - left >= _DIGIT_PIXELS * len(str(action.microbatch)) + 3:
                 dark = is_dark(shade(action.kind, chunk, num_chunks=num_chunks))
                 labels.append(((left + right) / 2, y + row / 2 + 3, str(action.microbatch), dark))
-    lanes = [(_LEFT, top + row * y + 1.5, _RIGHT - _LEFT, row - 3) for y in range(schedule.num_devices)]
+    end = x(simulation.makespan_s / scale)
+    lanes = [(_LEFT, top + row * y + 1.5, end - _LEFT, row - 3) for y in range(schedule.num_devices)]
     parts = [element("path", d=rectangles(lanes), cls="idle")]
     for (kind, chunk), drawn in sorted(boxes.items()):
         colour = _hex(shade(kind, chunk, num_chunks=num_chunks))

@@ -28,7 +28,8 @@ def kept_section(history: RunHistory) -> str:
     rows = [[clean(cell) for cell in row] for row in _rows(history)]
     if not rows:
         return ""
-    return markup.section("What stayed as in your command", markup.table(["knob", "why"], rows))
+    heading = "What stayed as in your command"
+    return markup.section(heading, markup.table(["knob", "why"], rows, label=heading))
 
 
 def _rows(history: RunHistory) -> list[tuple[str, str]]:

@@ -83,14 +83,14 @@ class PlainLines:
         self._running: Running | None = None
 
     def __enter__(self) -> Self:
-        """Nothing to prepare."""
+        """Enter the block; lines need no preparation."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Nothing to clean up."""
+        """Leave the block; lines need no cleaning up."""
 
     def message(self, text: str) -> None:
-        """One line."""
+        """Write `text` as a line of its own."""
         self._write(terminal_line(text))
 
     def plan_started(
@@ -102,7 +102,7 @@ class PlainLines:
         time_left_s: float | None,
         position: LaunchPosition | None = None,
     ) -> None:
-        """One line."""
+        """Write a line that says which launch begins, and with which plan."""
         began_s = self._clock()
         self._running = Running(
             label=label, phase=phase, plan=plan, began_s=began_s, time_left_s=time_left_s, position=position
@@ -110,7 +110,7 @@ class PlainLines:
         self._write(terminal_line(self._running.sentence(now_s=began_s, names_plan=True)))
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
-        """A line where the wait changes its kind, not one for each iteration."""
+        """Write a line where a process enters another phase, not one for each iteration."""
         running = self._running
         if running is None or running.rank_phase == phase or phase not in _SHOWN_PHASES:
             return
@@ -118,7 +118,7 @@ class PlainLines:
         self._write(terminal_line(self._running.sentence(now_s=self._clock())))
 
     def plan_finished(self, launch: LaunchRecord) -> None:
-        """One line."""
+        """Write a line with the result of the launch."""
         self._running = None
         self._write(terminal_line(sentence(launch)))
 
@@ -150,7 +150,7 @@ class LiveTable:
             self._live.__exit__(None, None, None)
 
     def message(self, text: str) -> None:
-        """A line above the table."""
+        """Print a line above the table."""
         from rich.text import Text
 
         self._console.print(Text(terminal_line(text)))

@@ -37,13 +37,23 @@ def by_width(wide: str, narrow: str) -> str:
     return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
 
 
-def scrolled(svg: str) -> str:
+def scrolled(svg: str, *, label: str) -> str:
     """A drawing that keeps its size and is moved sideways in a narrow window."""
-    return f'<div class="scroll natural">{svg}</div>'
+    return f'<div class="scroll natural" {_region(label)}>{svg}</div>'
+
+
+def _region(label: str) -> str:
+    """The attributes by which a keyboard reaches what is moved sideways, and a screen reader names it."""
+    return f'role="region" tabindex="0" aria-label="{text(label)}"'
+
+
+def details(summary: str, body: str) -> str:
+    """Markup that is shown when its summary is chosen, by a pointer or a key."""
+    return f"<details><summary>{text(summary)}</summary>{body}</details>"
 
 
 def note(words: str) -> str:
-    """A remark."""
+    """A paragraph of plain words, less prominent than the page's text."""
     return f'<p class="note">{text(words)}</p>'
 
 
@@ -52,19 +62,22 @@ def pre(lines: Sequence[str]) -> str:
     return f"<pre>{text(chr(10).join(lines))}</pre>"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of plain words."""
-    return grid(heads, [f"<tr>{''.join(cell(breakable(words)) for words in row)}</tr>" for row in rows])
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, label: str) -> str:
+    """A table of plain words; `label` names it for a screen reader."""
+    body = [f"<tr>{''.join(cell(breakable(words)) for words in row)}</tr>" for row in rows]
+    return grid(heads, body, label=label)
 
 
-def grid(heads: Sequence[str], rows: Sequence[str], *, numbers: Set[str] = frozenset()) -> str:
+def grid(heads: Sequence[str], rows: Sequence[str], *, label: str, numbers: Set[str] = frozenset()) -> str:
     """A table whose rows are markup already; the columns of `numbers` are aligned right."""
     cells = "".join(
-        f'<th class="number">{text(head)}</th>' if head in numbers else f"<th>{text(head)}</th>"
+        f'<th scope="col" class="number">{text(head)}</th>'
+        if head in numbers
+        else f'<th scope="col">{text(head)}</th>'
         for head in heads
     )
     top = f"<thead><tr>{cells}</tr></thead>" if any(heads) else ""
-    return f'<div class="scroll"><table>{top}<tbody>{"".join(rows)}</tbody></table></div>'
+    return f'<div class="scroll" {_region(label)}><table>{top}<tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def cell(inner: str, *, style: str = "") -> str:

@@ -52,15 +52,16 @@ def page(history: RunHistory, extras: Extras) -> str:
         _cards(history),
         _intervals(history),
         axis_section(history.axis_gains),
+        markup.pair(_changes(history), _memory(history)),
+        *(
+            markup.section(t.heading, markup.figure(markup.scrolled(t.svg, label=t.heading), t.caption))
+            for t in extras.timelines
+        ),
         kept_section(history),
         _regret(history),
         _progress(history),
         _shapes(history),
-        markup.pair(_importance(extras), _predictions(history), _memory(history), _changes(history)),
-        *(
-            markup.section(t.heading, markup.figure(markup.scrolled(t.svg), t.caption))
-            for t in extras.timelines
-        ),
+        markup.pair(_importance(extras), _predictions(history)),
         _train(history, extras),
         page_tables.trials(history),
         page_tables.failed(history),
@@ -252,8 +253,11 @@ def _memory(history: RunHistory) -> str:
     rows = [] if baseline is None else [(figures.legend_of(baseline), "baseline", baseline)]
     if best is not None and best.number > 0:
         rows.append((figures.legend_of(best), "won" if history.winner else "other", best))
+    svg = figures.memory(rows)
     caption = "The highest of each pipeline rank's processes, as the framework reported it."
-    return _drawn("Memory per stage", figures.memory(rows), caption)
+    drawn = "" if svg is None else markup.figure(svg, caption)
+    every_rank = page_tables.rank_memory([(name, row) for name, _, row in rows])
+    return markup.section("Memory per stage and rank", drawn + every_rank)
 
 
 def _changes(history: RunHistory) -> str:
@@ -273,7 +277,9 @@ def _changes(history: RunHistory) -> str:
     if not rows:
         return ""
     heading = "What the best plan changes" if history.winner else "What the best single trial changes"
-    return markup.section(heading, markup.table(("part", "yours", "the plan's", "class"), rows))
+    return markup.section(
+        heading, markup.table(("part", "yours", "the plan's", "class"), rows, label=heading)
+    )
 
 
 def _train(history: RunHistory, extras: Extras) -> str:

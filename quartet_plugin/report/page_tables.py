@@ -50,7 +50,7 @@ def trials(history: RunHistory) -> str:
     notes = [note] if (note := drift_note_of(history)) else []
     if more > 0:
         notes.append(f"The first {MAX_ROWS}; {more} more are in quartet trials.")
-    table = markup.grid(heads, body, numbers=numbers)
+    table = markup.grid(heads, body, label="Every trial", numbers=numbers)
     return markup.section("Every trial", table + "".join(map(markup.note, notes)))
 
 
@@ -82,9 +82,25 @@ def failed(history: RunHistory) -> str:
             + markup.cell(markup.text(row.phase))
             + f'<td class="reason">{markup.text(clean(row.reason) + excess)}</td></tr>'
         )
-    return markup.section(
-        "Refused and failed", markup.grid(("trial", "outcome", "plan", "phase", "reason"), body)
-    )
+    heads = ("trial", "outcome", "plan", "phase", "reason")
+    return markup.section("Refused and failed", markup.grid(heads, body, label="Refused and failed"))
+
+
+def rank_memory(rows: Sequence[tuple[str, TrialRow]]) -> str:
+    """The table of every rank's peak memory; `rows` are trials with their names, such as the best plan's."""
+    known = [(name, {rank.rank: rank.peak_bytes for rank in row.ranks}) for name, row in rows if row.ranks]
+    ranks = sorted({rank for _, peaks in known for rank in peaks})
+    if not ranks:
+        return ""
+    body = [
+        (str(rank), *(size(peaks[rank]) if rank in peaks else "" for _, peaks in known))
+        for rank in ranks[:MAX_ROWS]
+    ]
+    heads = ("RANK", *(name for name, _ in known))
+    table = markup.table(heads, body, label="Peak memory of every rank")
+    more = len(ranks) - MAX_ROWS
+    note = markup.note(f"The first {MAX_ROWS}; {more} more are in the trials' folders.") if more > 0 else ""
+    return markup.details(f"Peak memory of every rank ({len(ranks)})", table + note)
 
 
 def left_out(history: RunHistory) -> str:
@@ -95,7 +111,9 @@ def left_out(history: RunHistory) -> str:
     by_feature: dict[str, list[str]] = {}
     for axis, feature in history.locked.items():
         by_feature.setdefault(feature, []).append(axis)
-    items += [f"{feature} keeps as they are: {', '.join(axes)}" for feature, axes in by_feature.items()]
+    items += [
+        f"{feature} keeps these axes as they are: {', '.join(axes)}" for feature, axes in by_feature.items()
+    ]
     others = [feature for feature in history.features if feature not in by_feature]
     if others:
         items.append("Features of the job that keep nothing: " + ", ".join(others))
@@ -125,7 +143,9 @@ def provenance(history: RunHistory, fault: str | None) -> str:
     rows = [(name, clean(value, limit=4000)) for name, value in facts if value]
     listed = "".join(f"<li>{markup.text(clean(fault))}</li>" for fault in faults)
     unread = f"<p>Not readable, and so not shown:</p><ul>{listed}</ul>" if faults else ""
-    return markup.section("Where it comes from", markup.table(("", ""), rows) + unread) + (
+    return markup.section(
+        "Where it comes from", markup.table(("", ""), rows, label="Where it comes from") + unread
+    ) + (
         "<footer>Made by quartet_plugin. This file is complete: it loads nothing and runs no script.</footer>"
     )
 

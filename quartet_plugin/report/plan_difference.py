@@ -37,7 +37,7 @@ def difference_words(plan: Plan) -> tuple[str, ...]:
 
 
 def difference_sentence(plan: Plan) -> str:
-    """The differences as one sentence."""
+    """What differs from the user's own command, joined by semicolons."""
     return "; ".join(difference_words(plan)) or "nothing differs from your own command"
 
 

@@ -1,4 +1,4 @@
-"""Throughput against shape, at an equal budget: lines for a terminal and a figure for the report."""
+"""Shows throughput against shape at an equal budget: lines for a terminal and a figure for the report."""
 
 from collections.abc import Sequence
 

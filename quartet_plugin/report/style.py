@@ -64,6 +64,8 @@ svg .action { stroke: var(--paper); stroke-width: .6; }
 svg .on-dark { fill: #ffffff; font-size: 9px; }
 svg .on-light { fill: #1a1f27; font-size: 9px; }
 .scroll { overflow-x: auto; }
+.scroll:focus-visible, summary:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
+summary { cursor: pointer; color: var(--muted); font-size: 13px; margin-top: 8px; }
 .natural svg { min-width: 1080px; }
 .narrow { display: none; }
 @media (max-width: 960px) {

@@ -1,4 +1,4 @@
-"""A plan as lines of text: its parts, its changes against the baseline and their class, its speedup."""
+"""Shows a plan as lines of text: its parts, its changes against the baseline and their class, its speedup."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ class Scalars:
         write_bytes_atomic(self._file, record(event(self._clock(), version=_FILE_VERSION)))
 
     def message(self, text: str) -> None:
-        """Pass it on."""
+        """Pass the line on to the observer."""
         self._observer.message(text)
 
     def plan_started(
@@ -45,11 +45,11 @@ class Scalars:
         time_left_s: float | None,
         position: LaunchPosition | None = None,
     ) -> None:
-        """Pass it on."""
+        """Pass the beginning of a launch on to the observer."""
         self._observer.plan_started(label, plan, phase=phase, time_left_s=time_left_s, position=position)
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
-        """Pass it on."""
+        """Pass the launch's progress on to the observer."""
         self._observer.progressed(phase, iteration=iteration, num_iterations=num_iterations)
 
     def plan_finished(self, launch: LaunchRecord) -> None:

@@ -64,7 +64,7 @@ class JobCost:
 
     @property
     def words(self) -> str:
-        """The cost in words."""
+        """Days, tokens, device hours and, where one is known, the price, for a line of text."""
         price = "" if self.price is None else f", price {self.price:,.0f}"
         hours = f"{self.device_hours:,.0f} device hours"
         return f"{self.days:,.1f} days for {self.num_tokens:.4g} tokens, {hours}{price}"

@@ -31,7 +31,7 @@ class ActivationTracker(Protocol):
         """Count tensors while these very objects live; None among them is skipped."""
 
     def end_action(self) -> None:
-        """An action has ended."""
+        """Note that the action whose tensors were counted last is over."""
 
 
 def activation_tracker(*, on_cpu: bool) -> ActivationTracker:

@@ -25,7 +25,7 @@ class Clock(Protocol):
         """A moment: now, or, on a GPU, when the current stream gets there."""
 
     def seconds(self, earlier: Any, later: Any) -> float:
-        """From one mark to a later one. May wait for the device."""
+        """Seconds from one mark to a later one. May wait for the device."""
 
 
 class HostClock:
@@ -90,7 +90,7 @@ class Recorder:
         self._marks.append(self._mark())
 
     def ends(self) -> None:
-        """The action that started last ends."""
+        """The action that started last has ended."""
         self._marks.append(self._mark())
 
     def begin_at(self) -> float:
@@ -120,6 +120,6 @@ class NullRecorder(Recorder):
     """Records nothing."""
 
     def _skip(self) -> None:
-        """Nothing."""
+        """Record nothing."""
 
     begin = waits = starts = ends = _skip

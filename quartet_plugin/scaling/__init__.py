@@ -1,1 +1,1 @@
-"""Axis 1: model shapes of an equal budget."""
+"""Axis 1: enumerates model shapes of an equal budget."""

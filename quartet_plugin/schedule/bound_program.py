@@ -187,7 +187,7 @@ class _StageForms:
         return form
 
     def constrain(self, program: _Program, *, allow_empty: bool) -> None:
-        """Cuts rise with the stage and fall with the entry; the ends and empty stages as asked."""
+        """Require cuts that rise with the stage and fall with the entry, and stages that are not empty."""
         last = self._num_stages - 1
         for n in range(self._num_entries):
             program.row({self._cut(last, n): 1.0}, lower=1.0)

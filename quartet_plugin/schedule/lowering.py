@@ -293,7 +293,7 @@ class _Device:
         self._actions = actions
 
     def emit(self, points: list[_TransferPoint], num_stages: int) -> list[Instruction]:
-        """At every point: post, wait for sends, wait for the action's input; then the action."""
+        """The instructions of all points: post, wait for sends, wait for the input, run the action."""
         written: list[Instruction] = []
         arriving: dict[tuple[int, int, int], Message] = {}
         sending = {message.tensor: message for point in points for message in point.sends}

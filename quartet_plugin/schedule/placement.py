@@ -38,7 +38,7 @@ def loop(num_devices: int, num_chunks: int) -> Placement:
 
 
 def snake(num_devices: int, num_chunks: int) -> Placement:
-    """To and fro, so that neighbouring stages at a turn share a device (Hanayo's waves)."""
+    """Stages go to and fro, so that neighbouring stages at a turn share a device (Hanayo's waves)."""
     forth = tuple(range(num_devices))
     return tuple(d for chunk in range(num_chunks) for d in (forth if chunk % 2 == 0 else forth[::-1]))
 

@@ -1,4 +1,4 @@
-"""A schedule as data: the device of each stage, and the order of each device's actions."""
+"""A schedule as data: it holds the device of each stage and the order of each device's actions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A schedule as a table of devices and positions, cut to a window round one cell, for refusals."""
+"""Shows a schedule as a table of devices and positions; a refusal has the window round one cell."""
 
 from collections.abc import Collection, Sequence
 

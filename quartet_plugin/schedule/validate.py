@@ -26,7 +26,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def check_actions(schedule: Schedule) -> None:
-    """All rules but the last: sizes, placement, completeness, devices, F before I before W. Vectorised."""
+    """Check all rules but the last: sizes, placement, completeness, devices, F before I before W."""
     _check_sizes(schedule)
     for placement in schedule.routes or (schedule.placement,):
         fault = fault_of(placement, num_devices=schedule.num_devices)

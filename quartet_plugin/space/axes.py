@@ -1,4 +1,4 @@
-"""The axes of a plan."""
+"""The axes of a plan: a name for each of its parts that a search may choose."""
 
 from enum import StrEnum
 

@@ -14,7 +14,7 @@ class ParamSource(Protocol):
         """A number from `low` to `high`, both included, which differ."""
 
     def unit_float(self, name: str) -> float:
-        """A number from -1 to 1."""
+        """A number from -1 to 1, which may be a fraction."""
 
 
 def choose(source: ParamSource, name: str, choices: Sequence[str]) -> str:

@@ -139,9 +139,11 @@ class ScalingConfig(Section):
         default=0.02, gt=0.0, le=0.5, description="the largest relative deviation from the budget"
     )
     depth_width_band: float = Field(
-        default=4.0, ge=1.0, le=64.0, description="how many times depth over width may differ from yours"
+        default=4.0, ge=1.0, le=64.0, description="factor by which depth over width may differ from yours"
     )
-    max_shapes: int = Field(default=8, ge=2, le=MAX_CHOICES, description="shapes that are tried, at most")
+    max_shapes: int = Field(
+        default=8, ge=2, le=MAX_CHOICES, description="the largest number of shapes that are tried"
+    )
     shapes: Shapes = Field(
         default=None, description="layers x hidden size, like 24x2048; auto: by the budget"
     )
@@ -232,7 +234,7 @@ class SearchConfig(_SearchAxes):  # type: ignore[misc]
     """
 
     scaling: ScalingConfig | None = Field(
-        default=None, description="other widths and depths: another model, so only where this key stands"
+        default=None, description="other widths and depths, so another model: never without this key"
     )
     change_class: Literal["A", "B", "C"] = Field(
         default="B",
@@ -242,7 +244,7 @@ class SearchConfig(_SearchAxes):  # type: ignore[misc]
         tuple[Forbidden, ...],
         BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else (v,)),
         Field(max_length=MAX_CHOICES),
-    ] = Field(default=(), description="rules like {schedule: zb-v}: no plan may match all of one")
+    ] = Field(default=(), description="rules such as {schedule: zb-v}; no plan that matches one is tried")
 
     def requested(self, name: str) -> tuple[Any, ...] | None:
         """The values that are requested for a knob; None is `auto`."""

@@ -1,4 +1,4 @@
-"""A trial's plan at the training's size: in more replicas, or with more stages of as many layers."""
+"""Gives a trial's plan the training's size: more replicas, or more stages of as many layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -70,7 +70,7 @@ class RandomParams:
         return number
 
     def unit_float(self, name: str) -> float:
-        """Any number from -1 to 1."""
+        """A number from -1 to 1, drawn uniformly."""
         self.params[name] = number = self._generator.uniform(-1.0, 1.0)
         return number
 

@@ -1,4 +1,4 @@
-"""A plan in one line of labelled parts: `TP 2 · PP 4 · MB 1 · split 4+4+3+1 · zb-h1 · ranks 1,0`."""
+"""Shows a plan in one line of labelled parts: `TP 2 · PP 4 · MB 1 · split 4+4+3+1 · zb-h1 · ranks 1,0`."""
 
 from quartet_plugin.model.plan import STOCK, Plan
 from quartet_plugin.space.knobs.knob import LayoutKnob, SettingKnob, Value

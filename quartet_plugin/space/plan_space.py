@@ -451,9 +451,7 @@ def check_written(space: Space, layouts: MappingABC[ModelShape, Sequence[Layout]
     for name in space.written.keys() - offered:
         reason = space.no_custom_schedules or space.locked.get(Axis.SCHEDULE)
         if reason is not None:
-            raise ConfigError(
-                f"search.schedule: {name}: the framework's own schedules stay, because of {reason}"
-            )
+            raise ConfigError(f"search.schedule: {name}: custom schedules cannot run, because of {reason}")
         free = replace(space.rules(), search=space.search.model_copy(update={"schedule": None}), written={})
         faults = [
             faults_of_written(space.written[name], layout, shape=shape, job=space.job)

@@ -1,1 +1,1 @@
-"""Axis 2: layers to stages."""
+"""Axis 2: divides the layers between the pipeline stages."""

@@ -1,1 +1,1 @@
-"""The Optuna study: storage, samplers and records."""
+"""The Optuna study, which keeps the trials: storage, samplers and records."""

@@ -67,7 +67,7 @@ class GroupedSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as un
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Any value."""
+        """A value drawn at random, for a parameter that no group has."""
         return self._random.sample_independent(study, trial, param_name, param_distribution)
 
     def _groups(self, study: Study) -> list[Group]:

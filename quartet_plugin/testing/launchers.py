@@ -93,7 +93,7 @@ class LauncherConformance:
         return Site()
 
     def test_every_node_starts_the_command_with_its_place(self, tmp_path: Path) -> None:
-        """Once a node, with the variables that torchrun and scripts read."""
+        """Each node starts the command once, with the variables that torchrun and scripts read."""
         run = _Run(self.engine(), tmp_path, num_nodes=self.num_nodes)
         handle = run.start("quick")
         run.succeed(handle)
@@ -107,7 +107,7 @@ class LauncherConformance:
         assert handle.end_on_nodes() == ()
 
     def test_words_folder_and_variables_arrive_unchanged(self, tmp_path: Path) -> None:
-        """No shell reads any of them."""
+        """Words, folder and variables reach the command as they are: no shell reads them."""
         folder = tmp_path / "a folder; touch injected"
         folder.mkdir()
         run = _Run(self.engine(), folder, num_nodes=1)
@@ -120,7 +120,7 @@ class LauncherConformance:
         assert not list(tmp_path.rglob("injected*"))
 
     def test_the_output_of_all_nodes_is_in_one_file(self, tmp_path: Path) -> None:
-        """The new file that was named."""
+        """The named file, which is new, gets the output of every node."""
         run = _Run(self.engine(), tmp_path, num_nodes=self.num_nodes)
         handle = run.start("quick")
         run.exit_code(handle)
@@ -128,7 +128,7 @@ class LauncherConformance:
         _await(lambda: lines <= set(run.stdout.read_text().splitlines()), "the output of every node")
 
     def test_a_node_that_fails_ends_the_others(self, tmp_path: Path) -> None:
-        """With an exit code that is not 0."""
+        """The attempt exits with a code other than 0 when one node has failed."""
         run = _Run(self.engine(), tmp_path, num_nodes=self.num_nodes)
         handle = run.start("fail", str(self.num_nodes - 1))
         assert run.exit_code(handle) not in (0, None)
@@ -137,7 +137,7 @@ class LauncherConformance:
         assert not run.is_counting()
 
     def test_terminate_ends_it_everywhere(self, tmp_path: Path) -> None:
-        """A command that heeds SIGTERM."""
+        """A command that heeds SIGTERM is ended on all nodes by `terminate`."""
         run = _Run(self.engine(), tmp_path, num_nodes=self.num_nodes)
         handle = run.start("wait")
         run.await_counting(self.num_nodes)
@@ -148,7 +148,7 @@ class LauncherConformance:
         assert not run.is_counting()
 
     def test_a_command_that_ignores_signals_is_ended(self, tmp_path: Path) -> None:
-        """By `end_on_nodes`, which returns when nothing runs."""
+        """`end_on_nodes` ends a command that ignores signals, and returns when nothing runs."""
         run = _Run(self.engine(), tmp_path, num_nodes=self.num_nodes)
         handle = run.start("stubborn")
         run.await_counting(self.num_nodes)
@@ -157,7 +157,7 @@ class LauncherConformance:
         run.exit_code(handle)
 
     def test_a_daemon_ends_with_the_command(self, tmp_path: Path) -> None:
-        """Also one of another session, without the command's environment."""
+        """A daemon is ended too, also in another session and without the command's environment."""
         run = _Run(self.engine(), tmp_path, num_nodes=1)
         handle = run.start("daemon")
         run.await_counting(2)
@@ -167,7 +167,7 @@ class LauncherConformance:
         assert not run.is_counting()
 
     def test_it_outlives_the_process_that_started_it(self, tmp_path: Path) -> None:
-        """A tuner that follows a killed one finds it, and ends it."""
+        """A tuner that follows a killed one finds its attempt and ends it."""
         run = _Run(self.engine(), tmp_path, num_nodes=self.num_nodes)
         request = run.request("stubborn") | {
             "engine": [type(run.engine).__module__, "engine"],
@@ -190,13 +190,13 @@ class LauncherConformance:
         run.exit_code(handle)
 
     def test_an_attempt_that_nobody_started_has_ended(self, tmp_path: Path) -> None:
-        """As one whose launcher was killed before it began."""
+        """An attempt whose launcher was killed before it began counts as ended."""
         handle = self.engine().adopt(secrets.token_hex(16), stdout=tmp_path / "stdout.log")
         _await(lambda: handle.poll() is not None, "the end of an attempt that never was")
         assert handle.end_on_nodes() == ()
 
     def test_two_at_once_are_apart(self, tmp_path: Path) -> None:
-        """Each on nodes of its own, and each ends alone."""
+        """Two attempts at once have nodes of their own, and the end of one leaves the other alone."""
         engine = self.engine()
         parts = engine.divide(num_nodes=1, at_once=2)
         names = [name for part in parts for name in part]
@@ -219,7 +219,7 @@ class LauncherConformance:
         assert not runs[1].is_counting()
 
     def test_more_nodes_than_there_are_is_refused(self) -> None:
-        """Where the engine knows its nodes."""
+        """An engine that knows its nodes refuses more of them than there are."""
         engine = self.engine()
         if not engine.divide(num_nodes=1, at_once=1)[0]:
             return  # a queue chooses them

@@ -46,11 +46,11 @@ class AdoptedHandle:
         return None if self.pid else _UNKNOWN_EXIT
 
     def terminate(self) -> None:
-        """SIGTERM to the launcher alone."""
+        """Send SIGTERM to the launcher alone."""
         send_signal(self._launchers, signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to the launcher alone."""
+        """Send SIGKILL to the launcher alone."""
         send_signal(self._launchers, signal.SIGKILL)
 
 

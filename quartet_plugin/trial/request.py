@@ -1,4 +1,4 @@
-"""The request for a trial, its limits, its progress and its result."""
+"""The records of a trial as the tuner keeps them: request, limits, progress and result."""
 
 import re
 from collections.abc import Mapping

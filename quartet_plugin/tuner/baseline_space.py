@@ -28,7 +28,7 @@ def check_baseline(context: TuningContext, result: TrialResult) -> None:
     if result.reason.startswith("hang:"):
         advice = "if it only starts slowly, raise trial.deadline_s; nothing is searched"
     if result.outcome is Outcome.WRONG:
-        advice = "the training itself diverges: mend that first; nothing is searched"
+        advice = "the training itself diverges: repair that first; nothing is searched"
     raise InfrastructureError(f"your own command failed: {result.reason}; {advice}")
 
 
@@ -68,7 +68,7 @@ def _show_limits(context: TuningContext, space: Space, job: TrainingJob) -> None
     batching = () if space.search.change_class == "C" else batching_features(job.features)
     for feature, axes in by_feature.items():
         more = " (search.change_class: C tunes degrees and micro_batch)" if feature in batching else ""
-        say(f"{feature} keeps as they are: {', '.join(axes)}{more}")
+        say(f"{feature} keeps these axes as they are: {', '.join(axes)}{more}")
     if space.no_custom_schedules is not None and Axis.SCHEDULE not in space.locked:
         say(f"{space.no_custom_schedules}; the framework's own schedules stay")
     elif job.full_backward is not None and Axis.SCHEDULE not in space.locked:

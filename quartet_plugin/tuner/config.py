@@ -84,10 +84,10 @@ class TrialConfig(Section):
     """
 
     warmup: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = Field(
-        default="auto", description="iterations that are not measured; auto: until they are steady"
+        default="auto", description="iterations that are not measured; auto: until times are steady"
     )
     measure: Literal["auto"] | Annotated[int, Field(ge=1, le=10_000)] = Field(
-        default="auto", description="iterations that are measured; auto: as many as decide, at most 10"
+        default="auto", description="iterations that are measured; auto: until the time is sure, at most 10"
     )
     cut_above: float = Field(
         default=1.5, ge=1.05, le=1000.0, description="a trial this many times slower than the best ends early"
@@ -96,13 +96,13 @@ class TrialConfig(Section):
         default=600.0, gt=0.0, le=86_400.0, description="seconds after which a trial is killed"
     )
     warm_starts: Literal["auto", "off"] = Field(
-        default="auto", description="auto: trials are forked from a process that has made their imports"
+        default="auto", description="auto: fork trials from a process that has made their imports"
     )
     nodes: int = Field(
-        default=1, ge=1, le=10_000, description="nodes of one trial, with a launcher that has nodes"
+        default=1, ge=1, le=10_000, description="nodes of each trial, with a launcher that has nodes"
     )
     crop: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=10_000)] = Field(
-        default="auto", description="layers a stage of the smaller model that is tried first, or none"
+        default="auto", description="layers on each stage of a smaller model that is tried first, or none"
     )
 
     @property
@@ -130,10 +130,10 @@ class MachineConfig(Section):
     """Descriptions of the machine: files that `quartet probe` and `quartet calibrate` wrote."""
 
     cluster: FileName | None = Field(
-        default=None, description="devices and links: what `quartet probe` wrote"
+        default=None, description="devices and links: the file that `quartet probe` wrote"
     )
     calibration: FileName | None = Field(
-        default=None, description="the cost model's coefficients: what `quartet calibrate` wrote"
+        default=None, description="the cost model's constants: the file that `quartet calibrate` wrote"
     )
 
 
@@ -156,9 +156,14 @@ class StudyConfig(Section):
     sampler: Sampler = Field(default=DEFAULT, description="Optuna's sampler beside the cost model")
     storage: Storage = Field(default=SQLITE, description=FORMS)
     tensorboard: bool = Field(default=False, description="also write the trials for TensorBoard")
-    top_k: int = Field(default=3, ge=1, le=20, description="finalists, measured again in turns with yours")
+    top_k: int = Field(
+        default=3, ge=1, le=20, description="finalists, measured again in turns with your command"
+    )
     rounds: int = Field(
-        default=5, ge=3, le=100, description="final rounds; fewer decide, or three times as many end them"
+        default=5,
+        ge=3,
+        le=100,
+        description="final rounds; fewer if these decide, at most three times as many",
     )
     control: int = Field(
         default=10, ge=0, le=100_000, description="trials until your own command runs again; 0: never"
@@ -167,10 +172,10 @@ class StudyConfig(Section):
         default="auto", description="auto: the cost model proposes plans; none: the sampler alone"
     )
     explore: int = Field(
-        default=5, ge=0, le=100_000, description="one trial in this number is the sampler's own; 0: none"
+        default=5, ge=0, le=100_000, description="N: every N-th plan comes from the sampler; 0: none"
     )
     objective: Literal["auto", "tokens_per_s", "model_flops_per_s_per_device"] = Field(
-        default="auto", description="what is maximized; auto: tokens/s, model FLOP/s where shapes differ"
+        default="auto", description="what is maximized; auto: tokens/s, or model FLOP/s if shapes differ"
     )
 
     @property
@@ -190,8 +195,10 @@ class TuneConfig(Section):
     run: Annotated[str, AfterValidator(_run_name)] | None = Field(
         default=None, description="the run's name; without it the script's"
     )
-    search: SearchConfig = Field(default=SearchConfig(), description="auto tunes an axis, a value fixes it")
-    trial: TrialConfig = Field(default=TrialConfig(), description="one live trial")
+    search: SearchConfig = Field(
+        default=SearchConfig(), description="auto tunes an axis, a value fixes it, a list is searched"
+    )
+    trial: TrialConfig = Field(default=TrialConfig(), description="how each trial runs")
     study: StudyConfig = Field(default=StudyConfig(), description="how many trials, and the final rounds")
     machine: MachineConfig = Field(default=MachineConfig(), description="files that describe the machine")
     launcher: Annotated[str, Field(min_length=1, max_length=100)] = Field(
@@ -199,13 +206,15 @@ class TuneConfig(Section):
         description="local: this machine; slurm: this allocation; slurm-batch: a job a trial; others",
     )
     nodes: Annotated[int, Field(ge=1, le=10_000)] | None = Field(
-        default=None, description="nodes of the training, where trials have fewer (trial.nodes)"
+        default=None, description="nodes of the later training, if trials run on fewer (trial.nodes)"
     )
     confirm: Literal["auto", "none"] = Field(
         default="auto",
-        description="auto: the winner is compared on `nodes` nodes, where they are there",
+        description="auto: compare the winner on `nodes` nodes too, if they are there",
     )
-    site: FileName | None = Field(default=None, description="what the cluster asks of every job: a site.yaml")
+    site: FileName | None = Field(
+        default=None, description="the site.yaml, which says what the cluster asks of every job"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="cpu rehearses a GPU command; auto: cuda where there is one"
     )
@@ -249,7 +258,7 @@ def with_launcher(
 
 
 def placement_of(config: TuneConfig, *, cwd: Path | None = None) -> Placement:
-    """Where the run's trials start; the site's file is looked for in `cwd`. Raises ConfigError."""
+    """The place where the run's trials start; the site's file is looked for in `cwd`. Raises ConfigError."""
     site = None if config.site is None else (cwd or Path()) / config.site
     return Placement(
         launcher=config.launcher,

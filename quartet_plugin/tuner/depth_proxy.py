@@ -124,11 +124,11 @@ class DepthProxy:
         self.is_open = True
         plan, say = self.baseline.plan, self.context.observer.message
         self.proposer.predictor.learn(trials)
-        say(f"plans are tried with {self.layers} of {_largest_stage(plan)} layers a stage first")
+        say(f"plans are first tried with {self.layers} of {_largest_stage(plan)} layers on a stage")
         first_drift = 1.0 if self.is_begun else drift
         if not self._measure(plan, number=BASELINE, num_left=num_left, drift=first_drift):
             self.is_on = False
-            say("the baseline's depth proxy could not be measured: plans are tried whole")
+            say("the baseline's depth proxy could not be measured: plans are tried with all layers")
         for trial in trials:
             plan, number = trial.plan, trial.number
             if self.is_on and number != BASELINE and self._is_recorded(plan, number=number):

@@ -137,7 +137,7 @@ class FinalRounds:
             if progress.num_lost >= MAX_LOST_IN_A_ROW:
                 raise InfrastructureError(
                     f"{progress.num_lost} launches of the final rounds in a row were lost: {result.reason}; "
-                    "mend that, then --resume"
+                    "repair that, then --resume"
                 )
             if result.is_measured:
                 progress.results[number][round_number] = result

@@ -1,4 +1,4 @@
-"""The parts of a run's history: its state, and rows by its events and by the records of its study."""
+"""Makes the parts of a run's history: its state, and rows from its events and its study's records."""
 
 import json
 import math

@@ -62,7 +62,7 @@ class ParityKind:
 
     @property
     def label(self) -> str:
-        """For people: the family, the placement, and the tensor partition where there is one."""
+        """Family and placement in words, with the tensor partition where there is one."""
         prefix = _PARTITION_FEATURE
         cuts = [name.removeprefix(prefix) for name in self.features if name.startswith(prefix)]
         return " ".join([f"{self.family} ({self.placement})", *(f"with partition {cut}" for cut in cuts)])

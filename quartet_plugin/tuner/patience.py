@@ -1,4 +1,4 @@
-"""The end of a search that no longer gains: `study.patience` trials in a row without a better objective."""
+"""Ends a search that no longer improves: `study.patience` trials in a row without a better objective."""
 
 from collections.abc import Sequence
 

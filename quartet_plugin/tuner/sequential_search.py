@@ -323,7 +323,8 @@ def check_progress(trials: list[FinishedTrial], *, num_before: int = 0) -> None:
     lost = in_a_row(trials[num_before:], lambda trial: trial.record.verdict == "lost")
     if lost >= MAX_LOST_IN_A_ROW:
         raise InfrastructureError(
-            f"{lost} trials in a row could not be run: {trials[-1].record.reason}; mend that, then --resume"
+            f"{lost} trials in a row could not be run: {trials[-1].record.reason}; "
+            "repair that, then add --resume"
         )
 
 

@@ -132,7 +132,7 @@ class LocalBackend:
             self._launcher.close()
 
     def __enter__(self) -> Self:
-        """With no trial server yet."""
+        """Enter the block without a trial server: the first warm start makes it."""
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -105,7 +105,7 @@ def test_a_schedule_of_ours_needs_its_functions_and_its_receipt(
     assert "parity receipt: passed" in capsys.readouterr().out
     found |= report(changed=FAULT)
     assert main(["recheck", path]) == 4
-    assert f"its schedule is off here: {FAULT}" in capsys.readouterr().err
+    assert f"its schedule cannot run here: {FAULT}" in capsys.readouterr().err
 
 
 def test_a_plan_of_native_flags_needs_no_function(found: dict[str, Any], tmp_path: Path) -> None:

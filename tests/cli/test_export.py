@@ -234,17 +234,17 @@ def test_the_script_sets_what_megatron_needs_with_more_tensor_parallelism(tmp_pa
 @pytest.mark.parametrize(
     ("plan", "command", "says"),
     [
-        (PLAN, ("torchrun", "x.py"), "orders the ranks"),
+        (PLAN, ("torchrun", "x.py"), "changes the order of the ranks"),
         (NATIVE_PLAN, ("torchrun", "x.py", "--", "more"), "a -- of its own"),
         (
             NATIVE_PLAN,
             ("torchrun", "x.py", "--decoder-first-pipeline-num-layers=3"),
-            "does without --decoder-first",
+            "needs a command without --decoder-first",
         ),
         (
             NATIVE_PLAN,
             ("torchrun", "x.py", "--account_for_loss_in_pipeline_split"),
-            "does without --account-for-loss",
+            "needs a command without --account-for-loss",
         ),
         (
             replace(NATIVE_PLAN, made_for=replace(NATIVE_PLAN.made_for, framework="deepspeed")),
@@ -266,6 +266,6 @@ def test_a_script_is_written_replaced_and_removed(tmp_path: Path) -> None:
     other = replace(NATIVE_PLAN, layout=make_layout(micro_batch_size=8))
     write_native(other, run=run)
     assert "--micro-batch-size 8" in path.read_text()
-    assert write_native(PLAN, run=run).startswith("no native.sh: the plan orders the ranks")
+    assert write_native(PLAN, run=run).startswith("no native.sh: the plan changes the order of the ranks")
     assert not path.exists()
     assert write_native(None, run=run) == ""

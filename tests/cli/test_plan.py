@@ -80,7 +80,7 @@ def test_the_length_of_a_jobs_sequences_stands_in_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", write_job(tmp_path), "--seq-length", "4096"]) == 2
-    assert "a job's is model.seq_length" in capsys.readouterr().err
+    assert "a JOB.yaml has model.seq_length" in capsys.readouterr().err
 
 
 def test_a_plan_that_nearly_fills_the_memory_says_how_much_is_left(
@@ -269,7 +269,7 @@ def test_time_against_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (("--devices", "many"), "--devices many: must be numbers"),
         (("--devices", "6"), "nearest: 4 or 8"),
         (("--devices", "4,8", "-o", "plan.json"), "-o, --top, --refused and --exhaustive are for one plan"),
-        (("--price", "2"), "say --tokens N, too"),
+        (("--price", "2"), "needs its length; add --tokens N"),
         (("--tokens", "-1"), "cost.tokens: -1.0"),
         (("--tokens", "nan"), "cost.tokens"),
         (("--frontier", "time"), "memory"),

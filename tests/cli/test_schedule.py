@@ -226,7 +226,7 @@ def test_bound(quartet: Quartet, costs: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--split", "even"], "the number of stages is open"),
+        (["--split", "even"], "the number of stages is not known"),
         (["--placement", "1,0,2,3"], "must start with device 0"),
         (["--placement", "0,1,2,3,0"], "equally often"),
         (["--placement", "0,1,2,9"], "device 9 does not exist"),

@@ -84,7 +84,7 @@ def test_a_plan_of_the_users_is_not_replaced(
     plan = path.with_suffix(".plan.json")
     write_plan(PLAN, path=plan)
     assert train(path) == 2
-    assert "another plan; rename it" in capsys.readouterr().err
+    assert "holds another plan; rename it" in capsys.readouterr().err
     assert read_plan(plan) == PLAN
     plan.write_text("{}")
     assert train(path) == 2
@@ -139,7 +139,7 @@ def test_a_file_that_cannot_run_is_refused_before_a_process_starts(
 
 def test_a_plan_beside_a_schedule_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--plan", "a.json", "--schedule", "b.json", "--", "torchrun", "x.py"]) == 2
-    assert "give one of them" in capsys.readouterr().err
+    assert "a plan has its schedule, so give one" in capsys.readouterr().err
 
 
 def test_the_gate_runs_once_and_the_plan_trains(
@@ -222,7 +222,7 @@ def test_a_feature_without_custom_schedules_is_named(
     gate = FakeGate(job=make_job(layout=layout, features=("overlap_moe", "rampup_batch_size")))
     gate.install(monkeypatch)
     assert train(saved(tmp_path)) == 2
-    assert "the framework's own schedules stay, because of overlap_moe" in capfd.readouterr().err
+    assert "custom schedules cannot run, because of overlap_moe" in capfd.readouterr().err
 
 
 def test_the_check_can_be_skipped_and_says_so(

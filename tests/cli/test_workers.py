@@ -326,7 +326,7 @@ def test_a_run_that_takes_no_workers_is_not_joined(tmp_path: Path, capfd: pytest
     tuner = Tuner(tmp_path)
     wait_until(lambda: (tuner.run / "config.json").exists(), what="the run")
     assert main(["tune", "--join", str(tuner.run)]) == 6
-    assert "start it with --workers" in capfd.readouterr().err
+    assert "start its tuner with --workers" in capfd.readouterr().err
     assert main(["tune", "--join", str(tmp_path / "nowhere")]) == 2
     assert main(["tune", "--join", str(tuner.run), "--resume"]) == 2
     assert tuner.ends() == 0, tuner.words
@@ -372,7 +372,7 @@ PLAIN = (sys.executable, "train.py")
     ("words", "given", "says"),
     [
         (PLAIN, (*PLAIN, "--more"), "the run has another command"),
-        ((*PLAIN, "--api-key", "abc"), None, "holds a secret, which is not kept; give it after --"),
+        ((*PLAIN, "--api-key", "abc"), None, "holds a secret, which is not kept; give the command after --"),
         ((*PLAIN, "--api-key", "abc"), (*PLAIN, "--api-key", "abc"), TAKEN),
         (PLAIN, None, TAKEN),
     ],

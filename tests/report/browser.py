@@ -39,7 +39,8 @@ _MEASURE = """
  srcdoc="{page}"></iframe><pre id="measured"></pre><script>
 const frame = document.getElementById("frame");
 frame.onload = () => {{
-  const page = frame.contentDocument, view = frame.contentWindow, found = {{texts: [], columns: []}};
+  const page = frame.contentDocument, view = frame.contentWindow;
+  const found = {{texts: [], columns: [], scrolled: []}};
   found.page_width = page.documentElement.scrollWidth;
   for (const text of page.querySelectorAll("svg text")) {{
     if (!text.getClientRects().length) continue;
@@ -51,6 +52,11 @@ frame.onload = () => {{
     const box = head.getBoundingClientRect();
     found.columns.push([head.textContent, box.left, box.right]);
   }}
+  for (const part of page.querySelectorAll("main *")) {{
+    const moves = ["auto", "scroll"].includes(view.getComputedStyle(part).overflowX);
+    if (moves && part.scrollWidth > part.clientWidth)
+      found.scrolled.push([part.getAttribute("aria-label"), part.tabIndex]);
+  }}
   document.getElementById("measured").textContent = JSON.stringify(found);
 }};
 </script>
@@ -59,11 +65,15 @@ frame.onload = () => {{
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Pixels of a page: its width, the size of each text in its charts, with the chart, and columns' ends."""
+    """Pixels of a page: its width, the size of each text in its charts, with the chart, and columns' ends.
+
+    `scrolled` are the names of the parts that are moved sideways, with their places in a keyboard's order.
+    """
 
     page_width: float
     texts: tuple[tuple[str, float, str], ...]
     columns: tuple[tuple[str, float, float], ...]
+    scrolled: tuple[tuple[str, int], ...]
 
 
 def measure_page(markup: str, *, width: int, folder: Path) -> Measured:
@@ -79,6 +89,7 @@ def measure_page(markup: str, *, width: int, folder: Path) -> Measured:
         page_width=found["page_width"],
         texts=tuple(map(tuple, found["texts"])),
         columns=tuple(map(tuple, found["columns"])),
+        scrolled=tuple(map(tuple, found["scrolled"])),
     )
 
 

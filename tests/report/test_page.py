@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quartet_plugin.cli.report import timelines
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.history import RunHistory, TrialRow
+from quartet_plugin.model.history import RankMemory, RunHistory, TrialRow
 from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.rank_files import ActionTimes
@@ -135,7 +135,8 @@ def test_the_page_says_what_was_found() -> None:
         "History",
         "What mattered",
         "Predicted against measured",
-        "Memory per stage",
+        "Memory per stage and rank",
+        "Timeline of your own command",
         "Timeline of the best plan",
         "Train with the best plan",
         "Every trial",
@@ -147,15 +148,14 @@ def test_the_page_says_what_was_found() -> None:
     assert "no progress for 30 s" in text
     assert "as trial 2" in text
     assert "--save, --tensorboard-dir" in text
-    assert "moe keeps as they are: mapping" in text
+    assert "moe keeps these axes as they are: mapping" in text
     assert "sh /runs/heavy-head/best/command.sh" in text
     assert "Etttttt|ttL" in text
 
 
 def test_every_picture_is_there() -> None:
-    drawn = [value for name, value in read(whole(history())).attributes if name == "aria-label"]
-    assert [label.split()[0] for label in drawn] == [
-        "Seconds", "Best", "Every", "Every", "Parameter", "Predicted", "Peak", "Simulated",
+    assert re.findall(r'<svg [^>]*aria-label="(\w+)', whole(history())) == [
+        "Seconds", "Best", "Peak", "Simulated", "Simulated", "Every", "Every", "Parameter", "Predicted",
     ]  # fmt: skip
 
 
@@ -206,10 +206,18 @@ def test_a_run_that_has_hardly_begun_has_a_page() -> None:
 @pytest.mark.parametrize("plan", [WINNER, INTERLEAVED])
 def test_the_timeline_is_the_plans_own(plan: object) -> None:
     run = history(winner=replace(WINNER, layout=plan.layout, split=plan.split, schedule=plan.schedule))  # type: ignore[attr-defined]
-    made = timelines(run, path=Path("/nowhere"))
-    assert len(made) == 1
-    assert "scaled to the measured iteration" in made[0].caption
-    assert "400 ms a step" in made[0].caption
+    before, after = timelines(run, path=Path("/nowhere"))
+    assert "500 ms a step" in before.caption
+    assert "scaled to the measured iteration" in after.caption
+    assert "400 ms a step" in after.caption
+
+
+def test_the_timelines_before_and_after_have_one_scale() -> None:
+    before, after = timelines(history(), path=Path("/nowhere"))
+    ticks = [re.findall(r'x="([\d.]+)"[^>]*class="tick"[^>]*>([\d.]+)<', one.svg) for one in (before, after)]
+    assert ticks[0] == ticks[1]
+    assert len(ticks[0]) > 3
+    assert "on the scale of the timeline above" in after.caption
 
 
 def test_a_schedule_of_ours_is_simulated_and_as_it_was_recorded(tmp_path: Path) -> None:
@@ -246,12 +254,16 @@ def test_a_schedule_of_ours_is_simulated_and_as_it_was_recorded(tmp_path: Path) 
         write_json_atomic(folder / f"rank-{device}.actions.json", dump(sheet))
     best = replace(plan, provenance=replace(plan.provenance, trial=2))
     pictures = timelines(history(winner=best), path=tmp_path)
-    assert [one.heading for one in pictures] == ["Timeline of the best plan", "The same step, measured"]
-    assert "bubble" in pictures[1].caption
-    simulated, measured = (len(re.findall(r"M\d", one.svg)) for one in pictures)
+    assert [one.heading for one in pictures] == [
+        "Timeline of your own command",
+        "Timeline of the best plan",
+        "The same step, measured",
+    ]
+    assert "bubble" in pictures[2].caption
+    simulated, measured = (len(re.findall(r"M\d", one.svg)) for one in pictures[1:])
     assert simulated == measured
     (folder / "rank-0.actions.json").write_text("{}")
-    assert len(timelines(history(winner=best), path=tmp_path)) == 1
+    assert len(timelines(history(winner=best), path=tmp_path)) == 2
 
 
 @pytest.mark.parametrize("plan", [WINNER, INTERLEAVED])
@@ -291,7 +303,24 @@ def test_a_plan_without_a_pipeline_has_no_timeline() -> None:
         split=Split(transformer_layers_per_stage=(8,)),
         schedule=ScheduleChoice(name="no-pipelining"),
     )
-    assert timelines(history(winner=flat), path=Path("/nowhere")) == []
+    (before,) = timelines(history(winner=flat), path=Path("/nowhere"))
+    assert before.heading == "Timeline of your own command"
+    assert before.caption.endswith("; the best plan has no pipeline, and so no timeline.")
+    own = replace(flat, provenance=replace(flat.provenance, trial=0))
+    assert timelines(history(trials=(row(0, 0.5, plan=own),), winner=None), path=Path("/nowhere")) == []
+
+
+def test_the_memory_of_every_rank_is_there() -> None:
+    run = history()
+    chosen = run.winner.provenance.trial if run.winner else 0
+    ranks = (RankMemory(rank=0, peak_bytes=5 * 2**30), RankMemory(rank=1, peak_bytes=7 * 2**30))
+    rows = tuple(replace(one, ranks=ranks) if one.number == chosen else one for one in run.trials)
+    text = read(whole(replace(run, trials=rows))).text
+    table = text.partition("Peak memory of every rank (2)")[2].split("Timeline of")[0]
+    assert table.startswith(" RANK your own command trial ")
+    assert table.strip().endswith("0 2 GiB 5 GiB 1 3 GiB 7 GiB")
+    bare = tuple(replace(one, ranks=()) for one in run.trials)
+    assert "Peak memory of every rank" not in whole(replace(run, trials=bare))
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -340,7 +369,7 @@ def test_the_browser_has_nothing_to_complain_about(opened: Opened) -> None:
 
 
 def test_the_browser_shows_the_figures_and_the_attack_as_text(opened: Opened) -> None:
-    assert opened.document.count("<svg") == 8
+    assert opened.document.count("<svg") == 9
     assert (
         "<title>&lt;script&gt;document.title='owned'&lt;/script&gt;: quartet report</title>"
         in opened.document
@@ -370,6 +399,14 @@ def test_a_phone_shows_the_charts_and_a_trials_speed(width: int, tmp_path: Path)
     assert not small
     ends = {head: right for head, _, right in measured.columns}
     assert max(ends["trial"], ends[SECONDS_HEAD], ends[SPEEDUP_HEAD]) <= width
+
+
+def test_a_keyboard_and_a_screen_reader_reach_what_is_moved_sideways(tmp_path: Path) -> None:
+    measured = measure_page(whole(history()), width=390, folder=tmp_path)
+    assert {label for label, _ in measured.scrolled} >= {"Every trial", "Timeline of the best plan"}
+    assert {tab_index for _, tab_index in measured.scrolled} == {0}
+    cut = whole(history()).replace(' tabindex="0"', "")
+    assert {tab_index for _, tab_index in measure_page(cut, width=390, folder=tmp_path).scrolled} == {-1}
 
 
 def test_it_is_drawn_in_light_and_in_dark_and_prints(tmp_path: Path) -> None:

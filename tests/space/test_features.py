@@ -103,7 +103,7 @@ def test_the_tuner_says_what_is_kept_and_how_it_is_asked_for(tmp_path: Path) -> 
     job = make_job(features=("packing",))
     tune(begin(tmp_path / "a", study={"trials": 2}), FakeMachine(job=job), observer=kept)
     how = "(search.change_class: C tunes degrees and micro_batch)"
-    assert f"packing keeps as they are: degrees, micro_batch {how}" in kept.messages
+    assert f"packing keeps these axes as they are: degrees, micro_batch {how}" in kept.messages
     search = {"change_class": "C"}
     tune(begin(tmp_path / "b", search=search, study={"trials": 2}), FakeMachine(job=job), observer=asked)
     assert not any("keeps" in text for text in asked.messages)

@@ -69,7 +69,9 @@ def test_row_17_a_run_that_lost_its_trials_goes_on_when_that_is_mended(tmp_path:
             is_broken.append(True)
 
     machine.on_launch = break_down
-    with pytest.raises(InfrastructureError, match=r"3 trials in a row .* mend that, then --resume") as caught:
+    with pytest.raises(
+        InfrastructureError, match=r"3 trials in a row .* repair that, then add --resume"
+    ) as caught:
         tune(begin(tmp_path / "r", **config), machine)
     assert caught.value.exit_code is ExitCode.INFRASTRUCTURE
     is_broken.clear()

@@ -1,1 +1,1 @@
-"""The iteration model: terms of stages and steps, one replay of orders, their sum and its derivatives."""
+"""The iteration model adds terms of stages and steps, by one replay of orders, and has their derivatives."""

@@ -200,7 +200,7 @@ class SplitModel:
         return float(scale[index] * terms[index]) / max(unit_s, 1e-30)
 
     def _crossings(self, nodes: IntArray) -> IntArray:
-        """Of each stage's transfer to the next: 0 none, 1 inside nodes, 2 between nodes [S]."""
+        """The level of each stage's transfer to the next [S]: 0 none, 1 inside nodes, 2 between nodes."""
         placement = self._raw.placement
         sender, receiver = placement[:-1], placement[1:]
         is_inside = (nodes[sender] == nodes[receiver]).all(axis=1)

@@ -1,4 +1,4 @@
-"""The terms of a stage: one microbatch's seconds by cause, of its layers, its ends and its actions."""
+"""Computes the terms of a stage: seconds of a microbatch by cause, for layers, ends and actions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

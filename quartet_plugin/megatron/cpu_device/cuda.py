@@ -31,18 +31,22 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
+        """The least and the highest priority, as torch gives them."""
         return (0, -1)
 
-    def synchronize(self, *_awaited: Any) -> None: ...
+    def synchronize(self, *_awaited: Any) -> None:
+        """Wait for nothing: all work is done."""
 
     wait_stream = wait_event = synchronize
 
     def record_event(self, event: "Event | None" = None) -> "Event":
+        """Record `event`, or a new one, and return it."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
     def query(self) -> bool:
+        """Whether all work is done: always."""
         return True
 
 
@@ -53,17 +57,21 @@ class Event:
         self._recorded_s = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
+        """Take the time of this moment."""
         del stream
         self._recorded_s = time.perf_counter()
 
     def elapsed_time(self, end: "Event") -> float:
+        """Milliseconds from this event to `end`."""
         return (end._recorded_s - self._recorded_s) * 1e3
 
-    def synchronize(self, *_stream: Any) -> None: ...
+    def synchronize(self, *_stream: Any) -> None:
+        """Wait for nothing: the event has passed."""
 
     wait = synchronize
 
     def query(self) -> bool:
+        """Whether the event has passed: always."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""What all partitioned layers of a process share: messages of the tensor-parallel group, and tables."""
+"""Holds what all partitioned layers of a process share: messages of the tensor-parallel group, and tables."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""Megatron's layer layout with the stages of its string on the devices of a placement."""
+"""Gives the stages of a layout string of Megatron to the devices of a placement."""
 
 from functools import cache
 from typing import Any

@@ -45,7 +45,7 @@ class _PartReductions:
             self._group.grad_reduce_handle = self
 
     def wait(self) -> None:
-        """Wait for the reductions of all parts."""
+        """Block until the reduction of every part is over."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()

@@ -1,1 +1,1 @@
-"""Homes and signatures of a partition in the notations of other systems."""
+"""Writes homes and signatures of a partition in the notations of other systems."""

@@ -1,4 +1,4 @@
-"""Colossal-AI's words for a partition: its plugin for 1D, the legacy `tensor=dict(...)` for 2D and 3D."""
+"""Writes a partition in Colossal-AI's words: its plugin for 1D, `tensor=dict(...)` for 2D and 3D."""
 
 import re
 

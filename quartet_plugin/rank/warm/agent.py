@@ -77,11 +77,11 @@ class WaitingRank:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM to the process."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL to the process."""
         self.send_signal(signal.SIGKILL)
 
 

@@ -195,7 +195,7 @@ class _PhaseRun:
             self._begun.add(block)
 
     def _sum_parts(self) -> None:
-        """Of each block with several owners, this device's part of the sum."""
+        """Compute this device's part of the sum of each block that has several owners."""
         for block, owners in self._home.owners.items():
             if len(owners) == 1:
                 continue
@@ -212,7 +212,7 @@ class _PhaseRun:
                 self._home.view(self._matrix, block).copy_(total)
 
     def _copy_parts(self, step: DeviceStep) -> None:
-        """Where the home has copies: the other owners' parts of the sum, and this device's to them."""
+        """Exchange parts of the sums with the other owners, where the home has copies."""
         received = [(transfer, self._new_buffer(transfer)) for transfer in step.receives]
         sends: list[tuple[tuple[Phase, Tensor], Endpoint]] = [
             (

@@ -66,19 +66,19 @@ class SleepingCompute:
         self.start_s, self.end_s = [], []
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
-        """F."""
+        """Sleep as long as the stage's F takes; what is sent to the next stage."""
         return self._act(f"{stage}F{microbatch}", self._forward_s[stage], received, sent=stage < self._last)
 
     def backward(self, stage: int, microbatch: int, received: Any) -> Any:
-        """B."""
+        """Sleep as long as the stage's B takes; what is sent to the stage before."""
         return self._act(f"{stage}B{microbatch}", self._backward_s[stage], received, sent=stage > 0)
 
     def input_grad(self, stage: int, microbatch: int, received: Any) -> Any:
-        """I."""
+        """Sleep as long as the stage's I takes; what is sent to the stage before."""
         return self._act(f"{stage}I{microbatch}", self._input_grad_s[stage], received, sent=stage > 0)
 
     def weight_grad(self, stage: int, microbatch: int) -> None:
-        """W."""
+        """Sleep as long as the stage's W takes."""
         self._act(f"{stage}W{microbatch}", self._weight_grad_s[stage], None, sent=False)
 
     def _act(self, text: str, duration_s: float, received: Any, *, sent: bool) -> Any:

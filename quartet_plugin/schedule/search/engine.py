@@ -166,7 +166,7 @@ class _ScheduleSearch:
         self._accept()
 
     def _round(self, evaluations: float) -> None:
-        """One round: a part of its evaluations for each kind of work."""
+        """Run one round, which gives each kind of work a part of its evaluations."""
         problem = self._tasks.problem
         named = self._named_share
         insertion = 0.0 if problem.want_period else _INSERTION_SHARE

@@ -94,7 +94,7 @@ def _critical_blocks(shop: JobShop, table: ActionTable, makespan: float, eps: fl
 
 @inner
 def _kick(shop: JobShop, table: ActionTable, moves: int) -> None:
-    """A few random legal shifts."""
+    """Make `moves` random shifts that are legal."""
     for _ in range(moves):
         i = np.random.randint(0, len(table.seq))
         d = shop.device_of[i]

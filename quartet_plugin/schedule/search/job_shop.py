@@ -117,7 +117,7 @@ def table_of(codes: IntArray, shop: JobShop) -> ActionTable:
 
 @inner
 def write_codes(seq: IntArray, shop: JobShop, codes: IntArray) -> None:
-    """Ids back to action codes."""
+    """Turn the ids in `seq` back into action codes."""
     for k in range(len(seq)):
         x = seq[k]
         codes[k] = x // 3 * 4 + (3 if shop.is_full_backward[x] else x % 3)
@@ -259,7 +259,7 @@ def update_tails(shop: JobShop, table: ActionTable) -> float:
 
 @inner
 def update_positions(shop: JobShop, table: ActionTable, low: int, high: int) -> None:
-    """Positions and memory levels of low..high, all on one device, after a change."""
+    """Compute the positions and memory levels of low..high, all on one device, after a change."""
     memory = table.level[low - 1] if low > shop.offsets[shop.device_of[low]] else 0.0
     for k in range(low, high + 1):
         table.position[table.seq[k]] = k

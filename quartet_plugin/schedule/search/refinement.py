@@ -1,4 +1,4 @@
-"""Shorter orders for a fixed placement and split, by insertion or exactly, and their test under noise."""
+"""Shortens orders of a fixed placement and split, by insertion or exactly, and tests them under noise."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The group of the interleaved schedule: the microbatches of a chunk before the next chunk's turn."""
+"""The group of the interleaved schedule: how many microbatches pass a chunk before the next chunk's turn."""
 
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import PlanKnob
@@ -6,7 +6,7 @@ from quartet_plugin.space.knobs.knob import PlanKnob
 GROUP = PlanKnob(
     name="group",
     label="group",
-    meaning="microbatches a group of the interleaved schedule",
+    meaning="microbatches in each group of the interleaved schedule",
     kind="degree",
     axis=Axis.SCHEDULE,
     change_class="A",

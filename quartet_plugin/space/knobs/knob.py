@@ -38,7 +38,7 @@ class KnobRules(Protocol):
 
     @property
     def search(self) -> Request:
-        """The request."""
+        """What `search` of q.yaml asks of every knob."""
 
     @property
     def locked(self) -> Mapping[Axis, str]:

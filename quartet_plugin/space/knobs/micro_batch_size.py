@@ -23,7 +23,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
 MICRO_BATCH_SIZE = LayoutKnob(
     name="micro_batch_size",
     label="MB",
-    meaning="sequences a microbatch",
+    meaning="sequences in each microbatch",
     kind="degree",
     axis=Axis.MICRO_BATCH,
     change_class="B",

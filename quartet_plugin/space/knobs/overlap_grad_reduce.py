@@ -1,4 +1,4 @@
-"""Overlap of the gradients' reduction with the backward."""
+"""Overlap of the gradients' reduction with the backward, which hides its time."""
 
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.space.features import Axis
@@ -17,7 +17,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
 OVERLAP_GRAD_REDUCE = SettingKnob(
     name="overlap_grad_reduce",
     label="overlap_grad_reduce",
-    meaning="gradients are reduced beside the backward that makes the next ones",
+    meaning="reduce gradients while the backward computes the next ones",
     kind="switch",
     axis=Axis.OPTIONS,
     change_class="B",

@@ -16,7 +16,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
 OVERLAP_PARAM_GATHER = SettingKnob(
     name="overlap_param_gather",
     label="overlap_param_gather",
-    meaning="parameters are gathered beside the forward that needs the ones before",
+    meaning="gather parameters while the forward uses those before them",
     kind="switch",
     axis=Axis.OPTIONS,
     change_class="B",

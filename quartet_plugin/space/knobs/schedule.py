@@ -1,4 +1,4 @@
-"""The pipeline schedule: the order of forward and backward actions on every device."""
+"""The pipeline schedule, which orders the forward and backward actions of every device."""
 
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import PlanKnob
@@ -6,7 +6,7 @@ from quartet_plugin.space.knobs.knob import PlanKnob
 SCHEDULE = PlanKnob(
     name="schedule",
     label="schedule",
-    meaning="a name of `quartet schedule list`, searched, or a SCHEDULE.json; custom ones pass the gate",
+    meaning="a name of `quartet schedule list`, searched, or a SCHEDULE.json; custom ones need the gate",
     kind="schedule",
     axis=Axis.SCHEDULE,
     change_class="A",

@@ -1,4 +1,4 @@
-"""Sequence parallelism: layer norms and dropout split over the tensor-parallel ranks."""
+"""Sequence parallelism: the tensor-parallel ranks divide layer norms and dropout along the sequence."""
 
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout

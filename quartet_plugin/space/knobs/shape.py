@@ -1,4 +1,4 @@
-"""The shape: the model's depth and width at an equal budget."""
+"""The shape: the depth and width that a model has at an equal budget."""
 
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import PlanKnob

@@ -1,4 +1,4 @@
-"""The split: the transformer layers of each pipeline stage."""
+"""The split: how many transformer layers each pipeline stage holds."""
 
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import PlanKnob
@@ -6,7 +6,7 @@ from quartet_plugin.space.knobs.knob import PlanKnob
 SPLIT = PlanKnob(
     name="split",
     label="split",
-    meaning="layers a stage: even, stock, or counts like 6+2",
+    meaning="layers of each stage: even, stock, or counts like 6+2",
     kind="split",
     axis=Axis.SPLIT,
     change_class="A",

@@ -83,7 +83,7 @@ class PartitionKnob(LayoutKnob):
     """The partition by its label; a layout without one is `stock`. One that is not stock turns SP on."""
 
     def in_layout(self, layout: Layout) -> Value | None:
-        """The label."""
+        """The label of the layout's partition; `stock` without one."""
         return STOCK if layout.tensor_partition is None else layout.tensor_partition.label
 
     def put(self, layout: Layout, value: Value | None) -> Layout:

@@ -1,4 +1,4 @@
-"""Virtual stages: the chunks of layers on each device."""
+"""Virtual stages: how many chunks of layers each device holds."""
 
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, Value, degree_of, never_kept
@@ -37,7 +37,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
 VIRTUAL_STAGES = LayoutKnob(
     name="virtual_stages",
     label="VP",
-    meaning="stages a device",
+    meaning="stages on each device",
     kind="degree",
     axis=Axis.SCHEDULE,
     change_class="A",

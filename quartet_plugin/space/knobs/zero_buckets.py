@@ -42,7 +42,7 @@ def _bucket(name: str, *, label: str, read_back: Callable[[Any], int]) -> Bucket
     return BucketKnob(
         name=name,
         label=label,
-        meaning="elements, DeepSpeed with ZeRO 1",
+        meaning="elements in each bucket (DeepSpeed with ZeRO 1)",
         kind="size",
         axis=Axis.OPTIONS,
         change_class="B",

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stage: 0 replicates the optimizer's state over the copies of the model, 1 shards it."""
+"""DeepSpeed's ZeRO stage: with 0 every copy of the model has the optimizer's whole state, with 1 a shard."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ class ZeroKnob(LayoutKnob):
     """The stage, which a layout has as a sharded optimizer or none."""
 
     def in_layout(self, layout: Layout) -> Value | None:
-        """0 or 1."""
+        """The stage of a layout: 1 where its optimizer is sharded, else 0."""
         return int(layout.distributed_optimizer)
 
     def put(self, layout: Layout, value: Value | None) -> Layout:

@@ -1,1 +1,1 @@
-"""Several trials at once: one coordinator hands plans out, workers measure them, here and on other hosts."""
+"""Runs several trials at once: a coordinator gives plans to workers, here and on other hosts."""

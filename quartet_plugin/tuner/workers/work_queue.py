@@ -45,7 +45,7 @@ class WorkQueue:
 
     @property
     def path(self) -> Path:
-        """Its folder."""
+        """The folder of the queue, inside of the run's."""
         return self.folder / QUEUE_NAME
 
     @property
