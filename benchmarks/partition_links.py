@@ -14,7 +14,9 @@ iteration; `phases` are the partition's measured phases over the priced ones, th
   step    a ring's message takes as long as the product beside it
 
 Gathers and reduce-scatters send each shard straight to its rank here: gloo's own reduce-scatter would send
-twice the bytes, and its gather leaves one way of a connection idle now and then.
+twice the bytes, and its gather leaves one way of a connection idle now and then. Prices take links to carry
+nothing but the messages, and messages to several peers to share a link evenly; so frames are large and
+windows small. `--plain-links` leaves both as Linux has them.
 Needs root, `ip` and `tc`. `--output` keeps all times as JSON.
 """
 
@@ -80,6 +82,8 @@ PORTS = {True: 29543, False: 29544}
 WARMUP_ROUNDS, LIMIT_S, ELEMENT_BYTES = 2, 1200.0, 4
 # What an idle link lets through at once: little beside a message.
 BURST = "32kb"
+# Headers take 1 % of such frames; in windows as large as Linux's, one message crowds out another.
+FRAME_BYTES, WINDOW_BYTES = 9000, 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +133,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--product-ms", type=float, default=60.0, help="of a linear's mean product on a rank")
+    parser.add_argument("--plain-links", action="store_true", help="frames of 1,500 bytes, Linux's windows")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--as-rank", metavar="JOB:FOLDER:ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -143,7 +148,14 @@ def main() -> None:
     results = []
     for name in options.cases:
         result = measure(CASES[name], options)
-        results.append({"case": name, "product_ms": options.product_ms, **result})
+        results.append(
+            {
+                "case": name,
+                "product_ms": options.product_ms,
+                "plain_links": options.plain_links,
+                **result,
+            }
+        )
         print(row(CASES[name], result, options.product_ms / 1e3), flush=True)
         if options.output is not None:
             options.output.write_text(json.dumps(results, indent=1) + "\n")
@@ -213,7 +225,13 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     rate = f"{case.rates(product_s).bytes_per_s[SCALE_UP] * 8e-3:.0f}kbit"
     generator = random.Random(case.name)
     names = (STOCK, case.partition)
-    with tempfile.TemporaryDirectory() as folder, joined_namespaces([rate] * case.num_processes, burst=BURST):
+    rates = [rate] * case.num_processes
+    links = (
+        joined_namespaces(rates, burst=BURST)
+        if options.plain_links
+        else joined_namespaces(rates, burst=BURST, frame_bytes=FRAME_BYTES, window_bytes=WINDOW_BYTES)
+    )
+    with tempfile.TemporaryDirectory() as folder, links:
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             with listening(f"{folder}/turns") as server:

@@ -239,10 +239,16 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
         layers = plain * kept_dense + (count - plain) * kept_moe
         stages.append(layers + boundaries * boundary)
         held.append(plain * held_dense + (count - plain) * held_moe)
-    stages[-1] += run.mtp_layers * (kept_moe + 2.0 * boundary)
+    # The output of the last norm, which the head's weight gradient needs.
+    stages[-1] += boundary + run.mtp_layers * (kept_moe + 2.0 * boundary)
     held[-1] += held_bytes.head_product(run).total_bytes
     # Full recompute takes full backwards.
     return np.array(stages), np.array(held) * (run.layout.recompute != "full")
+
+
+def loss_bytes(run: TrainingRun) -> float:
+    """Bytes that the loss keeps of one microbatch from forward to backward: probabilities in fp32."""
+    return SINGLE * run.tokens_per_microbatch * run.shape.vocab_size / run.layout.tensor_parallel
 
 
 def _kept_bytes(run: TrainingRun, layer: float, boundary: float) -> float:
@@ -304,7 +310,7 @@ def _temporary(run: TrainingRun, *, first: bool, last: bool) -> float:
         gradients = element * max(vocabulary, *(n * k for n, k in sizes))
     logits = 0.0
     if last:
-        logits = t * shape.vocab_size / tp * run.software.logit_bytes
+        logits = loss_bytes(run) / SINGLE * run.software.logit_bytes
     backward = element * t * (2 * width * (2 if shape.gated_ffn else 1))
     if run.layout.recompute == "full":
         backward += layer_activation_bytes(run, experts=None)

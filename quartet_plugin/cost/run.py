@@ -86,7 +86,8 @@ class Software:
     `graphs`: kernels are replayed from graphs, so that starting them costs nothing.
     `early_stop`: full recompute stops at the last tensor the backward needs, before the last product.
     `optimizer_bytes` a parameter: master weight, moments and, where it is kept, an fp32 gradient.
-    `logit_bytes` a logit at the loss: the half-precision ones, fp32 copies, their gradient.
+    `logit_bytes` a logit at the loss: the half-precision ones, fp32 copies, their gradient; in fp32 all of
+    these may be one tensor.
     `bucket_bytes`: communication buffers outside the gradients. `keeps_stage_outputs`: until the backward.
     `fragments`: an old caching allocator, whose holes cost activations memory. `fused_weight_gradient`:
     weight gradients are added to their sum by the product itself. `gradient_placeholders`: one a weight's
@@ -150,6 +151,7 @@ ON_CPU = Software(
     parameter_bytes=4,
     fused_weight_gradient=False,
     gradient_placeholders=False,
+    logit_bytes=4.0,
     eager_gradients=True,
     reduces_ends=True,
     keeps_gathered_inputs=False,

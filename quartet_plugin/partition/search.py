@@ -1,9 +1,10 @@
 """The cheapest state of every operator of a layer graph: PrimePar's segmented dynamic programming, exact.
 
 Operators are in order; an edge joins two of them and costs by both states. An operator with an edge to
-other than its successor begins a segment: inside of it only the first operator and the one before may have an
-edge to the next (Eq. 11 and 12). Segments are merged over the operator that they share, and edges between
-segments' ends are added after (Eq. 13 and 14). Equal layers are joined by doubling.
+other than its successor begins a segment, and that edge's end begins the next, so that operators with few
+states divide a chain: inside of a segment only neighbours have edges (Eq. 11 and 12). Segments are merged
+over the operator that they share, and edges between segments' ends are added after (Eq. 13 and 14). Equal
+layers are joined by doubling.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 from quartet_plugin.errors import PlanError
 
 CostMatrix = NDArray[np.float64]
+# Rows of a product of matrices at a time: what they take stays in a core's cache.
+_ROWS = 64
 # The states of operators by their places in the order.
 Choice = dict[int, int]
 
@@ -87,10 +90,13 @@ def cheapest_of_layers(graph: OperatorGraph, num_layers: int) -> tuple[float, li
 def min_plus(left: CostMatrix, right: CostMatrix) -> CostMatrix:
     """The least of left[i, k] + right[k, j] over k."""
     best = np.full((left.shape[0], right.shape[1]), np.inf)
-    candidate = np.empty_like(best)
-    for middle in range(left.shape[1]):
-        np.add(left[:, middle, None], right[middle], out=candidate)
-        np.minimum(best, candidate, out=best)
+    candidate = np.empty((min(_ROWS, left.shape[0]), right.shape[1]))
+    for first in range(0, left.shape[0], _ROWS):
+        rows, least = left[first : first + _ROWS], best[first : first + _ROWS]
+        sums = candidate[: len(rows)]
+        for middle in range(left.shape[1]):
+            np.add(rows[:, middle, None], right[middle], out=sums)
+            np.minimum(least, sums, out=least)
     return best
 
 
@@ -116,17 +122,15 @@ def _joined(
 def _layer(graph: OperatorGraph) -> _Span:
     """All operators as one span: segments first, then merged from the innermost long edge outwards."""
     last = len(graph.node_costs) - 1
-    starts = sorted({0, *(i for i, j in graph.edge_costs if j != i + 1)})
-    bounds = [*[start for start in starts if start < last], last]
+    long = [(i, j) for i, j in graph.edge_costs if j != i + 1]
+    long.sort(key=lambda edge: (edge[1] - edge[0], edge))
+    bounds = sorted({0, last, *(end for edge in long for end in edge)})
     spans = [_segment(graph, *pair) for pair in pairwise(bounds)]
-    inside = {(i, j) for span in spans for i, j in graph.edge_costs if span.first <= i and j <= span.last}
-    long = sorted(set(graph.edge_costs) - inside, key=lambda edge: (edge[1] - edge[0], edge))
     for i, j in [*long, (0, last)]:
         covered = [span for span in spans if i <= span.first and span.last <= j]
         if not covered or covered[0].first != i or covered[-1].last != j:
             raise PlanError(
-                f"edge from operator {i} to {j}: it crosses another; edges lie inside of each other, or "
-                "begin and end where segments do"
+                f"edge from operator {i} to {j}: it crosses another; edges lie inside of each other or apart"
             )
         merged = covered[0]
         for span in covered[1:]:
@@ -152,11 +156,6 @@ def _segment(graph: OperatorGraph, first: int, last: int) -> _Span:
             costs = start[:, None] + edge + graph.node_costs[node]
             continue
         costs = min_plus(costs, edge) + graph.node_costs[node]
-        if (first, node) in graph.edge_costs:
-            costs = costs + graph.edge_costs[first, node]
-    for i, j in graph.edge_costs:
-        if first < i and i + 1 < j <= last:
-            raise PlanError(f"edge from operator {i} to {j}: {i} does not begin a segment")
 
     def choose(begin: int, end: int) -> Choice:
         choice = {last: end}

@@ -102,8 +102,8 @@ def overlaps(before: list[SliceLayout], after: list[SliceLayout]) -> NDArray[np.
     begin, end = _intervals(after)
     rows = []
     for first_begin, first_end in zip(*_intervals(before), strict=True):
-        sides = np.minimum(first_end, end) - np.maximum(first_begin, begin)
-        rows.append(np.maximum(0.0, sides).prod(axis=2).mean(axis=1))
+        sides = np.maximum(0.0, np.minimum(first_end, end) - np.maximum(first_begin, begin))
+        rows.append(np.multiply.reduce([sides[..., dim] for dim in range(sides.shape[2])]).mean(axis=1))
     return np.array(rows)
 
 
