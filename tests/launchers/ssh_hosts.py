@@ -1,6 +1,6 @@
-"""Hosts that a real sshd answers for, on loopback: each a process, mount and UTS namespace of its own.
+"""Hosts that a real sshd answers for: each a process, mount and UTS namespace of its own.
 
-It needs root, and Debian's openssh-server.
+They share the loopback, or have a network namespace each. It needs root, and Debian's openssh-server.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from tests.launchers import namespaces
 
 _SSHD = """\
 Port {port}
-ListenAddress 127.0.0.1
+ListenAddress {address}
 HostKey {folder}/host-key
 AuthorizedKeysFile {folder}/key.pub
 PidFile {folder}/{name}.pid
@@ -28,7 +28,7 @@ MaxStartups 100
 """
 _HOST = """\
 Host {name}
-    HostName 127.0.0.1
+    HostName {address}
     Port {port}
     User root
     IdentityFile {folder}/key
@@ -44,6 +44,7 @@ class SshHosts:
 
     folder: Path
     names: tuple[str, ...]
+    networks: tuple[str, ...] = ()
     _daemons: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
 
     @property
@@ -54,9 +55,11 @@ class SshHosts:
     def start(self, name: str) -> None:
         """Start a host's sshd."""
         sshd = ["/usr/sbin/sshd", "-D", "-e", "-f", str(self.folder / f"{name}.conf")]
+        network = dict(zip(self.names, self.networks, strict=False)).get(name)
+        enter = [] if network is None else ["ip", "netns", "exec", network]
         with (self.folder / f"{name}.log").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
-                namespaces.words_on(name, str(self.folder / "hosts"), sshd),
+                [*enter, *namespaces.words_on(name, str(self.folder / "hosts"), sshd)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -77,13 +80,18 @@ class SshHosts:
 
 
 @contextlib.contextmanager
-def ssh_hosts(folder: Path, *, number: int) -> Iterator[SshHosts]:
-    """So many hosts that answer; ended with the block."""
+def ssh_hosts(folder: Path, *, number: int, networks: Sequence[tuple[str, str]] = ()) -> Iterator[SshHosts]:
+    """Hosts h1 to h`number` that answer; ended with the block.
+
+    `networks` has the network namespace and the address of each; without it they share the loopback.
+    """
     names = tuple(f"h{index}" for index in range(1, number + 1))
+    addresses = [address for _, address in networks] or ["127.0.0.1"] * number
     for name in ("key", "host-key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
     (folder / "known-hosts").write_text(f"host {(folder / 'host-key.pub').read_text()}")
-    (folder / "hosts").write_text("".join(f"127.0.0.1 {name}\n" for name in ("localhost", *names)))
+    listed = zip(("127.0.0.1", *addresses), ("localhost", *names), strict=True)
+    (folder / "hosts").write_text("".join(f"{address} {name}\n" for address, name in listed))
     Path("/run/sshd").mkdir(exist_ok=True)
     sections, ports = [], []
     with contextlib.ExitStack() as stack:
@@ -91,11 +99,12 @@ def ssh_hosts(folder: Path, *, number: int) -> Iterator[SshHosts]:
             listener = stack.enter_context(socket.socket())
             listener.bind(("127.0.0.1", 0))
             ports.append(listener.getsockname()[1])
-    for name, port in zip(names, ports, strict=True):
-        (folder / f"{name}.conf").write_text(_SSHD.format(port=port, folder=folder, name=name))
-        sections.append(_HOST.format(name=name, port=port, folder=folder))
+    for name, port, address in zip(names, ports, addresses, strict=True):
+        words = {"port": port, "folder": folder, "name": name, "address": address}
+        (folder / f"{name}.conf").write_text(_SSHD.format(**words))
+        sections.append(_HOST.format(**words))
     (folder / "config").write_text("".join(sections))
-    hosts = SshHosts(folder=folder, names=names)
+    hosts = SshHosts(folder=folder, names=names, networks=tuple(name for name, _ in networks))
     try:
         for name in names:
             hosts.start(name)
