@@ -135,9 +135,10 @@ def page(shown: Shown, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> st
     return html.unescape((tmp_path / "page.html").read_text())
 
 
-def page_rows(page: str) -> dict[str, list[str]]:
-    """The cells of every row of a page's tables by their first cell, the heads by "trial"."""
-    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", page, re.DOTALL)
+def page_rows(page: str, label: str = "Every trial") -> dict[str, list[str]]:
+    """The cells of every row of a page's table, by the first cell."""
+    table = page.partition(f'aria-label="{label}"')[2].partition("</table>")[0]
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", table, re.DOTALL)
     cells = [
         [re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row)]
         for row in rows
@@ -283,7 +284,7 @@ def test_what_changed_is_said_in_the_same_words(
     changes += [line for line in shown.closing[first + 1 :] if line.startswith(" " * 10) and " -> " in line]
     assert changes
     assert set(changes) <= set(plan)
-    rows = page_rows(page)
+    rows = page_rows(page, "What the best plan changes")
     for line in changes:
         part, _, change = line[10:].partition(" (class ")[0].partition(" ")
         assert " -> ".join(rows[part][1:3]) == change

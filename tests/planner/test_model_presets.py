@@ -65,4 +65,4 @@ def test_a_model_and_a_device_by_name_are_a_whole_job(capsys: pytest.CaptureFixt
     assert main(["plan", "--model", "llama3", *job]) == 2
     assert "did you mean llama" in capsys.readouterr().err
     assert main(["plan", "--model", "llama3-8b", "--cluster", "H100", "--global-batch", "128"]) == 2
-    assert "say --devices N" in capsys.readouterr().err
+    assert "add --devices N" in capsys.readouterr().err
