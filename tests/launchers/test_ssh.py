@@ -108,14 +108,14 @@ def test_a_training_runs_on_every_host_and_its_output_is_followed(hosts: SshHost
 
 def test_a_training_ends_at_ctrl_c_on_every_host(hosts: SshHosts, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
-    script.write_text("echo begun; exec sleep 1000")
+    script.write_text("echo begun; exec sleep 98765")
     training = Training(hosts, tmp_path, ["bash", str(script)])
     assert training.process.stdout is not None
     assert [training.process.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
     training.process.send_signal(signal.SIGINT)
     code, _, errors = training.ends()
     assert code == ExitCode.INTERRUPTED, errors
-    listed = subprocess.run(["pgrep", "-f", "sleep 1000"], capture_output=True, text=True, check=False)
+    listed = subprocess.run(["pgrep", "-f", "sleep 98765"], capture_output=True, text=True, check=False)
     assert not listed.stdout
 
 
