@@ -16,9 +16,10 @@ import numpy as np
 from quartet_plugin.calibration.posterior import PosteriorSample
 from quartet_plugin.cost.coefficients import MachineModel
 from quartet_plugin.cost.iteration.cache import IterationModelCache
+from quartet_plugin.cost.iteration.plan_terms import slot_numbers
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.mapping.orders import coordinates, rank_of, slots_of
-from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.mapping.orders import coordinates, rank_of
+from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.measurement import Interval
 from quartet_plugin.model.plan import Plan
 
@@ -74,8 +75,8 @@ def with_slowdowns(
 ) -> MachineModel:
     """The machine of `full`, each rank as slow as the rank of the trial's `plan` that it is like.
 
-    A slot's slowdown is learned with the stage that it had, so that it holds what the model misjudges of that
-    stage, too: given to another stage in the full order it would count twice.
+    A slot's slowdown is learned with the stage that it had in trials, and so includes the model's error for
+    that stage. Applied to another stage, that error would be counted for both.
     """
     indices = of_trial.slowdown_index_of_slot
     if (indices < 0).any():
@@ -83,16 +84,10 @@ def with_slowdowns(
     tp, cp, dp, pp = coordinates(np.arange(full.layout.world_size), layout=full.layout)
     stage = pp * plan.layout.pipeline_parallel // full.layout.pipeline_parallel
     like = rank_of(tp, cp=cp, dp=dp % plan.layout.data_parallel, pp=stage, layout=plan.layout)
-    of_rank = indices[_slot_numbers(plan, of_trial)][like]
+    of_rank = indices[slot_numbers(plan, of_trial)][like]
     of_slot = np.empty_like(of_rank)
-    of_slot[_slot_numbers(full, machine_model)] = of_rank
+    of_slot[slot_numbers(full, machine_model)] = of_rank
     return replace(machine_model, slowdown_index_of_slot=of_slot)
-
-
-def _slot_numbers(plan: Plan, machine_model: MachineModel) -> IntArray:
-    """The number of each rank's slot in the machine [world size]."""
-    number = {slot: index for index, slot in enumerate(slots_of(machine_model.nodes))}
-    return np.array([number[slot] for slot in plan.mapping.slots])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ def train_on_nodes(
     of_nodes, token = engine.launcher(nodes, num_nodes=num_nodes), secrets.token_hex(16)
     if isinstance(engine, SlurmEngine):
         return _become(of_nodes, argv, site=asked, token=token)
-    return _follow(of_nodes, argv, site=asked, token=token)
+    return _follow(of_nodes, argv, token=token)
 
 
 def _become(launcher: "NodesLauncher", argv: Sequence[str], *, site: "Site", token: str) -> int:
@@ -59,7 +59,7 @@ def _become(launcher: "NodesLauncher", argv: Sequence[str], *, site: "Site", tok
         raise ConfigError(f"{started[0]}: cannot start: {error.strerror}") from error
 
 
-def _follow(launcher: "NodesLauncher", argv: Sequence[str], *, site: "Site", token: str) -> int:
+def _follow(launcher: "NodesLauncher", argv: Sequence[str], *, token: str) -> int:
     """Start the command on the nodes and print its output until it ends; the first Ctrl-C asks it to."""
     from quartet_plugin.cli.output import tell
     from quartet_plugin.cli.signals import stop_on_signals
@@ -69,7 +69,7 @@ def _follow(launcher: "NodesLauncher", argv: Sequence[str], *, site: "Site", tok
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be made: {error.strerror}") from error
-    environment = {**os.environ, **site.environment, ATTEMPT_ID: token}
+    environment = {**os.environ, ATTEMPT_ID: token}
     output = folder / OUTPUT_NAME
     with stop_on_signals(tell) as should_stop:
         handle = launcher.start(argv, env=environment, cwd=Path.cwd(), stdout=output)
@@ -103,7 +103,7 @@ def _exit_code(handle: "NodesHandle", code: int) -> int:
 
 
 class _Following:
-    """Prints what a growing file has got since the last time."""
+    """Prints what was added to a growing file since the last look."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -43,7 +43,7 @@ class Placement:
         """What a trial has of the training, for the user."""
         return (
             f"a trial has {self.num_nodes} of {self.num_full_nodes} nodes, and as much of the replicas and "
-            "of the global batch; of one replica that is larger it has a part of the stages"
+            "of the global batch; where one replica needs more nodes, a trial runs a part of its stages"
         )
 
     @property

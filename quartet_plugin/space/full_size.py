@@ -24,9 +24,10 @@ def full_nodes(nodes: Sequence[NodeInfo], *, factor: int) -> tuple[NodeInfo, ...
 
 
 def at_full_size(plan: Plan, *, factor: int, stage_factor: int = 1, nodes: Sequence[NodeInfo]) -> Plan:
-    """The plan on `nodes`, `factor` times those of its trial, of which `stage_factor` hold more stages.
+    """The plan on `nodes`, which are `factor` times as many as those of its trial.
 
-    Raises PlanError where the schedule of the plan's name does not run that number of stages.
+    It has `stage_factor` times the stages and, for the rest of the factor, more replicas. Raises PlanError
+    where the schedule of the plan's name does not run that number of stages.
     """
     if stage_factor == 1:
         return with_all_replicas(plan, factor=factor, nodes=nodes)

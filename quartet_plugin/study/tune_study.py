@@ -229,8 +229,7 @@ class TuneStudy:
     @property
     def has_waiting(self) -> bool:
         """Whether a point waits: the next trial will be that one. A lost server is waited for."""
-        trials = self._where.patiently(lambda _: self._optuna_trials())
-        return any(frozen.state.name == "WAITING" for frozen in trials)
+        return any(frozen.state.name == "WAITING" for frozen in self._trials_patiently())
 
     def enqueue(self, point: Params, plan: Plan) -> None:
         """Let the next trial be `point`, which is `plan`'s.
@@ -257,7 +256,7 @@ class TuneStudy:
 
     def enqueue_fresh(self, *, is_known: Callable[[Plan], bool]) -> bool:
         """Let the next trial be a random plan that is not known; False where none is found."""
-        num_trials = len(self._where.patiently(lambda _: self._optuna_trials()))
+        num_trials = len(self._trials_patiently())
         generator = random.Random(derived_seed(self._seed, num_trials, "fresh"))  # noqa: S311
         for _ in range(MAX_FRESH_TRIES):
             params = RandomParams(generator)
@@ -321,6 +320,10 @@ class TuneStudy:
         with self._where.errors():
             trials: list[Any] = self._study.get_trials(deepcopy=False)
             return trials
+
+    def _trials_patiently(self) -> list[Any]:
+        """Every trial of the study; a lost server is waited for."""
+        return self._where.patiently(lambda _: self._optuna_trials())
 
     def _proposal(self, trial: Any) -> Proposal:
         number = trial.number

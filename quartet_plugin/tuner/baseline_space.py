@@ -59,8 +59,8 @@ def _show_limits(context: TuningContext, space: Space, job: TrainingJob) -> None
     say = context.observer.message
     if job.stage_divisor is not None:
         say(
-            f"a replica is larger than a trial: trials have one of {job.stage_divisor} parts of its stages "
-            f"and layers ({job.shape.num_layers} layers), and the model puts them together"
+            f"a replica is larger than a trial: a trial runs 1/{job.stage_divisor} of its stages, with "
+            f"{job.shape.num_layers} layers in all; the cost model predicts the whole replica"
         )
     by_feature: dict[str, list[str]] = {}
     for axis, feature in space.locked.items():

@@ -16,6 +16,7 @@ from quartet_plugin.launchers.slurm_batch import SlurmBatchEngine
 from quartet_plugin.model.full_size import Confirmation, FullSize, read_full_size
 from quartet_plugin.model.measurement import Interval
 from quartet_plugin.model.plan import Plan, read_plan
+from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.features import FEWER_STAGES
 from quartet_plugin.space.full_size import full_nodes
 from quartet_plugin.tuner.config import parse_config, placement_of, with_launcher
@@ -67,12 +68,19 @@ class FullNodes:
         return FullSizeNodes(command=parse_command(COMMAND, environment={}), open_backend=opener)
 
 
-def run_and_tune(path: Path, **options: Any) -> tuple[TuningRun, TuneResult, Watching]:
+def part_of_a_replica() -> TrainingJob:
+    """What trial 0 reports where it has half of the training's stages."""
+    return replace(make_job(features=(FEWER_STAGES,)), stage_divisor=2)
+
+
+def run_and_tune(
+    path: Path, *, job: TrainingJob | None = None, **options: Any
+) -> tuple[TuningRun, TuneResult, Watching]:
     watching = Watching()
     run = begin(
         path, study={"trials": 4, "control": 0, "rounds": 3, "top_k": 1}, trial={"nodes": 2}, **CONFIG
     )
-    machine = FakeMachine(cluster=NODES, seconds=seconds)
+    machine = FakeMachine(job=job or make_job(), cluster=NODES, seconds=seconds)
     return run, tune(run, machine, observer=watching, **options), watching
 
 
@@ -125,16 +133,8 @@ def test_the_winner_is_compared_once_where_there_are_nodes(tmp_path: Path) -> No
 
 def test_of_a_replica_that_is_larger_all_stages_are_handed_over(tmp_path: Path) -> None:
     """Trials of two processes with half of the stages: on 8 nodes PP is doubled and DP is what is left."""
-    watching = Watching()
-    run = begin(
-        tmp_path / "a",
-        study={"trials": 4, "control": 0, "rounds": 3, "top_k": 1},
-        trial={"nodes": 2},
-        **CONFIG,
-    )
-    job = replace(make_job(features=(FEWER_STAGES,)), stage_divisor=2)
-    machine = FakeMachine(job=job, cluster=NODES, seconds=seconds)
-    result = tune(run, machine, observer=watching, full_size="the allocation has 2 nodes")
+    job = part_of_a_replica()
+    _, result, watching = run_and_tune(tmp_path / "a", job=job, full_size="the allocation has 2 nodes")
     assert result.winner is not None
     assert result.full_size is not None
     small, full = result.winner.trial.plan, result.full_size.plan
@@ -151,15 +151,7 @@ def test_a_plan_that_more_stages_make_too_large_is_not_handed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FeasibilityModel, "share_of_memory", lambda self, plan: 1.2)
-    watching = Watching()
-    run = begin(
-        tmp_path / "a",
-        study={"trials": 2, "control": 0, "rounds": 3, "top_k": 1},
-        trial={"nodes": 2},
-        **CONFIG,
-    )
-    job = replace(make_job(features=(FEWER_STAGES,)), stage_divisor=2)
-    result = tune(run, FakeMachine(job=job, cluster=NODES, seconds=seconds), observer=watching)
+    _, result, watching = run_and_tune(tmp_path / "a", job=part_of_a_replica())
     assert result.full_size is None
     assert any("predicted to need 120% of a device's memory" in text for text in watching.messages)
 

@@ -105,10 +105,15 @@ def slowdown_indices(plan: Plan, machine_model: MachineModel) -> IntArray | None
     """The coefficients' indices of the slots' slowdowns [pp, slots a rank]; None where no slot has one."""
     if (machine_model.slowdown_index_of_slot < 0).any():
         return None
-    number = {slot: index for index, slot in enumerate(slots_of(machine_model.nodes))}
-    indices = machine_model.slowdown_index_of_slot[[number[slot] for slot in plan.mapping.slots]]
+    indices = machine_model.slowdown_index_of_slot[slot_numbers(plan, machine_model)]
     # Megatron numbers pipeline ranks slowest.
     return indices.reshape(plan.layout.pipeline_parallel, -1)
+
+
+def slot_numbers(plan: Plan, machine_model: MachineModel) -> IntArray:
+    """The number of each rank's slot among the machine's slots [world size]."""
+    number = {slot: index for index, slot in enumerate(slots_of(machine_model.nodes))}
+    return np.array([number[slot] for slot in plan.mapping.slots], dtype=np.int64)
 
 
 def sends_of(plan: Plan, placement: IntArray, links: tuple[float, float, float]) -> FloatArray:
