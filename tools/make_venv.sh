@@ -29,4 +29,7 @@ fi
 echo "installing into $venv (torch with Megatron is about 5 GB; one to five minutes) ..."
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$extras]" \
     2> >(grep -v -E "^WARNING: Location 'file:" >&2)
+# Machine code of the planner's kernels is kept beside them; without it the first study or plan compiles them.
+echo "compiling the planner's kernels (half a minute) ..."
+"$venv/bin/python" -m benchmarks.proposal_time --nodes 2 --devices-per-node 1 --proposals 1 >/dev/null
 touch "$venv/.installed"

@@ -16,7 +16,7 @@ from quartet_plugin.cli.command import (
     devices_of,
     invocation,
 )
-from quartet_plugin.cli.output import show
+from quartet_plugin.cli.output import show, tell
 from quartet_plugin.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -193,10 +193,12 @@ def _show_ranking(
     from quartet_plugin.planner.plans import plain_layout, plan_of, users_layout
     from quartet_plugin.planner.ranking import refusals
     from quartet_plugin.report import planned
+    from quartet_plugin.schedule.compilation import compilation_told
 
-    ranking = planned_ranking(
-        request, top=top, exhaustive=exhaustive, has_search=has_search, constants=constants
-    )
+    with compilation_told(tell):
+        ranking = planned_ranking(
+            request, top=top, exhaustive=exhaustive, has_search=has_search, constants=constants
+        )
     best = ranking.best[0]
     if user is None:
         plain = plain_layout(request, best=best, constants=constants)

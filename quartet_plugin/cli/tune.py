@@ -125,6 +125,7 @@ def tune_command(
     from quartet_plugin.report.live import reporter
     from quartet_plugin.report.search_expense import expense_lines
     from quartet_plugin.report.tensorboard import Scalars
+    from quartet_plugin.schedule.compilation import compilation_told
     from quartet_plugin.study.samplers import check_installed
     from quartet_plugin.trial.lease import Lease
     from quartet_plugin.tuner.config import default_run_name, placement_of, read_config, with_launcher
@@ -208,13 +209,15 @@ def tune_command(
                 max_minutes=max_minutes,
             )
             at_once = () if workers is None else slices
-            result = Coordinator(
+            coordinator = Coordinator(
                 context,
                 prior=prior_folder,
                 slices=at_once,
                 make_room=kept.drop,
                 full_size=full_size_nodes(run.config, placement=placement, words=words),
-            ).tune()
+            )
+            with compilation_told(shown.message):
+                result = coordinator.tune()
         plan = write_best(result, run=run)
         native = write_native(plan, run=run)
     for line in summary_lines(result, plan=plan, run=run):

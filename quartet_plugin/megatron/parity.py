@@ -5,7 +5,10 @@ model, by global layer number, so that two layouts can be compared stage by stag
 routed to each expert. Only trials that are asked for it pay for this.
 """
 
+import contextlib
 import inspect
+import queue
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,7 +53,25 @@ def save_weights(model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
     """Write the model as it is, in the form that loads under any layout, where `--save` points."""
     from megatron.training.checkpointing import save_checkpoint
 
-    save_checkpoint(_ITERATION, model, optimizer, opt_param_scheduler, 0)
+    with _local_results():
+        save_checkpoint(_ITERATION, model, optimizer, opt_param_scheduler, 0)
+
+
+@contextlib.contextmanager
+def _local_results() -> Iterator[None]:
+    """Let Megatron's writer hand its results over inside of this process, which waits for them anyway.
+
+    Its own queue is a process that is started anew and makes the training's imports, for seconds.
+    """
+    writer = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    if writer is None or getattr(writer, "_results_queue", ...) is not None:
+        yield
+        return
+    writer._results_queue = queue.Queue()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        writer._results_queue = None  # type: ignore[attr-defined]
 
 
 def can_save_weights() -> bool:

@@ -2,7 +2,7 @@
 
 import importlib
 
-from quartet_plugin.megatron import cpu_device
+from quartet_plugin.megatron import cpu_device, support
 
 # What a rank imports in a trial, beside the user's script: the adapter's modules and Megatron's.
 _MODULES = (
@@ -12,9 +12,11 @@ _MODULES = (
     "megatron.core.optimizer",
     "quartet_plugin.megatron.entry",
     "quartet_plugin.megatron.apply",
+    "quartet_plugin.megatron.compared_iterations",
     "quartet_plugin.megatron.execution",
     "quartet_plugin.megatron.measure",
     "quartet_plugin.megatron.parity",
+    "quartet_plugin.megatron.runtime",
     "quartet_plugin.megatron.seams.declared",
     "quartet_plugin.megatron.side_effects",
     "quartet_plugin.rank.files",
@@ -31,3 +33,4 @@ def preload(*, on_cpu: bool) -> None:
         cpu_device.install()
     for name in _MODULES:
         importlib.import_module(name)
+    support.read_sources()

@@ -46,10 +46,16 @@ def has_known_parameters(*seams: Seam) -> bool:
 
 
 @cache
-def changed_functions() -> tuple[str, ...]:
-    """The functions of the Megatron here that keep custom schedules off, read from its files."""
+def changed_functions(seams: tuple[Seam, ...] = CUSTOM_SCHEDULE) -> tuple[str, ...]:
+    """Those of the functions whose source is not a known one, read from the files of the Megatron here."""
     tree = SourceTree(package_roots())
-    return tuple(source_faults(lambda seam: tree.function(seam.module, seam.name)))
+    return tuple(source_faults(lambda seam: tree.function(seam.module, seam.name), seams))
+
+
+def read_sources() -> None:
+    """Compare once what every description of a job asks for: a rank that is forked then has the answers."""
+    changed_functions()
+    changed_functions((GPT_MODEL_INIT,))
 
 
 def changed_source_reason(changed: Sequence[str]) -> str | None:
@@ -82,6 +88,4 @@ def require_known_sources(seams: Iterable[Seam] = CUSTOM_SCHEDULE) -> None:
 
 def tensor_partition_reason(args: Namespace) -> str | None:
     """Why the layers of this job are cut in Megatron's own way alone; None where they need not be."""
-    tree = SourceTree(package_roots())
-    faults = source_faults(lambda seam: tree.function(seam.module, seam.name), (GPT_MODEL_INIT,))
-    return argument_refusal(args) or changed_source_reason(tuple(faults))
+    return argument_refusal(args) or changed_source_reason(changed_functions((GPT_MODEL_INIT,)))

@@ -1,5 +1,6 @@
 """Ranks that are forked for torchrun are as those that it starts, and end with it."""
 
+import contextlib
 import json
 import re
 import signal
@@ -70,6 +71,21 @@ def test_ranks_get_what_torchrun_gives(workplace: Workplace, launcher: WarmLaunc
         assert isinstance(environment, dict)
         assert environment["LOCAL_RANK"] == str(rank)
         assert environment["TORCHELASTIC_ERROR_FILE"].endswith(f"attempt_0/{rank}/error.json")
+
+
+def test_torchrun_leaves_what_it_leaves_in_a_process_of_its_own(tmp_path: Path) -> None:
+    left = {}
+    for name, launcher in (("warm", WarmLauncher(command_of=light_command)), ("cold", LocalLauncher())):
+        workplace = Workplace(tmp_path / name)
+        (workplace.folder / "temporary").mkdir()
+        workplace.environment["TMPDIR"] = str(workplace.folder / "temporary")
+        workplace.script("print('buffered', end='')\n")
+        with contextlib.closing(launcher) if isinstance(launcher, WarmLauncher) else contextlib.nullcontext():
+            code, output = workplace.run(launcher, torchrun())
+        files = (path for path in (workplace.folder / "temporary").rglob("*") if path.is_file())
+        left[name] = code, output, len(list(files))
+    assert left["warm"] == left["cold"]
+    assert left["cold"][:2] == (0, "buffered" * 2)
 
 
 def test_a_rank_that_dies_ends_the_others(workplace: Workplace, launcher: WarmLauncher) -> None:

@@ -1,12 +1,16 @@
 """Every plan trains the same: real Megatron, one weights-only checkpoint, dropout off, compared as floats."""
 
+import queue
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from quartet_plugin.megatron.parity import save_weights
 from quartet_plugin.model.plan import Plan, write_plan
 from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan, write_trial
 
@@ -135,3 +139,20 @@ def check_places(plan: Plan, done: Launch) -> None:
     with_loss = [slot for slot, content in done.ranks.items() if content["iterations"][0]["loss"] is not None]
     assert with_loss == [plan.mapping.slots[-1].local]
     assert any(line.startswith("quartet: mapping: rank 0 on ") for line in done.told)
+
+
+def test_weights_are_written_without_another_process() -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    def save_checkpoint(*_: object) -> None:
+        queues.append(filesystem_async.get_write_results_queue())
+
+    queues: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(
+            sys.modules, "megatron.training.checkpointing", SimpleNamespace(save_checkpoint=save_checkpoint)
+        )
+        save_weights(None, None, None)
+    assert [type(given) for given in queues] == [queue.Queue]
+    # What the command saves itself later, perhaps from a process of its own, has Megatron's own queue.
+    assert filesystem_async._results_queue is None

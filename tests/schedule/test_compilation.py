@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from numba import njit
 
 from quartet_plugin.schedule import compilation
 
@@ -120,3 +121,14 @@ def test_a_process_that_never_gives_a_lock_back_is_not_waited_for(
     lock = locked(kernel)
     assert kernel(2) == 6
     os.close(lock)
+
+
+def test_the_first_compilation_is_told_once() -> None:
+    told: list[str] = []
+    with compilation.compilation_told(told.append):
+        for kernel in (lambda number: number + 1, lambda number: number + 2):
+            assert njit(kernel)(1) > 1
+    assert told == [compilation.COMPILING]
+    with compilation.compilation_told(told.append):
+        pass
+    assert len(told) == 1
