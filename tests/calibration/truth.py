@@ -10,6 +10,7 @@ from quartet_plugin.calibration.predictor import PlanPredictor, identity
 from quartet_plugin.cost.coefficients import INDEX, Coefficient, MachineModel
 from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.model.costs import FloatArray
+from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.plan import NodeInfo, Plan
 
 
@@ -25,9 +26,10 @@ class Truth:
         *,
         slowdowns: Sequence[float] = (),
         residual: float = 0.0,
+        experts: Experts | None = None,
         **coefficients: float,
     ) -> None:
-        self.machine_model: MachineModel = machine_model_of(nodes, precision="fp32")
+        self.machine_model: MachineModel = machine_model_of(nodes, precision="fp32", experts=experts)
         self.theta = np.zeros(self.machine_model.num_coefficients)
         for name, ratio in coefficients.items():
             self.theta[INDEX[Coefficient(name)]] = np.log(ratio)

@@ -1,6 +1,7 @@
 """The iteration models of all plans of a run; what plans share is computed once."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -11,8 +12,11 @@ from quartet_plugin.cost.iteration.kernel import UNSLOWED
 from quartet_plugin.cost.iteration.model import IterationModel
 from quartet_plugin.cost.iteration.orders import device_of_stages, orders_of
 from quartet_plugin.cost.iteration.plan_terms import (
+    GroupsApart,
     UnitArrays,
-    leaves_node,
+    group_sizes,
+    groups_apart,
+    nodes_of,
     run_of_plan,
     slowdown_indices,
     unit_arrays,
@@ -59,32 +63,35 @@ class IterationModelCache:
         Layers with experts and those without count as alike.
         """
         model, run = self.of(plan), run_of_plan(plan, self.machine_model)
-        units = self._units_of(plan, run)
         num_stages, sharing = plan.layout.num_stages, core_sharing_of(plan, self.machine_model.nodes)
         held = np.zeros((2, num_stages))
         held[0, 0] = held[1, -1] = 1.0
-        compute_fixed = np.einsum("ucd,us->cds", units.compute[2:], held)
-        other_fixed = np.einsum("urd,us->rds", units.unslowed[2:], held)
-        other_fixed[-1] += units.action[:, None]
         share = self._dense_share(plan)
         intra_s, inter_s, latency_s = self._links_of(plan, run)
-        raw = RawTimes(
-            compute_fixed=compute_fixed,
-            compute_layer=share * units.compute[0] + (1 - share) * units.compute[1],
-            other_fixed=other_fixed,
-            other_layer=share * units.unslowed[0] + (1 - share) * units.unslowed[1],
-            intra_s=intra_s,
-            inter_s=inter_s,
-            latency_s=latency_s,
-            core_slowdown=(
-                np.ones(plan.layout.pipeline_parallel) if sharing is None else sharing.greatest_slowdown
-            ),
-            placement=np.array(device_of_stages(run), dtype=np.int64),
-            orders=orders_of(run),
-            is_blocking=blocks_on_sends(run),
-            share=model.share,
-            layer_start_s=tensors_of_layer(run) * tensor_start_s(run, self.machine_model.constants),
-        )
+
+        @cache
+        def raw_of(apart: GroupsApart) -> RawTimes:
+            units = self._units_under(plan, run, apart)
+            other_fixed = np.einsum("urd,us->rds", units.unslowed[2:], held)
+            other_fixed[-1] += units.action[:, None]
+            return RawTimes(
+                compute_fixed=np.einsum("ucd,us->cds", units.compute[2:], held),
+                compute_layer=share * units.compute[0] + (1 - share) * units.compute[1],
+                other_fixed=other_fixed,
+                other_layer=share * units.unslowed[0] + (1 - share) * units.unslowed[1],
+                intra_s=intra_s,
+                inter_s=inter_s,
+                latency_s=latency_s,
+                core_slowdown=(
+                    np.ones(plan.layout.pipeline_parallel) if sharing is None else sharing.greatest_slowdown
+                ),
+                placement=np.array(device_of_stages(run), dtype=np.int64),
+                orders=orders_of(run),
+                is_blocking=blocks_on_sends(run),
+                share=model.share,
+                layer_start_s=tensors_of_layer(run) * tensor_start_s(run, self.machine_model.constants),
+            )
+
         counts = plan.split.transformer_layers_per_stage
         weights = [held.total for held in weights_of_stages(run)]
         fullest = max(range(num_stages), key=lambda stage: counts[stage])
@@ -93,7 +100,8 @@ class IterationModelCache:
         per_layer = weights[fullest] - without
         return SplitModel(
             plan,
-            raw=raw,
+            raw_of=raw_of,
+            group_sizes=group_sizes(run),
             weights=(per_layer, weights[0] - per_layer * counts[0], weights[-1] - per_layer * counts[-1]),
             slot_index=self.machine_model.slowdown_index_of_slot,
             node_of_slot=np.array([slot.node for slot in slots_of(self.machine_model.nodes)]),
@@ -129,11 +137,12 @@ class IterationModelCache:
 
     def _units_of(self, plan: Plan, run: TrainingRun) -> UnitArrays:
         """The units with the links of the plan's groups: tensor parallel ones stay in a node."""
-        layout = plan.layout
-        # Ranks of whole experts lie beside each other, tensor-parallel ones among them.
-        experts = max(1, layout.expert_parallel * run.expert_shards // layout.tensor_parallel)
-        apart = tuple(size > 1 and leaves_node(plan, size) for size in (layout.context_parallel, experts))
-        key = (plan.shape, layout, run.is_custom, run.splits_backward, apart)
+        apart = groups_apart(nodes_of(plan), group_sizes(run), tensor_parallel=plan.layout.tensor_parallel)
+        return self._units_under(plan, run, apart)
+
+    def _units_under(self, plan: Plan, run: TrainingRun, apart: GroupsApart) -> UnitArrays:
+        """The units where the context and expert parallel groups are or are not on several nodes."""
+        key = (plan.shape, plan.layout, run.is_custom, run.splits_backward, apart)
         if key not in self._units:
             constants = self.machine_model.constants
             parts = unit_parts(run, constants)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quartet_plugin.cost.coefficients import CAUSES, INDEX, Coefficient, MachineModel
 from quartet_plugin.cost.compute import Times
@@ -38,6 +39,8 @@ PART_OF = {
     "launch": Coefficient.LAUNCH,
     "recompute": Coefficient.RECOMPUTE,
 }
+# Whether context and expert parallel groups are on several nodes.
+type GroupsApart = tuple[bool, bool]
 UNSLOWED_PARTS = ("tp_comm", "cp_comm", "ep_comm", "action")
 
 
@@ -173,7 +176,27 @@ def nodes_of(plan: Plan) -> IntArray:
     return nodes.reshape(plan.layout.pipeline_parallel, -1)
 
 
-def leaves_node(plan: Plan, size: int) -> bool:
-    """Whether a group of `size` neighbouring data- and context-parallel ranks is on several nodes."""
-    groups = nodes_of(plan).reshape(-1, size, plan.layout.tensor_parallel)
-    return bool((groups != groups[:, :1]).any())
+def group_sizes(run: TrainingRun) -> tuple[int, int]:
+    """The neighbouring data- and context-parallel ranks that a context and an expert parallel group has.
+
+    Ranks of whole experts lie beside each other, tensor-parallel ones among them.
+    """
+    layout = run.layout
+    experts = max(1, layout.expert_parallel * run.expert_shards // layout.tensor_parallel)
+    return layout.context_parallel, experts
+
+
+def groups_apart(nodes: IntArray, sizes: tuple[int, int], *, tensor_parallel: int) -> GroupsApart:
+    """Whether a context and an expert parallel group, of `group_sizes`, is on several nodes.
+
+    `nodes` [pp, copies * tp] are the ranks'.
+    """
+    context, experts = (bool(are_apart(nodes[None], size, tensor_parallel=tensor_parallel)) for size in sizes)
+    return context, experts
+
+
+def are_apart(nodes: IntArray, size: int, *, tensor_parallel: int) -> NDArray[np.bool_]:
+    """Of orders' nodes [num, pp, copies * tp], whether a group of `size` is on several nodes [num]."""
+    groups = nodes.reshape(len(nodes), -1, size, tensor_parallel)
+    apart: NDArray[np.bool_] = (groups != groups[:, :, :1]).any(axis=(1, 2, 3))
+    return apart

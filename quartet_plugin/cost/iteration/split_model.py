@@ -14,6 +14,7 @@ import numpy as np
 from quartet_plugin.cost.coefficients import CAUSES, INDEX, Coefficient
 from quartet_plugin.cost.iteration.kernel import UNSLOWED
 from quartet_plugin.cost.iteration.orders import WeightedOrders
+from quartet_plugin.cost.iteration.plan_terms import GroupsApart, are_apart, groups_apart
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.plan import Mapping, Plan
 
@@ -88,14 +89,17 @@ class SplitModel:
         self,
         plan: Plan,
         *,
-        raw: RawTimes,
+        raw_of: Callable[[GroupsApart], RawTimes],
+        group_sizes: tuple[int, int],
         weights: tuple[float, float, float],
         slot_index: IntArray,
         node_of_slot: IntArray,
         step_terms_of: Callable[[Plan], FloatArray],
     ) -> None:
         self._plan = plan
-        self._raw = raw
+        self._raw_of, self._group_sizes = raw_of, group_sizes
+        # Links of groups apart, only the times of actions differ.
+        self._raw = raw_of((False, False))
         self._layer_weights, self._first_weights, self._last_weights = weights
         self._slot_index, self._node_of_slot = slot_index, node_of_slot
         self._step_terms_of = step_terms_of
@@ -122,14 +126,15 @@ class SplitModel:
             tuple(slowdowns[by_rank].max(axis=1).tolist()),
             tuple(self._crossings(nodes).tolist()),
             self._step_class(nodes),
+            self._groups_apart(nodes),
         )
 
     def times(self, log_coefficients: FloatArray, slots: SlotOrder, mapping: Mapping) -> SplitTimes:
         """The times when slot `slots[r]` plays RANK r, as `mapping` says in other words."""
-        raw, scale = self._raw, np.exp(log_coefficients)
         layout, schedule = self._plan.layout, self._plan.schedule
         by_rank = np.asarray(slots).reshape(layout.pipeline_parallel, -1)
         nodes = self._node_of_slot[by_rank]
+        raw, scale = self._raw_of(self._groups_apart(nodes)), np.exp(log_coefficients)
         slowdown = self.slowdowns(log_coefficients)[by_rank].max(axis=1) * raw.core_slowdown
         speed = scale[INDEX[Coefficient.SPEED]]
         if schedule.custom is not None:
@@ -169,6 +174,10 @@ class SplitModel:
                 (nodes[:, placement[:-1]] == nodes[:, placement[1:]]).all(axis=2),
                 (grouped != grouped[:, :, :1]).any(axis=(1, 2, 3))[:, None],
                 (nodes[:, placement[0]] != nodes[:, placement[-1]]).any(axis=1)[:, None],
+                *(
+                    are_apart(nodes, size, tensor_parallel=layout.tensor_parallel)[:, None]
+                    for size in self._group_sizes
+                ),
             ],
             axis=1,
         )
@@ -207,6 +216,9 @@ class SplitModel:
         crossing = np.where(sender == receiver, 0, np.where(is_inside, 1, 2))
         crossings: IntArray = np.append(crossing, 0)
         return crossings
+
+    def _groups_apart(self, nodes: IntArray) -> GroupsApart:
+        return groups_apart(nodes, self._group_sizes, tensor_parallel=self._plan.layout.tensor_parallel)
 
     def _step_class(self, nodes: IntArray) -> tuple[bool, bool]:
         layout, placement = self._plan.layout, self._raw.placement
