@@ -17,7 +17,7 @@ from quartet_plugin.tuner.sequential_search import MAX_LOST_IN_A_ROW
 from quartet_plugin.tuner.sequential_test import BASELINE, MIN_ROUNDS, SequentialTest
 from quartet_plugin.tuner.time_share import finalists_in_time
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
-from quartet_plugin.tuner.winner_choice import FinalistResult
+from quartet_plugin.tuner.winner_choice import CLEAR_GAIN, FinalistResult, is_other_model
 
 # Measured results by trial number and round.
 type RoundResults = dict[int, dict[int, TrialResult]]
@@ -28,6 +28,7 @@ def proven_finalists(
 ) -> list[FinishedTrial]:
     """The `study.top_k` best of `ranked` trials that pass the parity gate where they need a receipt.
 
+    The best of the user's own model has a place among them: another model has to be faster by a clear gain.
     Where time is short there are fewer of them, one at least.
     A plan that fails the gate takes those of its kind with it that had passed before.
     """
@@ -41,6 +42,7 @@ def proven_finalists(
     count = finalists_in_time(
         config.top_k, num_rounds=config.rounds, num_proofs=proofs, budget=context.budget
     )
+    ranked = with_own_model(ranked, count=count)
     for index, trial in enumerate(ranked):
         if len(finalists) == count:
             break
@@ -57,6 +59,22 @@ def proven_finalists(
                 finalists.remove(passed)
                 drop(passed, refusal.reason)
     return finalists
+
+
+def with_own_model(ranked: Sequence[FinishedTrial], *, count: int) -> list[FinishedTrial]:
+    """The trials, the best of the user's own model moved up to the last of the first `count` places.
+
+    The only place goes to another model that was faster by the gain that it has to show there.
+    """
+    trials = list(ranked)
+    own = next((trial for trial in trials if not is_other_model(trial.plan)), None)
+    if own is None or own in trials[:count]:
+        return trials
+    if count == 1 and (trials[0].record.value or 0.0) >= CLEAR_GAIN * (own.record.value or 0.0):
+        return trials
+    trials.remove(own)
+    trials.insert(count - 1, own)
+    return trials
 
 
 def most_iterations(trials: Sequence[FinishedTrial], *, finalists: Sequence[FinishedTrial]) -> int | None:

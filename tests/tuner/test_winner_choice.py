@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.tuner import winner_choice
-from quartet_plugin.tuner.final_rounds import winner_of
+from quartet_plugin.tuner.final_rounds import winner_of, with_own_model
 from quartet_plugin.tuner.finalists import bootstrap_median, rank
 from quartet_plugin.tuner.winner_choice import (
     CLEAR_CHANCE,
@@ -226,3 +226,21 @@ def test_chances_of_two_plans_make_one(rows: list[tuple[list[float], bool]], see
             assert None not in chances
             assert sum(chance for chance in chances if chance is not None) == pytest.approx(1.0)
             assert log_gain(first, second) == -log_gain(second, first)
+
+
+@pytest.mark.parametrize(
+    ("count", "values", "expected"),
+    [
+        (2, (2.0, 1.9, 1.8), [1, 3]),
+        (3, (2.0, 1.9, 1.8), [1, 2, 3]),
+        (1, (2.0, 1.9, 1.8), [1]),
+        (1, (2.0, 1.9, 1.95), [3]),
+    ],
+)
+def test_a_plan_of_the_users_own_model_is_a_finalist(
+    count: int, values: tuple[float, ...], expected: list[int]
+) -> None:
+    trials = [trial(number, value=value) for number, value in enumerate(values, start=1)]
+    ordered = [*(replace(other, plan=OTHER_MODEL) for other in trials[:2]), trials[2]]
+    assert [one.number for one in with_own_model(ordered, count=count)[:count]] == expected
+    assert [one.number for one in with_own_model(ordered[:2], count=count)[:count]] == [1, 2][:count]
