@@ -1,8 +1,8 @@
 """The peak memory of the fullest device: weights, gradients, optimizer, activations, buffers.
 
 Activation bytes follow Korthikanti et al. (2022), with grouped queries, gated FFNs, fused attention, experts
-and latent attention added; the schedule determines how many microbatches are held. Layers without fused kernels
-save more (`plain_operations`). Sizes are bytes.
+and latent attention added; without fused kernels more is saved (`plain_operations`). The schedule determines
+how many microbatches are held. Sizes are bytes.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,8 @@
 """Bytes that a layer of plain PyTorch operations saves of a token, where fused kernels save less.
 
-Counted in Megatron's local layers with every fusion off, tensor by tensor. A tensor that is saved keeps the
-storage it is a view of: values, and queries and keys that are neither rotated nor repeated, keep the whole
-output of the first product.
+Counted in Megatron's local layers with every fusion off. A tensor that is saved keeps the storage that it is
+a view of: values, and queries and keys that are neither rotated nor repeated, keep the whole output of the
+first product.
 """
 
 from quartet_plugin.cost.run import TrainingRun
@@ -50,7 +50,7 @@ def attention_input_bytes(run: TrainingRun) -> float:
 
 
 def _has_query_views(run: TrainingRun) -> bool:
-    """Whether queries are a view of the first product's output: of several groups they are copied together."""
+    """Whether queries are a view of the first product's output; those of several groups are copied."""
     _, heads, groups = _head_sizes(run)
     is_single = groups == 1 and run.layout.micro_batch_size == 1
     return not _is_rotated(run) and (heads == groups or is_single)

@@ -1,8 +1,8 @@
 """One rank of a test: `saved_tensors_rank.py RESULT CASES` on the CPU device.
 
 CASES is a JSON array of [flags of Megatron, label of a tensor partition]. Of each the model that the flags
-make runs one microbatch forwards and backwards; the last rank writes the most bytes that autograd had saved
-of each, and what of these were tensors of a layer's operations, as a JSON array to RESULT.
+make runs one microbatch forwards and backwards; the last rank writes the most bytes that autograd had saved,
+of every case, as a JSON array to RESULT.
 """
 
 import json

@@ -1,9 +1,13 @@
-"""What autograd saves of one microbatch of real Megatron on the CPU device is what the memory model says."""
+"""What autograd saves of one microbatch of real Megatron on the CPU device is what the memory model says.
+
+With `pytest -s` the bytes of every case are printed.
+"""
 
 import json
-import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +17,14 @@ from quartet_plugin.cost.run import ON_CPU, HalfPrecision, Software, run_of, uni
 from quartet_plugin.model.layout import Recompute
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.tensor_partition import partition_from_label
+from tests.cost.live import cpu_run
 from tests.megatron import support
 from tests.space.jobs import make_layout
 
 pytestmark = pytest.mark.timeout(180)
 
-_TOLERANCE = 0.05
+# What is left out: token, position and target numbers.
+_TOLERANCE = 0.01
 _LAYERS, _HIDDEN, _HEADS, _SEQ, _VOCAB = 2, 64, 8, 64, 1024
 _FLAGS = (
     f"--num-layers {_LAYERS} --hidden-size {_HIDDEN} --num-attention-heads {_HEADS} --seq-length {_SEQ} "
@@ -95,7 +101,11 @@ MODELS = {
 # Four ranks: the layout's label, and whether sequences are split.
 LAYOUTS = {"unsplit": ("stock", False), "stock": ("stock", True), "rings": ("rings", True),
            "grid": ("grid", True), "mlp grid": ("attention stock, mlp grid", True)}  # fmt: skip
-SPLIT_MODELS = ("gpt", "gated", "rotary", "rms norms", "groups", "all", "all, two sequences")
+_EVERY = ("gpt", "all")
+SPLIT_CASES = (
+    *((model, layout) for model in _EVERY for layout in LAYOUTS),
+    *((model, "grid") for model in ("gated", "rotary", "rms norms", "groups", "all, two sequences")),
+)
 
 
 def measured(folder: Path, cases: list[tuple[str, str]], *, num_processes: int) -> list[int]:
@@ -142,32 +152,55 @@ def predicted(
     return peak_memory(run).activations + loss_bytes(run)
 
 
+def show(found: Mapping[Any, int], expected: Mapping[Any, float]) -> None:
+    """Print bytes saved and predicted, by case."""
+    for name, size in found.items():
+        error = 100 * (expected[name] / size - 1)
+        print(f"{name!s:40} saved {size:9,} predicted {expected[name]:11,.0f} {error:+.2f} %")
+
+
 def test_one_process_saves_what_is_predicted(tmp_path: Path) -> None:
-    """Every model to 5 %; without what plain operations save, one of several of their kinds is further off."""
     cases = [(model.flags, "stock") for model in MODELS.values()]
     found = dict(zip(MODELS, measured(tmp_path, cases, num_processes=1), strict=True))
-    assert {name: predicted(model) for name, model in MODELS.items()} == pytest.approx(found, rel=_TOLERANCE)
+    expected = {name: predicted(model) for name, model in MODELS.items()}
+    show(found, expected)
+    assert expected == pytest.approx(found, rel=_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["gated", "rotary", "rms norms", "groups", "all"])
+def test_fused_kernels_are_predicted_to_save_less(name: str) -> None:
+    """Only layers of plain operations save the operands of each: elsewhere nothing is added."""
     fused = replace(ON_CPU, plain_operations=False)
-    assert predicted(_LLAMA, software=fused) < 0.85 * found["all"]
+    gpt, model = MODELS["gpt"], MODELS[name]
+    assert predicted(model, software=fused) < predicted(model) * 0.97
+    assert predicted(gpt, software=fused) == pytest.approx(predicted(gpt), rel=_TOLERANCE)
+    assert not Software().plain_operations
+
+
+def test_norms_that_are_not_known_are_those_of_models_with_their_positions() -> None:
+    run = cpu_run()
+    rotary = replace(run, shape=replace(run.shape, position_embedding="rope"))
+    assert (run.has_rms_norms, rotary.has_rms_norms) == (False, True)
+    assert not replace(rotary, normalization="LayerNorm").has_rms_norms
+    assert replace(run, normalization="RMSNorm").has_rms_norms
 
 
 def test_ranks_of_every_partition_save_what_is_predicted(tmp_path: Path) -> None:
-    """Stock with and without split sequences, rings and grids on four ranks; all of split ones save alike."""
-    flags = "--tensor-model-parallel-size 4"
-    names = [(model, layout) for model in SPLIT_MODELS for layout in LAYOUTS]
+    """Stock with and without split sequences, rings and grids; with split sequences all save the same."""
     cases = []
-    for model, layout in names:
+    for model, layout in SPLIT_CASES:
         label, is_split = LAYOUTS[layout]
-        words = [MODELS[model].flags, flags, *(["--sequence-parallel"] if is_split else [])]
-        cases.append((shlex.join(shlex.split(" ".join(words))), label))
-    found = dict(zip(names, measured(tmp_path, cases, num_processes=4), strict=True))
+        split = " --sequence-parallel" if is_split else ""
+        cases.append((f"{MODELS[model].flags} --tensor-model-parallel-size 4{split}", label))
+    found = dict(zip(SPLIT_CASES, measured(tmp_path, cases, num_processes=4), strict=True))
     expected = {
         (model, layout): predicted(
             MODELS[model], num_devices=4, label=LAYOUTS[layout][0], is_split=LAYOUTS[layout][1]
         )
-        for model, layout in names
+        for model, layout in SPLIT_CASES
     }
+    show(found, expected)
     assert expected == pytest.approx(found, rel=_TOLERANCE)
-    for model in SPLIT_MODELS:
+    for model in _EVERY:
         assert len({found[model, layout] for layout in LAYOUTS if layout != "unsplit"}) == 1
-        assert found[model, "grid"] < found[model, "unsplit"]
+        assert found[model, "grid"] <= 0.75 * found[model, "unsplit"]
