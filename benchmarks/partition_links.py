@@ -454,10 +454,11 @@ def exchanged(sends: Sequence[Any], receives: Sequence[Any], group: Any) -> Sequ
 
     peers = [dist.get_global_rank(group, other) for other in others_of(group)]
     # Receives first, as the partition's messages: so gloo uses both ways of a connection.
-    return dist.batch_isend_irecv(
+    works: Sequence[Any] = dist.batch_isend_irecv(
         [dist.P2POp(dist.irecv, tensor, peer, group) for tensor, peer in zip(receives, peers, strict=True)]
         + [dist.P2POp(dist.isend, tensor, peer, group) for tensor, peer in zip(sends, peers, strict=True)]
     )
+    return works
 
 
 def others_of(group: Any) -> list[int]:
