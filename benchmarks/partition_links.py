@@ -39,7 +39,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from benchmarks.scenarios.network import address, joined_namespaces, namespace
+from benchmarks.scenarios.network import PREFIX, address, joined_namespaces, namespace
 from benchmarks.scenarios.script import in_turns
 from benchmarks.scenarios.turns import heard, let_through, listening
 from quartet_plugin.cost.partitions import SCALE_UP, LinearPrice, PartitionRates, price_linear
@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--product-ms", type=float, default=60.0, help="of a linear's mean product on a rank")
     parser.add_argument("--plain-links", action="store_true", help="frames of 1,500 bytes, Linux's windows")
+    parser.add_argument("--namespaces", default=PREFIX, metavar="PREFIX", help="how their names begin")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--as-rank", metavar="JOB:FOLDER:ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -172,17 +173,22 @@ def row(case: Case, result: Mapping[str, Any], product_s: float) -> str:
     prices = cut_prices(case, rates)
     iteration_s = float(np.median(stock_s))
     predicted_s = iteration_s - stock_linears_s + LAYERS * sum(price.time_s for price in prices)
-    phases = [
-        result["phases_s"][phase_key(linear.sizes, case, phase)] / price.phases[phase].time_s
-        for linear, price in zip(LINEARS, prices, strict=True)
-        for phase in Phase
-    ]
+    phases = phase_ratios(case, result["phases_s"], product_s)
     return (
         f"{case.name:<15}{rates.bytes_per_s[SCALE_UP] * 8e-6:>5.0f} Mb/s{iteration_s:>7.2f} s"
         f"{np.median(cut_s):>7.2f} s{np.median(ratios):>8.3f}{f'{low:.3f} to {high:.3f}':>16}"
         f"{iteration_s / predicted_s:>8.3f}{stock_linears_s / iteration_s:>9.1%}"
         f"{f'{min(phases):.2f} to {max(phases):.2f}':>14}"
     )
+
+
+def phase_ratios(case: Case, phases_s: Mapping[str, float], product_s: float) -> list[float]:
+    """The measured seconds of each linear's phases over the priced ones."""
+    return [
+        phases_s[phase_key(linear.sizes, case, phase)] / price.phases[phase].time_s
+        for linear, price in zip(LINEARS, cut_prices(case, case.rates(product_s)), strict=True)
+        for phase in Phase
+    ]
 
 
 def stock_linear_s(linear: Linear, devices: int, rates: PartitionRates) -> float:
@@ -227,9 +233,15 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     names = (STOCK, case.partition)
     rates = [rate] * case.num_processes
     links = (
-        joined_namespaces(rates, burst=BURST)
+        joined_namespaces(rates, prefix=options.namespaces, burst=BURST)
         if options.plain_links
-        else joined_namespaces(rates, burst=BURST, frame_bytes=FRAME_BYTES, window_bytes=WINDOW_BYTES)
+        else joined_namespaces(
+            rates,
+            prefix=options.namespaces,
+            burst=BURST,
+            frame_bytes=FRAME_BYTES,
+            window_bytes=WINDOW_BYTES,
+        )
     )
     with tempfile.TemporaryDirectory() as folder, links:
         ranks: list[subprocess.Popen[bytes]] = []
@@ -279,7 +291,8 @@ def started(
         }
         words = [
             *(sys.executable, "-m", "benchmarks.partition_links", case.name, "--pairs", str(options.pairs)),
-            *("--product-ms", str(options.product_ms), "--as-rank", f"{name}:{folder}:{folder}/turns"),
+            *("--product-ms", str(options.product_ms), "--namespaces", options.namespaces),
+            *("--as-rank", f"{name}:{folder}:{folder}/turns"),
         ]
         with (folder / f"log-{name}-{rank}").open("wb") as log:
             ranks.append(subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log))
@@ -317,7 +330,7 @@ def run_rank(options: argparse.Namespace) -> None:
     """Train in this rank's namespace, with products that sleep."""
     name, folder, turns = options.as_rank.split(":")
     case = CASES[options.cases[0]]
-    place = namespace(int(os.environ["RANK"]))
+    place = namespace(int(os.environ["RANK"]), prefix=options.namespaces)
     with Path("/run/netns", place).open("rb") as file:
         os.setns(file.fileno(), os.CLONE_NEWNET)
     os.environ |= {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": f"{place}-0"}
@@ -441,10 +454,11 @@ def exchanged(sends: Sequence[Any], receives: Sequence[Any], group: Any) -> Sequ
 
     peers = [dist.get_global_rank(group, other) for other in others_of(group)]
     # Receives first, as the partition's messages: so gloo uses both ways of a connection.
-    return dist.batch_isend_irecv(
+    works: Sequence[Any] = dist.batch_isend_irecv(
         [dist.P2POp(dist.irecv, tensor, peer, group) for tensor, peer in zip(receives, peers, strict=True)]
         + [dist.P2POp(dist.isend, tensor, peer, group) for tensor, peer in zip(sends, peers, strict=True)]
     )
+    return works
 
 
 def others_of(group: Any) -> list[int]:

@@ -130,10 +130,12 @@ def machine_model_of(
     settings: tuple[Setting, ...] = (),
     experts: Experts | None = None,
     latent: LatentAttention | None = None,
+    normalization: str | None = None,
 ) -> MachineModel:
     """The machine model of a run on `nodes`; `machine` has what is known beyond the nodes.
 
-    `settings` are those of the command, which plans change by name; `experts` and `latent` are the model's.
+    `settings` are those of the command, which plans change by name; `experts`, `latent` and `normalization`
+    are the model's.
 
     Raises ConfigError where `machine` has other nodes.
     """
@@ -163,6 +165,7 @@ def machine_model_of(
         settings=settings,
         experts=experts,
         latent=latent,
+        normalization=normalization,
     )
 
 

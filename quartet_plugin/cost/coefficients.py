@@ -50,7 +50,7 @@ class MachineModel:
     standard deviations of the coefficients' logarithms: of the named ones, then of the slowdowns of slots or
     nodes. `slowdown_index_of_slot` [num_slots] is the index of a slot's slowdown among the coefficients, -1
     where slots are not distinguished. `is_known`: the library has the device. `settings`: the command's own.
-    `experts` and `latent` are the model's, which no plan changes.
+    `experts`, `latent` and `normalization` are the model's, which no plan changes.
     """
 
     nodes: tuple[NodeInfo, ...]
@@ -65,6 +65,7 @@ class MachineModel:
     settings: tuple[Setting, ...] = ()
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    normalization: str | None = None
 
     @property
     def num_coefficients(self) -> int:

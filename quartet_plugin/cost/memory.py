@@ -1,7 +1,8 @@
 """The peak memory of the fullest device: weights, gradients, optimizer, activations, buffers.
 
 Activation bytes follow Korthikanti et al. (2022), with grouped queries, gated FFNs, fused attention, experts
-and latent attention added; the schedule determines how many microbatches are held. Sizes are bytes.
+and latent attention added; without fused kernels more is saved (`plain_operations`). The schedule determines
+how many microbatches are held. Sizes are bytes.
 """
 
 from collections.abc import Iterable
@@ -9,16 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quartet_plugin.cost import compute, held_bytes, layer_partition
+from quartet_plugin.cost import compute, held_bytes, layer_partition, plain_operations
 from quartet_plugin.cost.iteration.orders import activation_peak, stages_of_devices
+from quartet_plugin.cost.plain_operations import SINGLE
 from quartet_plugin.cost.run import HalfPrecision, Software, TrainingRun
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.job_description import Experts
 
 # Bytes of a half-precision weight or activation.
 HALF = 2.0
-# Bytes of a number in fp32; of a master weight and two moments in fp32.
-SINGLE = 4.0
+# Bytes of a master weight and two moments in fp32.
 OPTIMIZER_BYTES = 12.0
 # Bytes of the driver, its contexts and the collective library, beside the allocator.
 CONTEXT_BYTES = 1.5 * 2**30
@@ -142,9 +143,9 @@ def layer_activation_bytes(run: TrainingRun, *, experts: Experts | None) -> floa
     t, tp, h = run.tokens_per_microbatch, layout.tensor_parallel, shape.hidden_size
     split = tp if layout.sequence_parallel else 1
     masks = 1.0 if run.software.dropout else 0.0
-    # Inputs of two norms, and the norms' outputs to the products (gathered again from their shard).
+    # Two norms, and their outputs to the products (gathered again from their shard).
     size = float(run.element_bytes)
-    outside = (4 * size + 2 * masks) * h / split
+    outside = 2 * (_norm_bytes(run) + (size + masks) * h) / split
     inner = _attention_bytes(run)
     if experts is None:
         return t * (outside + inner + _ffn_bytes(run, shape.ffn_hidden_size / tp))
@@ -241,6 +242,12 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
         held.append(plain * held_dense + (count - plain) * held_moe)
     # The output of the last norm, which the head's weight gradient needs.
     stages[-1] += boundary + run.mtp_layers * (kept_moe + 2.0 * boundary)
+    if run.software.plain_operations:
+        saved = run.tokens_per_microbatch * plain_operations.norm_bytes(run) / split
+        # Of the last norm the input is counted as the stage's output.
+        stages[-1] += saved - boundary
+        mask = plain_operations.mask_bytes(run)
+        stages = [kept + mask * (count > 0) for kept, count in zip(stages, run.layers_per_stage, strict=True)]
     held[-1] += held_bytes.head_product(run).total_bytes
     # Full recompute takes full backwards.
     return np.array(stages), np.array(held) * (run.layout.recompute != "full")
@@ -257,8 +264,17 @@ def _kept_bytes(run: TrainingRun, layer: float, boundary: float) -> float:
         return boundary
     if run.layout.recompute == "selective":
         share = run.software.selective_fraction
-        return (layer - _scores_bytes(run)) * (1 - share) + boundary * share
+        return (layer - _recomputed_bytes(run)) * (1 - share) + boundary * share
     return layer
+
+
+def _recomputed_bytes(run: TrainingRun) -> float:
+    """Bytes of one layer that the recompute of attention's inner part makes again."""
+    scores = _scores_bytes(run)
+    if not run.software.plain_operations or run.latent is not None:
+        return scores
+    copied = plain_operations.attention_bytes(run) - plain_operations.attention_input_bytes(run)
+    return scores + run.tokens_per_microbatch * copied
 
 
 def _scores_bytes(run: TrainingRun) -> float:
@@ -283,14 +299,25 @@ def _attention_bytes(run: TrainingRun) -> float:
     heads, groups = shape.num_attention_heads / tp, max(1.0, shape.num_query_groups / tp)
     projected = size * (heads + 2 * groups) * d
     output = size * heads * d
+    if run.software.plain_operations:
+        return plain_operations.attention_bytes(run) + output + _scores_bytes(run) / run.tokens_per_microbatch
     if run.software.attention == "unfused":
         return projected + output + _scores_bytes(run) / run.tokens_per_microbatch
     rotated = size * (heads + groups) * d if shape.position_embedding == "rope" else 0.0
     return projected + rotated + output + 4 * heads
 
 
+def _norm_bytes(run: TrainingRun) -> float:
+    """Bytes of a token that one norm keeps: its input."""
+    if run.software.plain_operations:
+        return plain_operations.norm_bytes(run)
+    return float(run.element_bytes * run.shape.hidden_size)
+
+
 def _ffn_bytes(run: TrainingRun, ffn: float) -> float:
     """Bytes of a token's first product and its activation."""
+    if run.shape.gated_ffn and run.software.plain_operations:
+        return plain_operations.gated_bytes(run, ffn)
     return run.element_bytes * ffn * (3.0 if run.shape.gated_ffn else 2.0)
 
 

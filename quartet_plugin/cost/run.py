@@ -101,6 +101,8 @@ class Software:
     `expert_overlap`: experts' all-to-all of one microbatch runs beside another's computation.
     `graphed_share`: the share of a layer's kernels that are replayed from graphs of its parts.
     `sends_once_a_domain`: a dispatcher that sends a token to another domain once, for all its experts there.
+    `plain_operations`: norms, rotations, activations and attention are PyTorch's operations one by one, each
+    of which saves its operands.
     """
 
     name: str = "Megatron-Core"
@@ -139,6 +141,7 @@ class Software:
     expert_overlap: bool = False
     sends_once_a_domain: bool = False
     graphed_share: float = 0.0
+    plain_operations: bool = False
 
 
 # Megatron-Core on processors: plain PyTorch operations in fp32, and collectives that stop the computation.
@@ -156,6 +159,7 @@ ON_CPU = Software(
     reduces_ends=True,
     keeps_gathered_inputs=False,
     shares_memory=True,
+    plain_operations=True,
 )
 
 
@@ -185,7 +189,8 @@ class TrainingRun:
     `zero_stage` 0 to 3, `shard_group` the data-parallel ranks that share parameters (stage 3),
     `optimizer_group` those that share optimizer states (stage 1 and 2). `group`: microbatches a chunk before
     the next chunk in interleaved schedules, None for one a pipeline rank. `custom`: the order that a plan
-    carries for the plugin's runtime, None for a framework's.
+    carries for the plugin's runtime, None for a framework's. `normalization`: the norms by Megatron's name,
+    None where it is not known.
     """
 
     shape: ModelShape
@@ -207,11 +212,19 @@ class TrainingRun:
     mtp_layers: int = 0
     has_whole_experts: bool = False
     imbalance: float = IMBALANCE
+    normalization: str | None = None
 
     @property
     def expert_shards(self) -> int:
         """Devices that share each expert's products."""
         return 1 if self.has_whole_experts else self.layout.tensor_parallel
+
+    @property
+    def has_rms_norms(self) -> bool:
+        """Whether norms are RMSNorms, as in models with rotary embeddings where it is not known."""
+        if self.normalization is None:
+            return self.shape.position_embedding == "rope"
+        return self.normalization == "RMSNorm"
 
     @property
     def is_custom(self) -> bool:

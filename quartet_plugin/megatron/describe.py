@@ -95,6 +95,7 @@ def describe_job(
         "no_tensor_partition": tensor_partition_reason(written),
         "full_backward": layers_need_full_backwards(args),
         "layer_impl": getattr(args, "transformer_impl", None),
+        "normalization": getattr(args, "normalization", None),
         **({"mtp_layers": args.mtp_num_layers} if getattr(args, "mtp_num_layers", None) else {}),
         **({"changed_functions": list(changed)} if changed else {}),
         **({"stage_divisor": stage_divisor} if stage_divisor > 1 else {}),

@@ -26,7 +26,8 @@ class TrainingJob:
     framework's own way alone; None where they need not be. `layer_impl` is the implementation of the layers
     (`local`, `transformer_engine`).
     `experts` and `latent` attention are the model's, None where it has none or one that no plan describes.
-    `mtp_layers` predict further tokens, None where there are none.
+    `mtp_layers` predict further tokens, None where there are none. `normalization` is the norms' kind by the
+    framework's name, None where it was not read.
     `changed_functions` are the framework's whose source is not a known one, which keeps custom schedules off.
     The job is a trial's with `stage_divisor` times fewer stages and layers than the training, where a replica
     has more processes than a trial; None where it has not.
@@ -52,6 +53,7 @@ class TrainingJob:
     experts: Experts | None = field(default=None, metadata=ADDED)
     latent: LatentAttention | None = field(default=None, metadata=ADDED)
     mtp_layers: Annotated[int, Bounds(ge=1, le=MAX_LAYERS)] | None = field(default=None, metadata=ADDED)
+    normalization: Name | None = field(default=None, metadata=ADDED)
     changed_functions: Annotated[tuple[Name, ...], Length(most=1_000)] | None = field(
         default=None, metadata=ADDED
     )

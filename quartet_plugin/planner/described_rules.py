@@ -80,6 +80,7 @@ def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...])
         layer_impl="transformer_engine",
         experts=job.experts,
         latent=job.latent,
+        normalization=job.normalization,
         no_tensor_partition=next((REFUSED_FEATURES[name] for name in _special_layers(job)), None),
     )
 

@@ -194,6 +194,7 @@ class PlanRequest:
     cost: CostSection = field(default_factory=CostSection)
     vocab_size: int | None = None
     rules: LayoutRules | None = None
+    normalization: str | None = None
 
     @property
     def half(self) -> HalfPrecision:
@@ -227,7 +228,13 @@ class PlanRequest:
             precision=self.half,
             software=self.software,
         )
-        return replace(run, matmul=self.precision, experts=self.experts, latent=self.latent)
+        return replace(
+            run,
+            matmul=self.precision,
+            experts=self.experts,
+            latent=self.latent,
+            normalization=self.normalization,
+        )
 
     @property
     def nodes(self) -> tuple[NodeInfo, ...]:

@@ -38,6 +38,7 @@ def request_of_space(space: Space, *, machine: KnownMachine) -> PlanRequest:
         search=_search(space),
         experts=job.experts,
         latent=job.latent,
+        normalization=job.normalization,
         cluster=devices.cluster,
         rules=_rules(space),
     )

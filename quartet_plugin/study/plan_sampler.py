@@ -89,6 +89,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
             settings=space.job.settings or (),
             experts=space.job.experts,
             latent=space.job.latent,
+            normalization=space.job.normalization,
         )
         self._begins_with_baseline = job is None
         self._request = request_of_space(space, machine=known) if job is None else job

@@ -55,6 +55,7 @@ def predictor_of(space: Space, *, run: TuningRun, machine: KnownMachine) -> Plan
             settings=space.job.settings or (),
             experts=space.job.experts,
             latent=space.job.latent,
+            normalization=space.job.normalization,
         ),
         num_iterations=run.config.trial.least_measured,
         folder_of=run.folder.trial,

@@ -183,6 +183,7 @@ def test_megatron_accepts_every_plan_that_the_space_offers(command: ProductionCo
     flags = native_flags()
     with hopper(command):
         job = job_of(command)
+        assert (job.normalization == "RMSNorm") == ("RMSNorm" in command.words)
         searches: list[dict[str, Any]] = [{}, FREE]
         spaces = [space_of(command, job, search) for search in searches]
         plans = list(itertools.chain.from_iterable(plans_of(s, num=PLANS_A_COMMAND // 2) for s in spaces))

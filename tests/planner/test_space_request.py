@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from quartet_plugin.calibration.machine_prior import KnownMachine
+from quartet_plugin.planner.described_rules import training_job_of
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.ranking import shapes_of
 from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.planner.table_schedules import KINDS
 from quartet_plugin.space.config import SEARCHED, TABLE_SCHEDULES
 from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.study.plan_sampler import PlanSampler
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes
 
@@ -53,6 +55,15 @@ def test_the_table_holds_what_the_space_does(space: Space) -> None:
         if name != SEARCHED
     }
     assert ranked == tried
+
+
+def test_the_models_norms_are_those_of_the_command() -> None:
+    space = space_of({})
+    space = replace(space, job=replace(space.job, normalization="RMSNorm"))
+    request = request_of_space(space, machine=KnownMachine())
+    assert request.run(space.job.shape, space.job.layout, (4, 4)).normalization == "RMSNorm"
+    described = training_job_of(request, layout=space.job.layout, split=(4, 4))
+    assert described.normalization == PlanSampler(space)._machine_model.normalization == "RMSNorm"
 
 
 @pytest.mark.parametrize(

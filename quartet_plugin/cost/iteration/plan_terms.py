@@ -92,6 +92,7 @@ def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
         ),
     )
     mtp_layers = plan.made_for.mtp_layers or 0
+    run = replace(run, normalization=machine_model.normalization)
     if machine_model.experts is None and machine_model.latent is None and not mtp_layers:
         return run
     known = {setting.name: setting.value for setting in settings}

@@ -178,6 +178,13 @@ def test_layers_of_multi_token_prediction_weigh_on_the_last_stage() -> None:
     assert weights[1][1].total > weights[0][1].total
 
 
+def test_the_models_norms_are_those_of_the_command() -> None:
+    plan = plan_of((2, 2), pipeline_parallel=2, data_parallel=2)
+    known = machine_model_of(plan.made_for.nodes, precision="fp32", normalization="RMSNorm")
+    assert run_of_plan(plan, known).has_rms_norms
+    assert not run_of_plan(plan, iteration_models_of(plan).machine_model).has_rms_norms
+
+
 def sampled(nodes: tuple[int, ...], *, num: int) -> list[Plan]:
     layout = make_layout(pipeline_parallel=sum(nodes))
     config = parse_config(

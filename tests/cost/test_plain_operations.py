@@ -1,0 +1,206 @@
+"""What autograd saves of one microbatch of real Megatron on the CPU device is what the memory model says.
+
+With `pytest -s` the bytes of every case are printed.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.live_cases import two_cores
+from quartet_plugin.cost.memory import loss_bytes, peak_memory
+from quartet_plugin.cost.run import ON_CPU, HalfPrecision, Software, run_of, uniform_cluster_of_device
+from quartet_plugin.model.layout import Recompute
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.tensor_partition import partition_from_label
+from tests.cost.live import cpu_run
+from tests.megatron import support
+from tests.space.jobs import make_layout
+
+pytestmark = pytest.mark.timeout(180)
+
+# What is left out: token, position and target numbers.
+_TOLERANCE = 0.01
+_LAYERS, _HIDDEN, _HEADS, _SEQ, _VOCAB = 2, 64, 8, 64, 1024
+_FLAGS = (
+    f"--num-layers {_LAYERS} --hidden-size {_HIDDEN} --num-attention-heads {_HEADS} --seq-length {_SEQ} "
+    f"--max-position-embeddings {_SEQ} --vocab-size {_VOCAB} --attention-dropout 0 --hidden-dropout 0 "
+    "--lr 1e-3 --train-iters 1 --mock-data --tokenizer-type NullTokenizer"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model of the test's sizes, by what differs from a GPT."""
+
+    is_gated: bool = False
+    is_rotary: bool = False
+    has_rms_norms: bool = False
+    num_groups: int = _HEADS
+    micro_batch: int = 1
+    recompute: Recompute = "none"
+    precision: HalfPrecision = "fp32"
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape that Megatron makes of the flags."""
+        return ModelShape(
+            num_layers=_LAYERS,
+            hidden_size=_HIDDEN,
+            ffn_hidden_size=128 if self.is_gated else 4 * _HIDDEN,
+            num_attention_heads=_HEADS,
+            num_query_groups=self.num_groups,
+            kv_channels=_HIDDEN // _HEADS,
+            seq_length=_SEQ,
+            vocab_size=_VOCAB,
+            max_position_embeddings=_SEQ,
+            gated_ffn=self.is_gated,
+            tied_embeddings=True,
+            position_embedding="rope" if self.is_rotary else "learned_absolute",
+        )
+
+    @property
+    def flags(self) -> str:
+        """The flags of Megatron."""
+        parts = {
+            _FLAGS: True,
+            "--swiglu": self.is_gated,
+            "--position-embedding-type rope": self.is_rotary,
+            "--normalization RMSNorm": self.has_rms_norms,
+            f"--group-query-attention --num-query-groups {self.num_groups}": self.num_groups != _HEADS,
+            f"--micro-batch-size {self.micro_batch} --global-batch-size {self.micro_batch}": True,
+            f"--recompute-granularity {self.recompute}": self.recompute != "none",
+            "--bf16": self.precision == "bf16",
+        }
+        return " ".join(words for words, is_there in parts.items() if is_there)
+
+
+_LLAMA = Model(is_gated=True, is_rotary=True, has_rms_norms=True, num_groups=4)
+MODELS = {
+    "gpt": Model(),
+    "gated": Model(is_gated=True),
+    "rotary": Model(is_rotary=True),
+    "rms norms": Model(has_rms_norms=True),
+    "groups": Model(num_groups=4),
+    "groups, two sequences": Model(num_groups=4, micro_batch=2),
+    "one group": Model(num_groups=1),
+    "one group, two sequences": Model(num_groups=1, micro_batch=2),
+    "one group, rotary": Model(num_groups=1, is_rotary=True),
+    "gated, rotary": Model(is_gated=True, is_rotary=True),
+    "all": _LLAMA,
+    "all, two sequences": replace(_LLAMA, micro_batch=2),
+    "all, recomputed scores": replace(_LLAMA, recompute="selective"),
+    "groups, recomputed scores": Model(num_groups=4, recompute="selective"),
+    "one group, recomputed scores": Model(num_groups=1, recompute="selective"),
+    "all, bf16": replace(_LLAMA, precision="bf16"),
+}
+# Four ranks: the layout's label, and whether sequences are split.
+LAYOUTS = {"unsplit": ("stock", False), "stock": ("stock", True), "rings": ("rings", True),
+           "grid": ("grid", True), "mlp grid": ("attention stock, mlp grid", True)}  # fmt: skip
+_EVERY = ("gpt", "all")
+SPLIT_CASES = (
+    *((model, layout) for model in _EVERY for layout in LAYOUTS),
+    *((model, "grid") for model in ("gated", "rotary", "rms norms", "groups", "all, two sequences")),
+)
+
+
+def measured(folder: Path, cases: list[tuple[str, str]], *, num_processes: int) -> list[int]:
+    """The most bytes saved of each (flags, partition's label)."""
+    result = folder / "saved.json"
+    code, output = support.run_ranks(
+        num_processes,
+        "tests.cost.saved_tensors_rank",
+        str(result),
+        json.dumps(cases),
+        timeout_s=150,
+        log=folder / "log",
+    )
+    assert code == 0, output[-3000:]
+    return [int(size) for size in json.loads(result.read_text())]
+
+
+def predicted(
+    model: Model,
+    *,
+    num_devices: int = 1,
+    label: str = "stock",
+    is_split: bool = False,
+    software: Software = ON_CPU,
+) -> float:
+    """What the cost model says that autograd saves: activations, and the loss of the one microbatch."""
+    run = run_of(
+        model.shape,
+        make_layout(
+            tensor_parallel=num_devices,
+            pipeline_parallel=1,
+            micro_batch_size=model.micro_batch,
+            sequence_parallel=is_split,
+            recompute=model.recompute,
+            tensor_partition=partition_from_label(label),
+        ),
+        global_batch_size=model.micro_batch,
+        layers_per_stage=(_LAYERS,),
+        machines=uniform_cluster_of_device(two_cores().device, num_devices=num_devices, devices_per_node=4),
+        precision=model.precision,
+        software=software,
+    )
+    run = replace(run, normalization="RMSNorm" if model.has_rms_norms else "LayerNorm")
+    return peak_memory(run).activations + loss_bytes(run)
+
+
+def show(found: Mapping[Any, int], expected: Mapping[Any, float]) -> None:
+    """Print bytes saved and predicted, by case."""
+    for name, size in found.items():
+        error = 100 * (expected[name] / size - 1)
+        print(f"{name!s:40} saved {size:9,} predicted {expected[name]:11,.0f} {error:+.2f} %")
+
+
+def test_one_process_saves_what_is_predicted(tmp_path: Path) -> None:
+    cases = [(model.flags, "stock") for model in MODELS.values()]
+    found = dict(zip(MODELS, measured(tmp_path, cases, num_processes=1), strict=True))
+    expected = {name: predicted(model) for name, model in MODELS.items()}
+    show(found, expected)
+    assert expected == pytest.approx(found, rel=_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["gated", "rotary", "rms norms", "groups", "all"])
+def test_fused_kernels_are_predicted_to_save_less(name: str) -> None:
+    """Only layers of plain operations save the operands of each: elsewhere nothing is added."""
+    fused = replace(ON_CPU, plain_operations=False)
+    gpt, model = MODELS["gpt"], MODELS[name]
+    assert predicted(model, software=fused) < predicted(model) * 0.97
+    assert predicted(gpt, software=fused) == pytest.approx(predicted(gpt), rel=_TOLERANCE)
+    assert not Software().plain_operations
+
+
+def test_norms_that_are_not_known_are_those_of_models_with_their_positions() -> None:
+    run = cpu_run()
+    rotary = replace(run, shape=replace(run.shape, position_embedding="rope"))
+    assert (run.has_rms_norms, rotary.has_rms_norms) == (False, True)
+    assert not replace(rotary, normalization="LayerNorm").has_rms_norms
+    assert replace(run, normalization="RMSNorm").has_rms_norms
+
+
+def test_ranks_of_every_partition_save_what_is_predicted(tmp_path: Path) -> None:
+    """Stock with and without split sequences, rings and grids; with split sequences all save the same."""
+    cases = []
+    for model, layout in SPLIT_CASES:
+        label, is_split = LAYOUTS[layout]
+        split = " --sequence-parallel" if is_split else ""
+        cases.append((f"{MODELS[model].flags} --tensor-model-parallel-size 4{split}", label))
+    found = dict(zip(SPLIT_CASES, measured(tmp_path, cases, num_processes=4), strict=True))
+    expected = {
+        (model, layout): predicted(
+            MODELS[model], num_devices=4, label=LAYOUTS[layout][0], is_split=LAYOUTS[layout][1]
+        )
+        for model, layout in SPLIT_CASES
+    }
+    show(found, expected)
+    assert expected == pytest.approx(found, rel=_TOLERANCE)
+    for model in _EVERY:
+        assert len({found[model, layout] for layout in LAYOUTS if layout != "unsplit"}) == 1
+        assert found[model, "grid"] <= 0.75 * found[model, "unsplit"]
