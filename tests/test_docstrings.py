@@ -94,7 +94,7 @@ def test_docstrings_say_what_is_done_or_returned() -> None:
 def test_docstrings_of_modules_have_a_verb() -> None:
     texts = {str(path.relative_to(ROOT)): ast.get_docstring(tree) or "" for path, tree in trees().items()}
     without = [f"{path}: {text!r}" for path, text in texts.items() if not text or not has_verb(text)]
-    assert not without, "\n".join(without)
+    assert not without, "a module's docstring needs a verb:\n" + "\n".join(without)
 
 
 def first_of(code: str) -> Documented:

@@ -56,7 +56,7 @@ def cells_of(line: str) -> list[str]:
 def test_no_cell_of_a_table_is_wide(path: Path) -> None:
     rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     wide = [cell for row in rows for cell in cells_of(row) if len(cell) > CELL]
-    assert not wide
+    assert not wide, f"cells of more than {CELL} characters: use another row, or a sentence"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -49,6 +49,7 @@ _RENAMED = {
 _LEFT_OUT: dict[str, Any] = {
     **dict.fromkeys(("sequence_parallel", "use_distributed_optimizer"), False),
     **dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), False),
+    "overlap_p2p_comm_warmup_flush": False,
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
     # With --no-overlap-p2p-communication left out.
     "overlap_p2p_comm": True,

@@ -295,6 +295,8 @@ def left_out(plan: "Plan") -> list[str]:
         flags.append("--pipeline-model-parallel-layout")
     if layout.pipeline_parallel == 2 and layout.virtual_stages > 1:
         flags.append("--no-overlap-p2p-communication")
+    if layout.virtual_stages == 1 and baseline.layout.virtual_stages > 1:
+        flags.append("--overlap-p2p-communication-warmup-flush")
     if plan.schedule.group is None and baseline.schedule.group is not None:
         flags.append("--microbatch-group-size-per-virtual-pipeline-stage")
     if layout.recompute != baseline.layout.recompute:

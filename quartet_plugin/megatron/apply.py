@@ -161,7 +161,7 @@ def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str
     before = flags.explicit_values(words)
     replaced = []
     for item in {item.dest: item for item in removed}.values():
-        old = "" if before[item.dest] is True else f" {before[item.dest]}"
+        old = "" if isinstance(before[item.dest], bool) else f" {before[item.dest]}"
         new = values.get(item.dest)
         now = "left out" if new is None else "set" if new is True else str(new)
         replaced.append(f"{item.flag}{old} -> {now}")
@@ -275,6 +275,9 @@ def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
     ):
         # Megatron refuses both together on two devices, also where the runtime has transfers of its own.
         remove.add("overlap_p2p_comm")
+    if layout.virtual_stages == 1 and getattr(user, "overlap_p2p_comm_warmup_flush", False):
+        # Megatron refuses it where it does not interleave several stages of a device.
+        remove.add("overlap_p2p_comm_warmup_flush")
     group = plan.schedule.group
     if plan.schedule.name != "interleaved":
         if current.virtual_stages > 1:

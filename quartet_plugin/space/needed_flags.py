@@ -20,11 +20,13 @@ NEEDED_FLAGS: Mapping[Axis, tuple[str, ...]] = {
     Axis.RECOMPUTE: ("recompute_granularity", "recompute_method", "recompute_num_layers"),
 }
 _PREFIX = "without --"
+# Where the option has another name than the argument.
+_FLAGS = {"microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage"}
 
 
 def flag_of(name: str) -> str:
     """The option of an argument."""
-    return f"--{name.replace('_', '-')}"
+    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
 def missing_flags(axis: Axis, known: Container[str]) -> tuple[str, ...]:

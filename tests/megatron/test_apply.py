@@ -245,3 +245,16 @@ def test_transfers_are_overlapped_on_two_devices_with_chunks(pipeline: int, is_k
     edited, notes = rewrite(plan, flags=native_flags(), words=words)
     assert ("--no-overlap-p2p-communication" in edited) == is_kept
     assert any("--no-overlap-p2p-communication" in note for note in notes) != is_kept
+
+
+def test_the_overlap_of_warm_up_and_flush_goes_with_the_stages_of_a_device() -> None:
+    """Megatron refuses it with one stage a device."""
+    flag = "--overlap-p2p-communication-warmup-flush"
+    words = [*MEGATRON_FLAGS, "--pipeline-model-parallel-size", "2", flag]
+    words += ["--num-virtual-stages-per-pipeline-rank", "3"]
+    edited, notes = rewrite(make_plan(split=(4, 2), pipeline=2), flags=native_flags(), words=words)
+    assert flag not in edited
+    assert any(f"{flag} -> left out" in note for note in notes)
+    chunks = make_plan(split=(2, 2, 1, 1), pipeline=2, chunks=2, group=2)
+    edited, _ = rewrite(chunks, flags=native_flags(), words=words)
+    assert flag in edited
