@@ -49,7 +49,16 @@ def doctor_command(
         typer.Option("--nodes", help="Check every node: devices, links, ports, clocks, disks, limits."),
     ] = False,
     launcher: Annotated[
-        str | None, typer.Option(help="With --nodes: reach them by slurm (this allocation) or by ssh.")
+        str | None,
+        typer.Option(
+            help="With --nodes: what reaches them, as for trials; this allocation of Slurm without it."
+        ),
+    ] = None,
+    trial_nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="With --nodes: how many to look at. Default: all, where the launcher knows them."
+        ),
     ] = None,
     site: Annotated[
         Path | None,
@@ -63,22 +72,24 @@ def doctor_command(
         recheck_command(plan)
         return
     if nodes:
-        _doctor_nodes(launcher=launcher, site=site, form=form)
+        _doctor_nodes(launcher=launcher, site=site, trial_nodes=trial_nodes, form=form)
         return
-    if launcher is not None or site is not None:
-        raise UsageError("quartet doctor: --launcher and --site belong to --nodes; add it")
+    if (launcher, site, trial_nodes) != (None, None, None):
+        raise UsageError("quartet doctor: --launcher, --site and --trial-nodes belong to --nodes; add it")
     report = _report(against)
     _show_report(report, form)
     if report["fault"] is not None:
         raise SeamError(report["fault"])
 
 
-def _doctor_nodes(*, launcher: str | None, site: Path | None, form: ReportFormat) -> None:
+def _doctor_nodes(
+    *, launcher: str | None, site: Path | None, trial_nodes: int | None, form: ReportFormat
+) -> None:
     """Show what the nodes and the framework have. Raises InfrastructureError where a check failed."""
     from quartet_plugin.cli.doctor_nodes import node_rows
     from quartet_plugin.report.node_checks import CheckRow, table_lines
 
-    rows, facts = node_rows(launcher=launcher, site=site)
+    rows, facts = node_rows(launcher=launcher, site=site, trial_nodes=trial_nodes)
     report = _report(None)
     changed = _faults(report)
     rows.insert(

@@ -1,4 +1,4 @@
-"""`quartet doctor --nodes`: each node of an allocation looks at itself, and one table compares them."""
+"""`quartet doctor --nodes`: each node that a launcher reaches looks at itself; one table compares them."""
 
 import json
 import os
@@ -8,14 +8,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quartet_plugin.errors import ConfigError, InfrastructureError
+from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 
 if TYPE_CHECKING:
+    from quartet_plugin.launchers.protocol import Engine, NodesHandle
     from quartet_plugin.launchers.site import Site
     from quartet_plugin.report.node_checks import CheckRow
 
@@ -24,11 +25,14 @@ _MODULE = "quartet_plugin.probe.node_checks"
 _LIMIT_S, _POLL_S = 180.0, 0.2
 
 
-def node_rows(*, launcher: str | None, site: Path | None) -> "tuple[list[CheckRow], list[dict[str, Any]]]":
-    """The table's rows and the facts of every node of the allocation, of `ssh: {hosts}`, or of this one.
+def node_rows(
+    *, launcher: str | None, site: Path | None, trial_nodes: int | None
+) -> "tuple[list[CheckRow], list[dict[str, Any]]]":
+    """The table's rows and the facts of every node that the launcher has, or of this machine.
 
-    Raises ConfigError for a launcher whose nodes are not known before something runs, and
-    InfrastructureError where nothing could be started.
+    `trial_nodes` is the number of nodes, as for a trial of that size; None for all of them. Raises
+    ConfigError for a launcher whose nodes are not known before something runs, and InfrastructureError where
+    nothing could be started.
     """
     from quartet_plugin.launchers.engines import LOCAL
     from quartet_plugin.launchers.site import read_site
@@ -36,14 +40,16 @@ def node_rows(*, launcher: str | None, site: Path | None) -> "tuple[list[CheckRo
 
     read = read_site(site)
     name = launcher or ("slurm" if "SLURM_JOB_ID" in os.environ else LOCAL)
+    if name == LOCAL and trial_nodes is not None:
+        raise UsageError("quartet doctor: --trial-nodes needs --launcher, which reaches the nodes; add it")
     # Here, and not below /tmp: it must be there on every node.
     folder = Path(tempfile.mkdtemp(prefix=".quartet-doctor-", dir=Path.cwd()))
     try:
-        if name == LOCAL:
-            names = _look_here(folder)
-        else:
-            names = _nodes_of(name, read)
-            _look_on(name, names, site=read, folder=folder)
+        names = (
+            _look_here(folder)
+            if name == LOCAL
+            else _look_on(name, site=read, folder=folder, trial_nodes=trial_nodes)
+        )
         facts = {}
         for index, node in enumerate(names):
             file = folder / f"node-{index}.json"
@@ -54,22 +60,6 @@ def node_rows(*, launcher: str | None, site: Path | None) -> "tuple[list[CheckRo
     return check_rows(facts, expected=names), list(facts.values())
 
 
-def _nodes_of(launcher: str, site: "Site") -> tuple[str, ...]:
-    """The names of the nodes that a launcher has at once."""
-    from quartet_plugin.launchers.slurm_commands import allocation
-
-    if launcher == "slurm":
-        return allocation(os.environ).nodes
-    if launcher == "ssh":
-        if site.ssh is None:
-            raise ConfigError("--launcher ssh: no hosts; write `ssh: {hosts: [...]}` into --site")
-        return tuple(site.ssh.hosts)
-    raise ConfigError(
-        f"--launcher {launcher}: its nodes are not known before a job runs; run this inside of an allocation "
-        "(--launcher slurm), or over --launcher ssh"
-    )
-
-
 def _look_here(folder: Path) -> tuple[str, ...]:
     environment = {**os.environ, "NNODES": "1", "NODE_RANK": "0"}
     subprocess.run(
@@ -78,24 +68,72 @@ def _look_here(folder: Path) -> tuple[str, ...]:
     return ("this machine",)
 
 
-def _look_on(launcher: str, names: Sequence[str], *, site: "Site", folder: Path) -> None:
-    """Start the checks once on each node and wait for their end."""
+def _look_on(launcher: str, *, site: "Site", folder: Path, trial_nodes: int | None) -> tuple[str, ...]:
+    """Start the checks once on each node, wait for their end, and return the nodes' names."""
     from quartet_plugin.launchers.engines import engine_named
 
     engine = engine_named(launcher, site=site)
+    number = _count_nodes(engine, launcher) if trial_nodes is None else trial_nodes
+    (names,) = engine.divide(num_nodes=number, at_once=1)
     argv = [site.python or sys.executable, "-m", _MODULE, str(folder)]
     environment = {**os.environ, ATTEMPT_ID: secrets.token_hex(16)}
     log = folder / "stdout.log"
-    handle = engine.launcher(names, num_nodes=len(names)).start(
-        argv, env=environment, cwd=Path.cwd(), stdout=log
-    )
-    end = time.monotonic() + _LIMIT_S
-    try:
-        while handle.poll() is None and time.monotonic() < end:
-            time.sleep(_POLL_S)
-    finally:
-        handle.end_on_nodes()
+    handle = engine.launcher(names, num_nodes=number).start(argv, env=environment, cwd=Path.cwd(), stdout=log)
+    fault = _await_end(handle)
     if not any(folder.glob("node-*.json")):
         printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
         last = (printed or ["nothing was printed"])[-1][:300]
-        raise InfrastructureError(f"--launcher {launcher}: no node could be checked: {last}")
+        raise InfrastructureError(f"--launcher {launcher}: no node could be checked: {fault or last}")
+    return names or _names_of_hosts(folder, number)
+
+
+def _count_nodes(engine: "Engine", launcher: str) -> int:
+    """The number of nodes that a launcher has at once."""
+    from quartet_plugin.launchers.protocol import CountedNodes
+
+    if not isinstance(engine, CountedNodes):
+        raise ConfigError(
+            f"--launcher {launcher}: its nodes are not known before a job runs; say with --trial-nodes how "
+            "many to look at"
+        )
+    number = engine.count_nodes()
+    if not number:
+        raise InfrastructureError(f"--launcher {launcher}: no node has what site.yaml asks of each")
+    return number
+
+
+def _await_end(handle: "NodesHandle") -> str | None:
+    """Wait for the end of the checks, and end what is left of them; what the engine says has gone wrong.
+
+    The time in which they wait for nodes does not count.
+    """
+    from quartet_plugin.cli.output import tell
+
+    end_s: float | None = None
+    is_told = False
+    try:
+        while handle.poll() is None and (end_s is None or time.monotonic() < end_s):
+            if end_s is None and not handle.is_pending:
+                end_s = time.monotonic() + _LIMIT_S
+            elif end_s is None and not is_told:
+                is_told = True
+                tell("the checks wait for nodes; Ctrl-C ends them")
+            time.sleep(_POLL_S)
+        return handle.fault
+    finally:
+        if left := handle.end_on_nodes():
+            tell(f"{', '.join(left)}: may still run the checks; end them there")
+
+
+def _names_of_hosts(folder: Path, number: int) -> tuple[str, ...]:
+    """The host names of nodes that a queue has chosen, with the index where two share one; `node N` for one
+    that is silent.
+    """
+    hosts = []
+    for index in range(number):
+        file = folder / f"node-{index}.json"
+        hosts.append(json.loads(file.read_text())["host"] if file.exists() else "node")
+    times = Counter(hosts)
+    return tuple(
+        host if times[host] == 1 and host != "node" else f"{host} {index}" for index, host in enumerate(hosts)
+    )

@@ -96,3 +96,11 @@ class Engine(Protocol):
 
     def adopt(self, attempt_id: str, *, stdout: Path) -> NodesHandle:
         """The handle of an attempt that another process has started; one that has ended, if nothing runs."""
+
+
+@runtime_checkable
+class CountedNodes(Protocol):
+    """An engine whose nodes are there before anything runs."""
+
+    def count_nodes(self) -> int:
+        """The number of all nodes that one command can span. Raises ConfigError where they are not known."""

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from quartet_plugin.errors import ConfigError
+from quartet_plugin.errors import ConfigError, InfrastructureError
 from quartet_plugin.launchers.held_run import CONNECTIONS_FILE, HeldRun, start_held
 from quartet_plugin.launchers.protocol import NodesHandle
 from quartet_plugin.launchers.ray_driver import FAULT_FILE, PLACED_FILE
@@ -55,15 +56,7 @@ class RayRun(HeldRun):
             "nodes": list(nodes),
         }
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", DRIVER, "--end"],
-                input=json.dumps(request).encode(),
-                capture_output=True,
-                timeout=_END_S,
-                check=True,
-            )
-            # Ray may print lines of its own before.
-            left = json.loads(done.stdout.splitlines()[-1])
+            left = json.loads(_driver_answer("--end", request))
         except (OSError, ValueError, IndexError, subprocess.SubprocessError):
             left = [node["address"] for node in nodes]
         return tuple(f"node {address}" for address in left)
@@ -86,15 +79,13 @@ class RayLauncher:
         """See `NodesLauncher`."""
         ray = self.site.ray
         request = {
-            "address": ray.address,
+            **_asked(self.site),
             "argv": list(argv),
             "env": {**env, **self.site.environment},
             "cwd": str(cwd),
             "stdout": str(stdout),
             "python": self.site.python,
             "num_nodes": self.num_nodes,
-            "cpus_per_node": ray.cpus_per_node,
-            "gpus_per_node": ray.gpus_per_node or 0,
             "grows": ray.grows,
         }
         process = start_held(DRIVER, request, env=env, stdout=stdout, connections={"address": ray.address})
@@ -112,6 +103,17 @@ class RayEngine:
         del num_nodes
         return ((),) * at_once
 
+    def count_nodes(self) -> int:
+        """See `CountedNodes`: the nodes that have what a trial takes of each."""
+        try:
+            counted = json.loads(_driver_answer("--count", _asked(self.site)))
+            if isinstance(counted, int):
+                return counted
+            reason = str(counted["reason"])
+        except (OSError, ValueError, LookupError, TypeError, subprocess.SubprocessError) as error:
+            reason = f"its nodes cannot be counted: {type(error).__name__}"
+        raise InfrastructureError(f"launcher: ray; {reason}")
+
     def launcher(self, nodes: Sequence[str], *, num_nodes: int) -> RayLauncher:
         """See `Engine`."""
         del nodes
@@ -120,6 +122,29 @@ class RayEngine:
     def adopt(self, attempt_id: str, *, stdout: Path) -> NodesHandle:
         """See `Engine`."""
         return RayRun(stdout.parent, attempt_id)
+
+
+def _asked(site: Site) -> dict[str, Any]:
+    """Which Ray, and what a trial takes of each of its nodes."""
+    ray = site.ray
+    return {
+        "address": ray.address,
+        "cpus_per_node": ray.cpus_per_node,
+        "gpus_per_node": ray.gpus_per_node or 0,
+    }
+
+
+def _driver_answer(option: str, request: Mapping[str, Any]) -> bytes:
+    """The line that a driver with this option answers. Raises SubprocessError where it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", DRIVER, option],
+        input=json.dumps(request).encode(),
+        capture_output=True,
+        timeout=_END_S,
+        check=True,
+    )
+    # Ray may print lines of its own before.
+    return done.stdout.splitlines()[-1]
 
 
 def engine(site: Site) -> RayEngine:

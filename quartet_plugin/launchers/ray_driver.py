@@ -1,7 +1,8 @@
 """The driver of an attempt on Ray: one actor a node, each of which holds the command's process there.
 
-    python -m quartet_plugin.launchers.ray_driver        # the request of a start is on its standard input
-    python -m quartet_plugin.launchers.ray_driver --end  # ends an attempt; prints where it could not
+    python -m quartet_plugin.launchers.ray_driver          # the request of a start is on its standard input
+    python -m quartet_plugin.launchers.ray_driver --end    # ends an attempt; prints where it could not
+    python -m quartet_plugin.launchers.ray_driver --count  # prints how many nodes a trial could have
 
 Ray ends the actors when the driver ends. The first node that fails ends the others.
 """
@@ -113,21 +114,13 @@ class RayAttempt:
         del number, frame
         self._is_ending = True
 
-    @property
-    def _bundle(self) -> dict[str, float]:
-        asked = {"CPU": self._request["cpus_per_node"], "GPU": self._request["gpus_per_node"]}
-        return {name: float(number) for name, number in asked.items() if number}
-
     def _place(self) -> Any:
         """The placement group once it has nodes; None when asked to end before."""
         import ray
         from ray.util.placement_group import placement_group
 
-        number, bundle = self._request["num_nodes"], self._bundle
-        able = sum(
-            node["Alive"] and all(node["Resources"].get(name, 0.0) >= bundle[name] for name in bundle)
-            for node in ray.nodes()
-        )
+        number, bundle = self._request["num_nodes"], resources_of(self._request)
+        able = count_nodes(bundle)
         if able < number and not self._request["grows"]:
             asked = " and ".join(f"{count:g} {name}" for name, count in bundle.items())
             raise RayLostError(
@@ -145,11 +138,11 @@ class RayAttempt:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        remote = ray.remote(NodeActor)
+        remote, bundle = ray.remote(NodeActor), resources_of(self._request)
         return [
             remote.options(
-                num_cpus=self._bundle["CPU"],
-                num_gpus=self._bundle.get("GPU", 0.0),
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0.0),
                 # A call that waits for the command, and one that ends it.
                 max_concurrency=2,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -220,6 +213,22 @@ def connect(address: str | None) -> None:
         ) from error
 
 
+def resources_of(request: Mapping[str, Any]) -> dict[str, float]:
+    """What a request takes of each node."""
+    asked = {"CPU": request["cpus_per_node"], "GPU": request["gpus_per_node"]}
+    return {name: float(number) for name, number in asked.items() if number}
+
+
+def count_nodes(resources: Mapping[str, float]) -> int:
+    """The number of Ray's nodes that have these resources, free or not."""
+    import ray
+
+    return sum(
+        node["Alive"] and all(node["Resources"].get(name, 0.0) >= resources[name] for name in resources)
+        for node in ray.nodes()
+    )
+
+
 def end_on_nodes(request: Mapping[str, Any]) -> list[str]:
     """End the attempt on its nodes that are alive; the addresses of those where something is left."""
     import ray
@@ -251,9 +260,20 @@ def _alive() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+def _counted(request: Mapping[str, Any]) -> int | dict[str, str]:
+    try:
+        connect(request["address"])
+    except RayLostError as error:
+        return {"reason": str(error)}
+    return count_nodes(resources_of(request))
+
+
 def main(words: Sequence[str]) -> int:
-    """Run the request on the standard input, or with `--end` end its processes; the exit code."""
+    """Run the request on the standard input, or answer for its nodes by `--end`, `--count`; the exit code."""
     request = json.loads(sys.stdin.buffer.read())
+    if list(words) == ["--count"]:
+        print(json.dumps(_counted(request)))
+        return 0
     if list(words) == ["--end"]:
         print(json.dumps(end_on_nodes(request)))
         return 0

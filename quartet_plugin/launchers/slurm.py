@@ -163,6 +163,10 @@ class SlurmEngine:
             )
         return tuple(nodes[index * num_nodes : (index + 1) * num_nodes] for index in range(at_once))
 
+    def count_nodes(self) -> int:
+        """See `CountedNodes`."""
+        return len(slurm.allocation(os.environ).nodes)
+
     def launcher(self, nodes: Sequence[str], *, num_nodes: int) -> SlurmLauncher:
         """See `Engine`."""
         if len(nodes) != num_nodes:

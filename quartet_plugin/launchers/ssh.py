@@ -129,6 +129,10 @@ class SshEngine:
             )
         return tuple(hosts[index * num_nodes : (index + 1) * num_nodes] for index in range(at_once))
 
+    def count_nodes(self) -> int:
+        """See `CountedNodes`."""
+        return len(self._ssh.hosts)
+
     def launcher(self, nodes: Sequence[str], *, num_nodes: int) -> SshLauncher:
         """See `Engine`."""
         if len(nodes) != num_nodes:

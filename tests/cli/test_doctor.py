@@ -1,6 +1,7 @@
 """`quartet doctor`: the axes of the Megatron here, and a plan after an upgrade (`quartet recheck`)."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from quartet_plugin.cli import doctor as command
 from quartet_plugin.cli import doctor_nodes
 from quartet_plugin.cli.main import main
+from quartet_plugin.launchers import engines
 from quartet_plugin.model import receipt as receipts
 from quartet_plugin.model.plan import Plan, write_plan
 from quartet_plugin.model.receipt import receipt_path, write_receipt
@@ -167,10 +169,73 @@ def test_nodes_are_those_that_a_launcher_has_at_once(
     found: dict[str, Any], node: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--launcher", "slurm"]) == 2
-    assert "--launcher and --site belong to --nodes" in capsys.readouterr().err
+    assert "--launcher, --site and --trial-nodes belong to --nodes" in capsys.readouterr().err
     assert main(["doctor", "--nodes", "--launcher", "slurm-batch"]) == 2
     assert "its nodes are not known before a job runs" in capsys.readouterr().err
     assert main(["doctor", "--nodes", "--launcher", "ssh"]) == 2
-    assert "write `ssh: {hosts: [...]}`" in capsys.readouterr().err
+    assert "write ssh: {hosts: [...]} into a site.yaml" in capsys.readouterr().err
     assert main(["doctor", "--nodes", "--launcher", "slurm"]) == 2
     assert "SLURM_JOB_ID is not set" in capsys.readouterr().err
+    assert main(["doctor", "--nodes", "--trial-nodes", "2"]) == 2
+    assert "--trial-nodes needs --launcher" in capsys.readouterr().err
+
+
+class Queue:
+    """An engine whose nodes a queue chooses; the checks wait once, and the nodes in `hosts` answer."""
+
+    engine = "queue"
+    is_pending = True
+
+    def __init__(self, hosts: Sequence[str | None], *, fault: str | None = None) -> None:
+        self._hosts, self.fault = hosts, fault
+        self._is_looked_at = False
+        self.is_ended = False
+
+    def divide(self, *, num_nodes: int, at_once: int) -> tuple[tuple[str, ...], ...]:
+        assert (num_nodes, at_once) == (len(self._hosts), 1)
+        return ((),)
+
+    def launcher(self, nodes: Sequence[str], *, num_nodes: int) -> "Queue":
+        assert (nodes, num_nodes) == ((), len(self._hosts))
+        return self
+
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> "Queue":
+        assert len(env["QUARTET_ATTEMPT_ID"]) == 32
+        assert stdout.parent == Path(argv[-1])
+        for index, host in enumerate(self._hosts):
+            if host is not None:
+                facts = facts_of(index, num_nodes=len(self._hosts), host=host)
+                (stdout.parent / f"node-{index}.json").write_text(json.dumps(facts))
+        return self
+
+    def poll(self) -> int | None:
+        is_first, self._is_looked_at = not self._is_looked_at, True
+        return None if is_first else 0
+
+    def end_on_nodes(self) -> tuple[str, ...]:
+        self.is_ended = True
+        return ()
+
+
+def test_nodes_of_a_queue_are_named_by_their_hosts(
+    found: dict[str, Any],
+    node: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    queue = Queue(["a", "b", "b", None])
+    monkeypatch.setattr(engines, "engine_named", lambda _name, *, site: queue)
+    words = ["doctor", "--nodes", "--launcher", "queue"]
+    assert main([*words, "--trial-nodes", "4", "-f", "json"]) == 5
+    captured = capsys.readouterr()
+    assert queue.is_ended
+    assert "the checks wait for nodes" in captured.err
+    content = json.loads(captured.out)
+    assert [entry["host"] for entry in content["nodes"]] == ["a", "b", "b"]
+    (nodes,) = [row for row in content["checks"] if row["check"] == "nodes"]
+    assert (nodes["state"], nodes["finding"]) == ("fail", "3 of 4 answered; nothing of node 3")
+    assert main(words) == 2
+    assert "say with --trial-nodes how many" in capsys.readouterr().err
+    queue = Queue([None], fault="the queue has ended the job")
+    assert main([*words, "--trial-nodes", "1"]) == 5
+    assert "no node could be checked: the queue has ended the job" in capsys.readouterr().err

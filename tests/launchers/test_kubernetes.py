@@ -16,6 +16,7 @@ from quartet_plugin.launchers.site import Site
 from quartet_plugin.testing.launchers import LauncherConformance
 from tests.cli.tuning import wait_until
 from tests.launchers import namespaces
+from tests.launchers.checked_nodes import check_nodes
 from tests.launchers.fake_kubernetes_api import FakeCluster, fake_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -59,6 +60,16 @@ class OnPods(LauncherConformance):
 
 class TestTrainJobs(OnPods):
     """Kubeflow's trainer v2."""
+
+    def test_the_doctor_looks_at_nodes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Kubernetes chooses them: their number is given."""
+        site = tmp_path / "site.yaml"
+        site.write_text(self.site().model_dump_json(exclude_defaults=True))
+        words = ("--launcher", "kubernetes", "--site", str(site), "--trial-nodes", "2")
+        nodes = check_nodes(*words, folder=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+        assert len({node["host"] for node in nodes}) == 2
 
 
 class TestPyTorchJobs(OnPods):

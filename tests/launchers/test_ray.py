@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet_plugin.errors import ConfigError
+from quartet_plugin.errors import ConfigError, InfrastructureError
 from quartet_plugin.launchers import ray
 from quartet_plugin.launchers.engines import engine_named
 from quartet_plugin.launchers.protocol import Engine, NodesHandle
@@ -18,6 +18,7 @@ from quartet_plugin.launchers.site import RaySite, Site
 from quartet_plugin.testing.launchers import LauncherConformance
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.launchers import namespaces
+from tests.launchers.checked_nodes import check_nodes
 from tests.launchers.ray_cluster import RayNodes, ray_nodes
 
 pytestmark = pytest.mark.timeout(240)
@@ -66,6 +67,22 @@ class TestNodes(LauncherConformance):
             "Ray has 2 nodes of 1 CPU or more, and the trial needs 3; ask for fewer, or write "
             "ray: {grows: true} where Ray adds nodes"
         )
+
+    def test_the_doctor_looks_at_every_node(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Ray says how many there are."""
+        site = tmp_path / "site.yaml"
+        site.write_text(self.site().model_dump_json(exclude_defaults=True))
+        words = ("--launcher", "ray", "--site", str(site))
+        nodes = check_nodes(*words, folder=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+        assert {node["host"] for node in nodes} == {"ray-0", "ray-1"}
+
+    def test_nodes_without_what_a_trial_takes_are_not_counted(self) -> None:
+        """The nodes have one CPU each."""
+        for cpus_per_node, number in ((1, 2), (2, 0)):
+            asked = RaySite(address=self._nodes.address, cpus_per_node=cpus_per_node)
+            assert ray.engine(Site(ray=asked)).count_nodes() == number
 
 
 CONFIG = """\
@@ -138,9 +155,10 @@ def test_where_no_ray_answers_it_says_so(tmp_path: Path) -> None:
     engine = ray.engine(Site(ray=RaySite(address="127.0.0.1:1")))
     handle = started(engine, tmp_path / "r", num_nodes=1)
     wait_until(lambda: handle.poll() is not None, what="the end")
-    assert (
-        handle.fault == "no Ray answers at 127.0.0.1:1: start one, or name it as HOST:PORT under ray.address"
-    )
+    reason = "no Ray answers at 127.0.0.1:1: start one, or name it as HOST:PORT under ray.address"
+    assert handle.fault == reason
+    with pytest.raises(InfrastructureError, match=f"launcher: ray; {reason}"):
+        engine.count_nodes()
 
 
 def test_without_ray_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,28 +1,28 @@
-"""`quartet doctor --nodes` on the nodes of a real Slurm allocation."""
+"""`quartet doctor --nodes` on the nodes of a real Slurm: of an allocation, and of a queued job."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from quartet_plugin.cli import doctor
-from quartet_plugin.cli.main import main
-from tests.cli.test_doctor import report
+from tests.launchers.checked_nodes import check_nodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("allocation")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
+@pytest.mark.usefixtures("allocation")
 def test_every_node_of_an_allocation_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "_report", lambda _against: report())
-    code = main(["doctor", "--nodes", "-f", "json"])
-    content = json.loads(capsys.readouterr().out)
-    states = {row["check"]: row["state"] for row in content["checks"]}
-    assert [node["host"] for node in content["nodes"]] == ["n1", "n2", "n3", "n4"]
-    assert [node["index"] for node in content["nodes"]] == [0, 1, 2, 3]
-    assert content["nodes"][0]["answered"] == 3
-    assert states["nodes"] == states["packages"] == states["python"] == states["port"] == "ok", content
-    assert code == (5 if "fail" in states.values() else 0)
-    assert not list(tmp_path.iterdir())
+    nodes = check_nodes(folder=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert [node["host"] for node in nodes] == ["n1", "n2", "n3", "n4"]
+
+
+@pytest.mark.usefixtures("outside_of_jobs")
+def test_nodes_that_the_queue_chooses_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--launcher", "slurm-batch", "--trial-nodes", "2")
+    nodes = check_nodes(*words, folder=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    hosts = {node["host"] for node in nodes}
+    assert len(hosts) == 2
+    assert hosts < {"n1", "n2", "n3", "n4"}

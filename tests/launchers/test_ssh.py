@@ -18,6 +18,7 @@ from quartet_plugin.launchers.protocol import Engine
 from quartet_plugin.launchers.site import Site
 from quartet_plugin.testing.launchers import LauncherConformance
 from tests.launchers import namespaces
+from tests.launchers.checked_nodes import check_nodes
 from tests.launchers.ssh_hosts import SshHosts, ssh_hosts
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT
 
@@ -62,6 +63,17 @@ class TestHosts(LauncherConformance):
             assert handle.end_on_nodes() == ("host h2",)
         finally:
             self._hosts.start("h2")
+
+    def test_the_doctor_looks_at_hosts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """At all of them, or at as many as a trial has."""
+        site = tmp_path / "site.yaml"
+        site.write_text(self.site().model_dump_json(exclude_defaults=True))
+        words = ("--launcher", "ssh", "--site", str(site))
+        for more, hosts in (((), ["h1", "h2", "h3"]), (("--trial-nodes", "2"), ["h1", "h2"])):
+            nodes = check_nodes(*words, *more, folder=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+            assert [node["host"] for node in nodes] == hosts
 
 
 def test_without_hosts_it_says_where_to_name_them() -> None:
