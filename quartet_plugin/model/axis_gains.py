@@ -1,11 +1,12 @@
 """What each axis of a winner gave: its predicted speed over the best plan with the axis as in the command."""
 
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.measurement import Objective
-from quartet_plugin.model.schema import Bounds, Length, dump, read_record, record
+from quartet_plugin.model.schema import ADDED, Bounds, Length, dump, read_record, record
 
 FILE_NAME = "axes.json"
 MAX_GAINS_BYTES = 1 << 16
@@ -29,11 +30,15 @@ class AxisGain:
 
 @record
 class AxisGains:
-    """The axes in which a winner differs, in the order in which a plan is made."""
+    """The axes in which a winner differs, in the order in which a plan is made.
+
+    `why_none` says why there are no gains, in words that end a sentence; None where there are some.
+    """
 
     objective: Objective
-    gains: Annotated[tuple[AxisGain, ...], Length(least=1, most=7)]
+    gains: Annotated[tuple[AxisGain, ...], Length(most=7)]
     schema_version: Literal[1] = 1
+    why_none: Annotated[str, Length(least=1, most=200)] | None = field(default=None, metadata=ADDED)
 
 
 def write_axis_gains(gains: AxisGains, *, path: Path) -> None:

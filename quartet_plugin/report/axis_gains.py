@@ -1,6 +1,7 @@
 """What each axis of the winner gave: a line for a terminal and a section of the report."""
 
-from quartet_plugin.model.axis_gains import AxisGain, AxisGains
+from quartet_plugin.model.axis_gains import FILE_NAME, AxisGain, AxisGains
+from quartet_plugin.model.history import RunHistory
 from quartet_plugin.report import markup
 from quartet_plugin.report.formatting import clean
 
@@ -13,11 +14,16 @@ NAMES = {
     "mapping": "ranks on devices",
     "options": "recompute and other options",
 }
+_HEADING = "What each axis gave"
 _LEAST = 1.005
 
 
-def axis_lines(gains: AxisGains) -> list[str]:
-    """A line each axis, the largest gain first."""
+def axis_lines(history: RunHistory) -> list[str]:
+    """A line each axis of a winner, the largest gain first, or one line that says why there is none."""
+    gains = history.axis_gains
+    if gains is None or not gains.gains:
+        reason = _why_none(history) if _has_winner(history) else ""
+        return [f"{'axes':<10}{reason}"] if reason else []
     width = max(len(NAMES[gain.axis]) for gain in gains.gains)
     lines = []
     for row, gain in enumerate(_sorted(gains)):
@@ -29,20 +35,39 @@ def axis_lines(gains: AxisGains) -> list[str]:
     return lines
 
 
-def axis_section(gains: AxisGains | None) -> str:
-    """The section of the page; nothing without gains."""
-    if gains is None:
-        return ""
+def axis_section(history: RunHistory) -> str:
+    """The section of the page: a table, or one line that says why there is none."""
+    gains = history.axis_gains
+    if gains is None or not gains.gains:
+        reason = _why_none(history)
+        return markup.section(_HEADING, markup.note(f"{reason[0].upper()}{reason[1:]}."))
     rows = [[NAMES[gain.axis], _words(gain), clean(gain.best_without, limit=200)] for gain in _sorted(gains)]
     table = markup.table(
-        ["axis", "gives", "best plan with the axis as in your command"], rows, label="What each axis gave"
+        ["axis", "gives", "best plan with the axis as in your command"], rows, label=_HEADING
     )
     note = markup.note(
         "The winner over the best plan known that has the axis as your own command has it, both predicted "
         "by the cost model as the trials calibrated it. Axes help one another: their gains do not multiply "
         "to the speedup."
     )
-    return markup.section("What each axis gave", f"{table}\n{note}")
+    return markup.section(_HEADING, f"{table}\n{note}")
+
+
+def _has_winner(history: RunHistory) -> bool:
+    """Whether a plan won; a stand-in for the user's own command has no measurement in turns."""
+    return history.winner is not None and history.winner.measurement is not None
+
+
+def _why_none(history: RunHistory) -> str:
+    """Why a run has no gains, in words that begin and end a sentence."""
+    gains = history.axis_gains
+    if gains is not None and gains.why_none:
+        return f"no figures: {clean(gains.why_none, limit=200)}"
+    if _has_winner(history):
+        return f"no figures: best/{FILE_NAME} is missing or cannot be read"
+    if history.state == "finished":
+        return "no plan was proven faster than the baseline, so no axis gave anything"
+    return "the search has not ended; the figures are computed at its end"
 
 
 def _sorted(gains: AxisGains) -> list[AxisGain]:

@@ -51,7 +51,7 @@ def page(history: RunHistory, extras: Extras) -> str:
         _head(history),
         _cards(history),
         _intervals(history),
-        axis_section(history.axis_gains),
+        axis_section(history),
         markup.pair(_changes(history), _memory(history)),
         *(
             markup.section(t.heading, markup.figure(markup.scrolled(t.svg, label=t.heading), t.caption))

@@ -64,8 +64,7 @@ def status_lines(history: RunHistory) -> list[str]:
         lines.append("winner    none: your own command stays as it is")
     if history.regret is not None:
         lines += regret_lines(history.regret)
-    if history.axis_gains is not None:
-        lines += axis_lines(history.axis_gains)
+    lines += axis_lines(history)
     lines += kept_lines(history)
     if history.shape_curve is not None:
         lines += shape_lines(history.shape_curve)

@@ -30,14 +30,17 @@ _OTHERS = tuple(
 
 
 def axis_gains_of(space: Space, search: TuneResult, *, proposer: "Proposer | None") -> AxisGains | None:
-    """The gains of a search that has ended; None without a winner, or where the model does not know it."""
-    if search.winner is None or proposer is None:
+    """The gains of a search that has ended, or why its winner has none; None without a winner."""
+    if search.winner is None:
         return None
+    if proposer is None:
+        return _no_gains(search, "study.starts: none leaves out the cost model, which predicts them")
     predictor = proposer.predictor
     predictor.learn(search.trials)
     winner, command = search.best, search.baseline
-    if not predictor.is_ready or not all(predictor.knows(plan) for plan in (winner, command)):
-        return None
+    for name, plan in (("best plan", winner), ("baseline", command)):
+        if not predictor.is_ready or not predictor.knows(plan):
+            return _no_gains(search, f"the cost model cannot predict the {name}")
     plans = [winner, command]
     plans += [
         plan
@@ -58,7 +61,13 @@ def axis_gains_of(space: Space, search: TuneResult, *, proposer: "Proposer | Non
         best = max((i for i, plan in enumerate(plans) if is_kept(plan, command)), key=values.__getitem__)
         gain = math.exp(values[0] - values[best])
         gains.append(AxisGain(axis=axis, gain=gain, best_without=plan_label(plans[best])[:400]))
-    return AxisGains(objective=search.objective, gains=tuple(gains)) if gains else None
+    if not gains:
+        return _no_gains(search, "the best plan has each of these axes as the baseline has it")
+    return AxisGains(objective=search.objective, gains=tuple(gains))
+
+
+def _no_gains(search: TuneResult, reason: str) -> AxisGains:
+    return AxisGains(objective=search.objective, gains=(), why_none=reason)
 
 
 def _plans_to_compare(space: Space, search: TuneResult, proposer: "Proposer") -> Iterator[Plan]:

@@ -1,12 +1,17 @@
 """What each axis gave, where it is shown."""
 
+import html
 from dataclasses import replace
 
+import pytest
+
 from quartet_plugin.model.axis_gains import AxisGain, AxisGains
+from quartet_plugin.model.history import RunHistory
 from quartet_plugin.report.axis_gains import axis_lines
 from quartet_plugin.report.page import Extras, page
 from quartet_plugin.report.status import status_lines, status_record
-from tests.report.histories import history
+from tests.model.plans import PLAN
+from tests.report.histories import comparison, history
 
 GAINS = AxisGains(
     objective="tokens_per_s",
@@ -18,7 +23,7 @@ GAINS = AxisGains(
 
 
 def test_the_axis_that_gave_most_comes_first_and_no_gain_is_nothing() -> None:
-    first, second = axis_lines(GAINS)
+    first, second = axis_lines(replace(history(), axis_gains=GAINS))
     assert first.startswith("axes      layers per stage")
     assert first.endswith("21 % predicted; best without it PP 2 · <zb-h1>")
     assert second.split()[:2] == ["micro-batch", "nothing"]
@@ -27,10 +32,40 @@ def test_the_axis_that_gave_most_comes_first_and_no_gain_is_nothing() -> None:
 
 def test_status_and_page_have_it_where_a_plan_won() -> None:
     ended = replace(history(), axis_gains=GAINS)
-    assert axis_lines(GAINS)[0] in status_lines(ended)
+    assert axis_lines(ended)[0] in status_lines(ended)
     assert status_record(ended)["axes"]["gains"][1]["gain"] == 1.214
     text = page(ended, Extras())
     assert "What each axis gave" in text
     assert "&lt;zb-h1&gt;" in text
-    assert "What each axis gave" not in page(history(), Extras())
     assert status_record(history())["axes"] is None
+
+
+def winning() -> RunHistory:
+    """A run that has ended with a winner, without gains."""
+    won = replace(PLAN, measurement=comparison(1.2), provenance=replace(PLAN.provenance, trial=1))
+    return replace(history(), winner=won, state="finished", axis_gains=None)
+
+
+NO_WINNER = replace(winning(), winner=None)
+NO_MODEL = AxisGains(objective="tokens_per_s", gains=(), why_none="the model <is> left out")
+
+
+@pytest.mark.parametrize(
+    ("ended", "reason", "is_in_status"),
+    [
+        (replace(winning(), axis_gains=NO_MODEL), "no figures: the model <is> left out", True),
+        (winning(), "no figures: best/axes.json is missing or cannot be read", True),
+        (NO_WINNER, "no plan was proven faster than the baseline, so no axis gave anything", False),
+        (replace(NO_WINNER, state="stopped"), "the search has not ended; the figures are computed", False),
+        (replace(NO_WINNER, winner=PLAN), "no plan was proven faster than the baseline", False),
+    ],
+    ids=["the run says it", "no file", "no winner", "stopped", "a stand-in"],
+)
+def test_without_gains_one_line_says_why(ended: RunHistory, reason: str, is_in_status: bool) -> None:
+    text = page(ended, Extras())
+    section = text.partition("<h2>What each axis gave</h2>")[2].partition("</section>")[0]
+    assert section.count("<p") == 1
+    assert html.escape(reason[1:], quote=False) in section
+    assert "<table" not in section
+    lines = [line for line in status_lines(ended) if line.startswith("axes")]
+    assert lines == ([f"axes      {reason}"] if is_in_status else [])
