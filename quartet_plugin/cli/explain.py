@@ -64,8 +64,11 @@ def explain_command(
         job, assumed = _job(content, cluster, devices_of(hardware))
         prediction = explained(content, job, assumed=assumed, constants=constants_of(calibration))
     else:
-        job = basis.learned.request
-        prediction = explained(content, job, assumed={}, predictor=basis.learned.predictor)
+        learned = basis.learned
+        job = learned.request
+        prediction = explained(
+            content, job, assumed={}, constants=learned.constants, predictor=learned.predictor
+        )
     explanation = replace(
         _explanation(content, job, prediction, basis), shape_curve=_shapes(path, prediction)
     )

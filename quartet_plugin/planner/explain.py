@@ -18,16 +18,19 @@ from quartet_plugin.cost.iteration.step import RowPrediction
 from quartet_plugin.cost.memory import Memory, memory_by_device
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import (
+    ScheduleKind,
     TrainingRun,
     schedule_group,
     schedule_kind,
     uniform_cluster_of_device,
 )
 from quartet_plugin.errors import ConfigError, InfeasibleError, PlanError
+from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.cluster import Cluster
 from quartet_plugin.model.job_description import JobPrecision, words_of_model
+from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping as SlotMapping
-from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.model.plan import NodeInfo, Plan, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.shape_curve import ShapeCurve
@@ -39,6 +42,8 @@ from quartet_plugin.scaling.shape_curve import shape_curve
 
 # Plans of the ranking, beside those that a run measured, among which the best other layout is looked for.
 NUM_OTHERS = 20
+# The least chance that one of them fits in memory.
+LEAST_CHANCE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +280,14 @@ def _predicted(plan: Plan, job: PlanRequest, constants: Constants) -> RowPredict
 
 def _other(plan: Plan, job: PlanRequest, constants: Constants) -> OtherPlan | None:
     """The best ranked layout and named schedule that are not the plan's."""
-    ranked = next((one for one in _ranked(job, constants, top=3) if not _is_planned(one, plan)), None)
+    ranked = next(
+        (
+            one
+            for one in _ranked(job, constants, top=3)
+            if not _is_own(plan, one.shape, one.layout, one.schedule)
+        ),
+        None,
+    )
     if ranked is None:
         return None
     scale = plan.shape.model_flops_per_sequence / job.shape.model_flops_per_sequence
@@ -284,7 +296,7 @@ def _other(plan: Plan, job: PlanRequest, constants: Constants) -> OtherPlan | No
         iter_time_s=ranked.iteration_s, terms=ranked.terms, compute_terms={}, bubble_fraction=0.0
     )
     return OtherPlan(
-        plan=_plan_of(ranked, plan, job, constants),
+        plan=_plan_of(ranked, plan, job, constants, nodes=job.nodes),
         equal_work_s=ranked.equal_work_s * scale,
         prediction=prediction,
     )
@@ -295,12 +307,15 @@ def _learned_other(
 ) -> OtherPlan | None:
     """The best other layout by what a run's trials taught: of their plans and of the ranking's first."""
     ranked = _ranked(job, constants, top=NUM_OTHERS)
-    candidates = [*predictor.measured.values(), *(_plan_of(one, plan, job, constants) for one in ranked)]
+    nodes = plan.made_for.nodes
+    candidates = list(predictor.measured.values())
+    candidates += [_plan_of(one, plan, job, constants, nodes=nodes) for one in ranked]
     others = [
         other
         for other in candidates
-        if (other.shape, other.layout, other.schedule) != (plan.shape, plan.layout, plan.schedule)
+        if not _is_own(plan, other.shape, other.layout, schedule_kind(other.schedule))
         and predictor.knows(other)
+        and predictor.feasibility.chance(other) >= LEAST_CHANCE
     ]
     if not others:
         return None
@@ -323,20 +338,22 @@ def _ranked(job: PlanRequest, constants: Constants, *, top: int) -> tuple[Ranked
         return ()
 
 
-def _is_planned(ranked: Ranked, plan: Plan) -> bool:
-    """Whether a ranked layout is the plan's own, with its schedule."""
+def _is_own(plan: Plan, shape: ModelShape, layout: Layout, kind: ScheduleKind) -> bool:
+    """Whether a layout is the plan's own, with its schedule."""
     custom = plan.schedule.custom
     # A searched order is compared with the best layout that is not its own.
-    kind = None if custom is not None and custom.named is None else schedule_kind(plan.schedule)
-    is_same = (ranked.shape, ranked.layout) == (plan.shape, plan.layout)
-    return is_same and kind in (None, ranked.schedule)
+    own = None if custom is not None and custom.named is None else schedule_kind(plan.schedule)
+    return (shape, layout) == (plan.shape, plan.layout) and own in (None, kind)
 
 
-def _plan_of(ranked: Ranked, plan: Plan, job: PlanRequest, constants: Constants) -> Plan:
-    """A ranked layout as a plan of the same job."""
-    slots = tuple(sorted(plan.mapping.slots))
+def _plan_of(
+    ranked: Ranked, plan: Plan, job: PlanRequest, constants: Constants, *, nodes: tuple[NodeInfo, ...]
+) -> Plan:
+    """A ranked layout as a plan of the same job on `nodes`."""
+    slots = slots_of(nodes)
     return replace(
         plan,
+        made_for=replace(plan.made_for, nodes=nodes),
         shape=ranked.shape,
         layout=ranked.layout,
         split=Split(transformer_layers_per_stage=ranked.split),

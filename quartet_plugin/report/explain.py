@@ -20,6 +20,8 @@ BAR_WIDTH = 40
 # What a plan is compared with: the command that a run tuned, or the layout that `quartet plan` compares with.
 YOUR_COMMAND, PLAIN_BASELINE = BASELINE_NAMES = ("your command", "baseline")
 MAX_RANKS = 32
+# The least columns of a terminal with room for two iterations' seconds and the meaning of their terms.
+MEANING_COLUMNS = 110
 # A term below this share of the step is summed up with others of its kind.
 LEAST_SHARE = 0.002
 # What would be shown as 0.0 %.
@@ -155,10 +157,10 @@ def differences(terms: Mapping[str, float], against: Mapping[str, float], *, mos
     return ", ".join(f"{name.removesuffix('_s')} {by:+.3g} s" for name, by in kept)
 
 
-def layout_words(layout: Layout, *, separator: str = ", ") -> str:
+def layout_words(layout: Layout) -> str:
     """A layout's degrees, its recompute and its optimizer."""
-    sharded = f"{separator}sharded optimizer" if layout.distributed_optimizer else ""
-    return f"{layout.label}{separator}recompute {layout.recompute}{sharded}"
+    sharded = ", sharded optimizer" if layout.distributed_optimizer else ""
+    return f"{layout.label}, recompute {layout.recompute}{sharded}"
 
 
 def show(explanation: Explanation, *, console: "Console") -> None:
@@ -175,7 +177,7 @@ def show(explanation: Explanation, *, console: "Console") -> None:
     parts.append(Text(f"{'rates':<10}{explanation.rates.words}"))
     parts += [] if explanation.cost is None else [Text(f"{'cost':<10}{explanation.cost.words}")]
     parts.append(Text(""))
-    parts += [_time_table(explanation), Text(""), _memory_table(explanation), Text("")]
+    parts += [_time_table(explanation, columns=console.width), Text(""), _memory_table(explanation), Text("")]
     parts += [Text(terminal_line(line)) for line in _closing(explanation)]
     for part in parts:
         console.print(part)
@@ -199,8 +201,11 @@ def _measured_words(measured_s: float, predicted_s: float) -> str:
     return f"{measured_s:.4g} s an iteration, {measured_s / predicted_s:.2f}x the predicted time"
 
 
-def _time_table(explanation: Explanation) -> "RenderableType":
-    """The terms of the plan's iteration, with those of its baseline beside them, the longest first."""
+def _time_table(explanation: Explanation, *, columns: int) -> "RenderableType":
+    """The terms of the plan's iteration, with those of its baseline beside them, the longest first.
+
+    Where the baseline's leave too few of the terminal's `columns`, what a term means is left out.
+    """
     other = explanation.baseline
     theirs: Mapping[str, float] = {} if other is None else other.terms
     rows = sorted(
@@ -209,11 +214,14 @@ def _time_table(explanation: Explanation) -> "RenderableType":
     )
     heads = ("term", "seconds", "share", *(() if other is None else (other.name, "share")), "", "")
     table = _table(heads)
+    has_meaning = other is None or columns >= MEANING_COLUMNS
+    width = BAR_WIDTH if other is None else BAR_WIDTH // 2
     shown = [name for name in rows if _is_shown(explanation, name)]
     for name in shown:
         plain = name.removesuffix("_s")
         share = explanation.terms.get(name, 0.0) / explanation.iteration_s
-        table.add_row(plain, *_cells(explanation, name), bar(share), _MEANING.get(plain, ""))
+        meaning = _MEANING.get(plain, "") if has_meaning else ""
+        table.add_row(plain, *_cells(explanation, name), bar(share, width=width), meaning)
         if name == "compute_s":
             _add_compute_rows(table, explanation)
     small = [name for name in rows if name not in shown]

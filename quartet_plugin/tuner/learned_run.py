@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quartet_plugin.calibration.predictor import PlanPredictor
+from quartet_plugin.cost.constants import Constants
 from quartet_plugin.model.history import RunHistory
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.planner.job import PlanRequest
@@ -17,10 +18,14 @@ from quartet_plugin.tuner.run_space import space_of_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedRun:
-    """A run's predictor that has learned its trials, and the request to plan that stands for the run."""
+    """A run's predictor that has learned its trials, and the request to plan that stands for the run.
+
+    `constants` are those of the run's calibration file, None without one.
+    """
 
     predictor: PlanPredictor
     request: PlanRequest
+    constants: Constants | None
 
 
 def learned_run(path: Path, *, history: RunHistory, study: StudyView) -> LearnedRun | None:
@@ -42,4 +47,5 @@ def learned_run(path: Path, *, history: RunHistory, study: StudyView) -> Learned
     )
     if not predictor.is_ready:
         return None
-    return LearnedRun(predictor=predictor, request=request_of_space(space, machine=machine))
+    request = request_of_space(space, machine=machine)
+    return LearnedRun(predictor=predictor, request=request, constants=machine.constants)

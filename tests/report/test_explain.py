@@ -58,9 +58,9 @@ COMMAND = BaselineTerms(
 )
 
 
-def shown(explanation: Explanation) -> str:
+def shown(explanation: Explanation, *, width: int = 160) -> str:
     text = StringIO()
-    show(explanation, console=Console(file=text, width=160, highlight=False))
+    show(explanation, console=Console(file=text, width=width, highlight=False))
     return text.getvalue()
 
 
@@ -137,6 +137,14 @@ def test_your_command_stands_beside_the_plan() -> None:
         in text
     )
     assert "bubble    20.0 % of all device time; your command: 40.0 %" in text
+
+
+def test_a_narrow_terminal_has_every_number_of_both() -> None:
+    lines = shown(replace(EXPLANATION, baseline=COMMAND), width=80).splitlines()
+    row = next(line for line in lines if line.startswith("compute"))
+    assert row.split()[1:7] == ["1.5", "75.0", "%", "3", "75.0", "%"]
+    assert "…" not in row
+    assert lines[lines.index(row) + 1].split()[0] == "gemm", "no meaning is folded into narrow lines"
 
 
 def test_data_of_your_command_and_of_what_was_measured() -> None:
