@@ -22,6 +22,7 @@ from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient, M
 from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.cost.iteration.model import IterationModel
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SplitModel
+from quartet_plugin.cost.iteration.step import RowPrediction
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.costs import FloatArray
@@ -231,6 +232,17 @@ class PlanPredictor:
                 np.log(seconds[index]), shared=shared, variance=variance
             )
         return _mixed(np.array([sample.weight for sample in samples]), log_s, spread)
+
+    def predict_terms(self, plan: Plan) -> RowPrediction:
+        """The predicted iteration of a plan for which `knows` holds, with its terms.
+
+        They are those of the most likely coefficients; the term `residual_s` has what is left to the seconds
+        of `predict`, so that they sum to these.
+        """
+        model = self._model_of(plan).predict(self.posterior_samples()[0].point)
+        seconds = self.predict([plan])[0].iteration_s
+        residual_s = model.terms.get("residual_s", 0.0) + seconds - model.iter_time_s
+        return replace(model, iter_time_s=seconds, terms={**model.terms, "residual_s": residual_s})
 
     def most_likely_s(self, plans: Sequence[Plan]) -> list[float]:
         """Seconds an iteration under the most likely coefficients, without residuals: for ordering plans."""

@@ -41,6 +41,14 @@ AcceptChangedSource = Annotated[
     typer.Option("--accept-changed-source", hidden=True, help="Said below the table: see main.py."),
 ]
 PlanFile = Annotated[Path, typer.Argument(help="A plan file.", show_default=False)]
+PlanOrRun = Annotated[
+    str,
+    typer.Argument(
+        metavar="PLAN.json|RUN",
+        help="A plan file, or a run's folder or name: its winner.",
+        show_default=False,
+    ),
+]
 RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name.")]
 RunsFolder = Annotated[Path, typer.Option("--run-dir", help="The folder that holds the runs.")]
 RUNS = Path("runs")
@@ -140,6 +148,42 @@ def find_run(name: str | None, *, run_dir: Path) -> Path:
         names = ", ".join(path.name for path in runs[:8]) + (", ..." if len(runs) > 8 else "")
         raise UsageError(f"{run_dir} holds {len(runs)} runs: name one of {names}")
     return runs[0]
+
+
+def find_plan(name: str, *, run_dir: Path) -> Path:
+    """The plan file: `name` itself, or the winner of the run of that name or folder.
+
+    Raises ConfigError where there is no such run, or it has no winner.
+    """
+    path = Path(name)
+    if path.is_file() or path.suffix == ".json":
+        return path
+    from quartet_plugin.tuner.history import open_run
+
+    if not any((folder / "config.json").is_file() for folder in (path, run_dir / name)):
+        raise ConfigError(f"{name}: no plan file and no run, here or in {run_dir}; name one of them")
+    run = find_run(name, run_dir=run_dir)
+    plan = open_run(run).folder.best_plan
+    if not plan.is_file():
+        raise ConfigError(f"{name}: {_no_winner_words(run)}")
+    return plan
+
+
+def _no_winner_words(run: Path) -> str:
+    """Why a run has no winner, and what to do."""
+    from quartet_plugin.tuner.history import read_history
+
+    shown = path_here(run)
+    match read_history(run).state:
+        case "running" | "elsewhere":
+            return f"the run has no winner yet; see how far it is with `quartet status {shown}`"
+        case "finished":
+            return (
+                "the run ended without a winner: no plan was faster than your own command for certain; "
+                f"`quartet trials {shown}` lists its plans"
+            )
+        case _:
+            return "the run has no winner yet; `quartet tune --resume` goes on with it"
 
 
 def all_runs(run_dir: Path) -> list[Path]:

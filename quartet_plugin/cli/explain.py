@@ -1,54 +1,121 @@
-"""`quartet explain`: what a plan's predicted step and memory are made of, and what came next."""
+"""`quartet explain`: what the predicted step and memory of a plan are made of, and of the user's command.
+
+Where the plan is the winner of a run, the model predicts as the trials of that run calibrated it.
+"""
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, constants_of, devices_of
+from quartet_plugin.cli.command import (
+    RUNS,
+    CalibrationFile,
+    HardwareFolder,
+    PlanOrRun,
+    RunsFolder,
+    constants_of,
+    devices_of,
+    find_plan,
+)
+from quartet_plugin.errors import QuartetError
 
 if TYPE_CHECKING:
     from quartet_plugin.cost.devices import DeviceSpec
     from quartet_plugin.model.plan import Plan
     from quartet_plugin.model.shape_curve import ShapeCurve
-    from quartet_plugin.planner.explain import Explained
+    from quartet_plugin.planner.explain import Explained, OtherPlan
     from quartet_plugin.planner.job import PlanRequest
-    from quartet_plugin.report.explain import Explanation
+    from quartet_plugin.report.explain import BaselineTerms, Explanation, RunnerUp
+    from quartet_plugin.tuner.learned_run import LearnedRun
 
 
 def explain_command(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan.", show_default=False)],
+    plan: PlanOrRun,
     cluster: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A JOB.yaml or a cluster file. Default: the job or the nodes that the plan names.",
+            help="A JOB.yaml or a cluster file. Default: the run, job or nodes that the plan names.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     hardware: HardwareFolder = None,
     calibration: CalibrationFile = None,
+    run_dir: RunsFolder = RUNS,
 ) -> None:
-    """Show what a plan's predicted time and memory are made of, and the next best layout."""
+    """Show what the predicted time and memory of a plan and your command are made of, and the next best."""
     from rich.console import Console
 
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.planner.explain import explained
     from quartet_plugin.report.explain import show
 
-    content = read_plan(plan)
-    job, assumed = _job(content, cluster, devices_of(hardware))
-    prediction = explained(content, job, assumed=assumed, constants=constants_of(calibration))
-    explanation = replace(_explanation(content, job, prediction), shape_curve=_shapes(plan, prediction))
+    path = find_plan(plan, run_dir=run_dir)
+    content = read_plan(path)
+    is_described = not (cluster is None and hardware is None and calibration is None)
+    basis = _Basis(words=_NOT_CALIBRATED) if is_described else _basis(path, content)
+    if calibration is not None:
+        basis = _Basis(words=f"the constants of {calibration}")
+    if basis.learned is None:
+        job, assumed = _job(content, cluster, devices_of(hardware))
+        prediction = explained(content, job, assumed=assumed, constants=constants_of(calibration))
+    else:
+        learned = basis.learned
+        job = learned.request
+        prediction = explained(
+            content, job, assumed={}, constants=learned.constants, predictor=learned.predictor
+        )
+    explanation = replace(
+        _explanation(content, job, prediction, basis), shape_curve=_shapes(path, prediction)
+    )
     if as_json:
         typer.echo(json.dumps(explanation.as_data(), indent=1, allow_nan=False))
         return
     # Without a terminal nothing is cut: a pipe has no width of its own.
     console = Console(highlight=False)
     show(explanation, console=console if console.is_terminal else Console(highlight=False, width=160))
+
+
+_NOT_CALIBRATED = "not calibrated by trials: shares and ratios are what these figures show"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Basis:
+    """What calibrated the figures: the trials of a run, where there is one that can be read.
+
+    `is_stand_in`: the run measured another configuration than the user's own as its baseline.
+    """
+
+    words: str
+    learned: "LearnedRun | None" = None
+    is_stand_in: bool = False
+
+
+def _basis(path: Path, plan: "Plan") -> _Basis:
+    """The basis of a plan file's figures: the run whose winner it is, where it knows the plan."""
+    run = path.absolute().parent.parent
+    if path.absolute().parent.name != "best" or not (run / "config.json").is_file():
+        return _Basis(words=_NOT_CALIBRATED)
+    from quartet_plugin.cli.runs import read_whole
+    from quartet_plugin.tuner.learned_run import learned_run
+
+    is_stand_in = False
+    try:
+        history, study, fault = read_whole(run)
+        is_stand_in = bool(history.baseline_note)
+        learned = None if study is None else learned_run(run, history=history, study=study)
+        reason = "" if fault is None else f" ({fault})"
+    except QuartetError as error:
+        learned, reason = None, f" ({error})"
+    if learned is None or not learned.predictor.knows(plan):
+        return _Basis(words=f"{_NOT_CALIBRATED}{reason}", is_stand_in=is_stand_in)
+    num = len(learned.predictor.measured)
+    words = f"the cost model as {num} measured trials of the run calibrated it"
+    return _Basis(words=words, learned=learned, is_stand_in=is_stand_in)
 
 
 def _shapes(plan: Path, explained: "Explained") -> "ShapeCurve | None":
@@ -74,11 +141,11 @@ def _job(
     return read_job(cluster, devices=devices), {}
 
 
-def _explanation(plan: "Plan", job: "PlanRequest", explained: "Explained") -> "Explanation":
-    from quartet_plugin.report.explain import Explanation, RunnerUp, StageMemory, layout_words
+def _explanation(plan: "Plan", job: "PlanRequest", explained: "Explained", basis: _Basis) -> "Explanation":
+    from quartet_plugin.report.explain import Explanation, StageMemory
     from quartet_plugin.report.planned import cost_of_job, rates_of
 
-    prediction, other = explained.prediction, explained.other
+    prediction, measurement = explained.prediction, plan.measurement
     counts, ranks = plan.split.transformer_layers_per_stage, plan.layout.pipeline_parallel
     placement = plan.schedule.placement or tuple(k % ranks for k in range(len(counts)))
     layers = [
@@ -88,7 +155,6 @@ def _explanation(plan: "Plan", job: "PlanRequest", explained: "Explained") -> "E
     rates = rates_of(
         job, prediction.iter_time_s, shape=plan.shape, has_peak=explained.available_bytes is not None
     )
-    scale = plan.shape.model_flops_per_sequence / job.shape.model_flops_per_sequence
     return Explanation(
         title=_title(plan, explained.num_microbatches),
         iteration_s=prediction.iter_time_s,
@@ -101,20 +167,49 @@ def _explanation(plan: "Plan", job: "PlanRequest", explained: "Explained") -> "E
             for rank, memory in enumerate(explained.memory)
         ],
         available_bytes=explained.available_bytes,
-        runner_up=None
-        if other is None
-        else RunnerUp(
-            label=f"{layout_words(other.layout, separator=' ')} {other.schedule_label}",
-            equal_work_s=other.equal_work_s * scale,
-            # Equal work over an iteration of its own shape.
-            terms={
-                name: value * scale * (other.equal_work_s / other.iteration_s)
-                for name, value in other.terms.items()
-            },
-        ),
+        runner_up=_runner_up(explained.other),
         assumed=explained.assumed,
         rates=rates,
         cost=cost_of_job(job, rates),
+        basis=basis.words,
+        num_trials=None if basis.learned is None else len(basis.learned.predictor.measured),
+        measured_s=None if measurement is None else measurement.plan.iteration_s.median,
+        baseline=_baseline(plan, explained, basis),
+    )
+
+
+def _runner_up(other: "OtherPlan | None") -> "RunnerUp | None":
+    from quartet_plugin.report.explain import RunnerUp
+    from quartet_plugin.space.plan_label import plan_label
+
+    if other is None:
+        return None
+    # Equal work over an iteration of its own shape.
+    scale = other.equal_work_s / other.prediction.iter_time_s
+    return RunnerUp(
+        label=plan_label(other.plan),
+        equal_work_s=other.equal_work_s,
+        terms={name: value * scale for name, value in other.prediction.terms.items()},
+    )
+
+
+def _baseline(plan: "Plan", explained: "Explained", basis: _Basis) -> "BaselineTerms | None":
+    """The iteration of what the plan is compared with, beside the plan's."""
+    from quartet_plugin.report.explain import PLAIN_BASELINE, YOUR_COMMAND, BaselineTerms
+
+    prediction, measurement = explained.baseline, plan.measurement
+    if prediction is None:
+        return None
+    return BaselineTerms(
+        # A plan of a described job is compared with a plain layout where no command was given.
+        name=YOUR_COMMAND if plan.made_for.job is None else PLAIN_BASELINE,
+        iteration_s=prediction.iter_time_s,
+        terms=prediction.terms,
+        compute_terms=prediction.compute_terms,
+        bubble_fraction=prediction.bubble_fraction,
+        measured_s=(
+            None if measurement is None or basis.is_stand_in else measurement.baseline.iteration_s.median
+        ),
     )
 
 

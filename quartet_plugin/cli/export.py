@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quartet_plugin.cli.command import JsonSwitch, PlanFile
+from quartet_plugin.cli.command import RUNS, JsonSwitch, PlanFile, PlanOrRun, RunsFolder, find_plan
 from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ConfigError, PlanError, QuartetError, UsageError
 
@@ -111,12 +111,12 @@ def _in_notation(plan: "Plan", notations: list[str], form: str | None) -> dict[s
     )
 
 
-def show_command(plan: PlanFile) -> None:
-    """Show a plan: the job that it is for, what it changes, and how much faster it was."""
+def show_command(plan: PlanOrRun, run_dir: RunsFolder = RUNS) -> None:
+    """Show a plan or a run's winner: the job that it is for, what it changes, how much faster it was."""
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.report.tables import plan_lines
 
-    show(*plan_lines(read_plan(plan)))
+    show(*plan_lines(read_plan(find_plan(plan, run_dir=run_dir))))
 
 
 NATIVE_FILE = "native.sh"

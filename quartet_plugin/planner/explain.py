@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from quartet_plugin.calibration.machine_prior import PROCESSOR_CORE, library_device
+from quartet_plugin.calibration.predictor import PlanPredictor
 from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, device_named
@@ -17,27 +18,49 @@ from quartet_plugin.cost.iteration.step import RowPrediction
 from quartet_plugin.cost.memory import Memory, memory_by_device
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import (
+    ScheduleKind,
     TrainingRun,
     schedule_group,
     schedule_kind,
     uniform_cluster_of_device,
 )
 from quartet_plugin.errors import ConfigError, InfeasibleError, PlanError
+from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.cluster import Cluster
 from quartet_plugin.model.job_description import JobPrecision, words_of_model
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import Mapping as SlotMapping
+from quartet_plugin.model.plan import NodeInfo, Plan, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.shape_curve import ShapeCurve
 from quartet_plugin.planner.described_job import request_of
 from quartet_plugin.planner.job import PlanRequest, PlanSearch
+from quartet_plugin.planner.plans import schedule_of
 from quartet_plugin.planner.ranking import Ranked, best_plans, shapes_of
 from quartet_plugin.scaling.shape_curve import shape_curve
+
+# Plans of the ranking, beside those that a run measured, among which the best other layout is looked for.
+NUM_OTHERS = 20
+# The least chance that one of them fits in memory.
+LEAST_CHANCE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherPlan:
+    """The best other layout as a plan; `equal_work_s` is its time for the FLOPs of the explained plan."""
+
+    plan: Plan
+    equal_work_s: float
+    prediction: RowPrediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
     """The prediction of a plan; `memory` has an entry a pipeline rank; `other` the best other layout.
+
+    `baseline` is the prediction of the configuration that the plan is compared with, None where that is the
+    plan itself or the model cannot predict it.
 
     `available_bytes` is a device's usable memory, None where no file says it. `assumed` is what the plan does
     not say and where it was taken from. `shape_curve` has the best plan of each shape, where the job searches
@@ -48,34 +71,36 @@ class Explained:
     memory: tuple[Memory, ...]
     available_bytes: float | None
     num_microbatches: int
-    other: Ranked | None
+    other: OtherPlan | None
     assumed: Mapping[str, str]
+    baseline: RowPrediction | None = None
     shape_curve: ShapeCurve | None = None
 
 
 def explained(
-    plan: Plan, job: PlanRequest, *, assumed: Mapping[str, str], constants: Constants | None = None
+    plan: Plan,
+    job: PlanRequest,
+    *,
+    assumed: Mapping[str, str],
+    constants: Constants | None = None,
+    predictor: PlanPredictor | None = None,
 ) -> Explained:
     """The plan's prediction on the job's cluster, and the best layout beside it.
 
+    A `predictor` that has learned a run's trials, and knows the plan, predicts in place of `constants`.
     Raises PlanError where the plan was made for another model, batch or number of devices.
     """
     _check_made_for(plan, job)
     used = constants or fitted()
-    run = job.run(plan.shape, plan.layout, plan.split.transformer_layers_per_stage)
-    run = replace(
-        run,
-        schedule=schedule_kind(plan.schedule),
-        group=schedule_group(plan.schedule),
-        custom=plan.schedule.custom,
-    )
+    run = _run_of(plan, job)
     memory = tuple(memory_by_device(run))
     return Explained(
-        prediction=_predicted(plan, job, run, used),
+        prediction=_predicted(plan, job, used) if predictor is None else predictor.predict_terms(plan),
+        baseline=_baseline(plan, job, used, predictor),
         memory=memory,
         available_bytes=None if job.machines.device is PROCESSOR_CORE else memory[0].available,
         num_microbatches=run.num_microbatches,
-        other=_other(plan, job, used),
+        other=_other(plan, job, used) if predictor is None else _learned_other(plan, job, used, predictor),
         assumed=assumed,
         shape_curve=planned_shapes(job, used),
     )
@@ -199,7 +224,47 @@ def _check_made_for(plan: Plan, job: PlanRequest) -> None:
             )
 
 
-def _predicted(plan: Plan, job: PlanRequest, run: TrainingRun, constants: Constants) -> RowPrediction:
+def _run_of(plan: Plan, job: PlanRequest) -> TrainingRun:
+    run = job.run(plan.shape, plan.layout, plan.split.transformer_layers_per_stage)
+    return replace(
+        run,
+        schedule=schedule_kind(plan.schedule),
+        group=schedule_group(plan.schedule),
+        custom=plan.schedule.custom,
+    )
+
+
+def baseline_of(plan: Plan) -> Plan:
+    """The configuration that a plan is compared with, as a plan: ranks lie in the launcher's order."""
+    baseline = plan.made_for.baseline
+    return replace(
+        plan,
+        shape=plan.made_for.shape,
+        layout=baseline.layout,
+        split=baseline.split,
+        schedule=baseline.schedule,
+        mapping=SlotMapping(slots=tuple(sorted(plan.mapping.slots))),
+        prediction=None,
+        measurement=None,
+    )
+
+
+def _baseline(
+    plan: Plan, job: PlanRequest, constants: Constants, predictor: PlanPredictor | None
+) -> RowPrediction | None:
+    """The prediction of what the plan is compared with; None where it is the plan, or not to be predicted."""
+    with contextlib.suppress(ConfigError, PlanError):
+        baseline = baseline_of(plan)
+        if baseline.key == plan.key:
+            return None
+        if predictor is None:
+            return _predicted(baseline, job, constants)
+        return predictor.predict_terms(baseline) if predictor.knows(baseline) else None
+    return None
+
+
+def _predicted(plan: Plan, job: PlanRequest, constants: Constants) -> RowPrediction:
+    run = _run_of(plan, job)
     if plan.mapping.is_stock and job.cluster is None:
         return predict(run, constants)
     topology = job.topology(constants)
@@ -213,18 +278,89 @@ def _predicted(plan: Plan, job: PlanRequest, run: TrainingRun, constants: Consta
     return AssignedRun(run, constants, topology).predict(slots)
 
 
-def _other(plan: Plan, job: PlanRequest, constants: Constants) -> Ranked | None:
+def _other(plan: Plan, job: PlanRequest, constants: Constants) -> OtherPlan | None:
     """The best ranked layout and named schedule that are not the plan's."""
-    try:
-        ranking = best_plans(job, top=3, constants=constants)
-    except InfeasibleError:
+    ranked = next(
+        (
+            one
+            for one in _ranked(job, constants, top=3)
+            if not _is_own(plan, one.shape, one.layout, one.schedule)
+        ),
+        None,
+    )
+    if ranked is None:
         return None
+    scale = plan.shape.model_flops_per_sequence / job.shape.model_flops_per_sequence
+    # The terms are those of an iteration of its own shape.
+    prediction = RowPrediction(
+        iter_time_s=ranked.iteration_s, terms=ranked.terms, compute_terms={}, bubble_fraction=0.0
+    )
+    return OtherPlan(
+        plan=_plan_of(ranked, plan, job, constants, nodes=job.nodes),
+        equal_work_s=ranked.equal_work_s * scale,
+        prediction=prediction,
+    )
+
+
+def _learned_other(
+    plan: Plan, job: PlanRequest, constants: Constants, predictor: PlanPredictor
+) -> OtherPlan | None:
+    """The best other layout by what a run's trials taught: of their plans and of the ranking's first."""
+    ranked = _ranked(job, constants, top=NUM_OTHERS)
+    nodes = plan.made_for.nodes
+    candidates = list(predictor.measured.values())
+    candidates += [_plan_of(one, plan, job, constants, nodes=nodes) for one in ranked]
+    others = [
+        other
+        for other in candidates
+        if not _is_own(plan, other.shape, other.layout, schedule_kind(other.schedule))
+        and predictor.knows(other)
+        and predictor.feasibility.chance(other) >= LEAST_CHANCE
+    ]
+    if not others:
+        return None
+    flops = plan.shape.model_flops_per_sequence
+    seconds = [
+        predicted.iteration_s * flops / other.shape.model_flops_per_sequence
+        for other, predicted in zip(others, predictor.predict(others), strict=True)
+    ]
+    equal_work_s, best = min(zip(seconds, range(len(others)), strict=True))
+    return OtherPlan(
+        plan=others[best], equal_work_s=equal_work_s, prediction=predictor.predict_terms(others[best])
+    )
+
+
+def _ranked(job: PlanRequest, constants: Constants, *, top: int) -> tuple[Ranked, ...]:
+    """The best ranked plans; none where no layout is legal and fits."""
+    try:
+        return best_plans(job, top=top, constants=constants).best
+    except InfeasibleError:
+        return ()
+
+
+def _is_own(plan: Plan, shape: ModelShape, layout: Layout, kind: ScheduleKind) -> bool:
+    """Whether a layout is the plan's own, with its schedule."""
     custom = plan.schedule.custom
     # A searched order is compared with the best layout that is not its own.
-    kind = None if custom is not None and custom.named is None else schedule_kind(plan.schedule)
+    own = None if custom is not None and custom.named is None else schedule_kind(plan.schedule)
+    return (shape, layout) == (plan.shape, plan.layout) and own in (None, kind)
 
-    def is_planned(ranked: Ranked) -> bool:
-        is_same = (ranked.shape, ranked.layout) == (plan.shape, plan.layout)
-        return is_same and kind in (None, ranked.schedule)
 
-    return next((ranked for ranked in ranking.best if not is_planned(ranked)), None)
+def _plan_of(
+    ranked: Ranked, plan: Plan, job: PlanRequest, constants: Constants, *, nodes: tuple[NodeInfo, ...]
+) -> Plan:
+    """A ranked layout as a plan of the same job on `nodes`."""
+    slots = slots_of(nodes)
+    return replace(
+        plan,
+        made_for=replace(plan.made_for, nodes=nodes),
+        shape=ranked.shape,
+        layout=ranked.layout,
+        split=Split(transformer_layers_per_stage=ranked.split),
+        schedule=schedule_of(job, ranked, constants=constants),
+        mapping=SlotMapping(
+            slots=slots if ranked.slots is None else tuple(slots[slot] for slot in ranked.slots)
+        ),
+        prediction=None,
+        measurement=None,
+    )

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 BAR_WIDTH = 40
+# What a plan is compared with: the command that a run tuned, or the layout that `quartet plan` compares with.
+YOUR_COMMAND, PLAIN_BASELINE = BASELINE_NAMES = ("your command", "baseline")
 MAX_RANKS = 32
+# The least columns of a terminal with room for two iterations' seconds and the meaning of their terms.
+MEANING_COLUMNS = 110
 # A term below this share of the step is summed up with others of its kind.
 LEAST_SHARE = 0.002
 # What would be shown as 0.0 %.
@@ -53,8 +57,20 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineTerms:
+    """The iteration of what a plan is compared with, `name`d so; `measured_s` is None where none was."""
+
+    name: str
+    iteration_s: float
+    terms: Mapping[str, float]
+    compute_terms: Mapping[str, float]
+    bubble_fraction: float
+    measured_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """The best other layout: seconds for equal work, and its terms."""
+    """The next best predicted layout: seconds for equal work, and its terms."""
 
     label: str
     equal_work_s: float
@@ -67,7 +83,9 @@ class Explanation:
 
     `available_bytes` is a device's usable memory, None where it is not known. `rates` are the iteration's,
     `cost` is the job's, None where nothing says its tokens. `shape_curve` is there where several shapes
-    compete.
+    compete. `basis` says what calibrated the figures, `num_trials` by how many trials of the run, None where
+    by none. `measured_s` is the plan's measured iteration, None where it was not measured, and `baseline` the
+    iteration of what the plan is compared with.
     """
 
     title: Sequence[tuple[str, str]]
@@ -83,6 +101,10 @@ class Explanation:
     rates: Throughput
     cost: JobCost | None = None
     shape_curve: ShapeCurve | None = None
+    basis: str
+    num_trials: int | None = None
+    measured_s: float | None = None
+    baseline: BaselineTerms | None = None
 
     def as_data(self) -> dict[str, object]:
         """The explanation as JSON data."""
@@ -112,6 +134,17 @@ class Explanation:
             },
             "shapes": None if self.shape_curve is None else dump(self.shape_curve),
             "assumed": dict(self.assumed),
+            "num_calibrating_trials": self.num_trials,
+            "measured_s": self.measured_s,
+            "baseline": None
+            if self.baseline is None
+            else {
+                "iteration_s": self.baseline.iteration_s,
+                "measured_s": self.baseline.measured_s,
+                "terms": dict(self.baseline.terms),
+                "compute_terms": dict(self.baseline.compute_terms),
+                "bubble_fraction": self.baseline.bubble_fraction,
+            },
         }
 
 
@@ -124,10 +157,10 @@ def differences(terms: Mapping[str, float], against: Mapping[str, float], *, mos
     return ", ".join(f"{name.removesuffix('_s')} {by:+.3g} s" for name, by in kept)
 
 
-def layout_words(layout: Layout, *, separator: str = ", ") -> str:
+def layout_words(layout: Layout) -> str:
     """A layout's degrees, its recompute and its optimizer."""
-    sharded = f"{separator}sharded optimizer" if layout.distributed_optimizer else ""
-    return f"{layout.label}{separator}recompute {layout.recompute}{sharded}"
+    sharded = ", sharded optimizer" if layout.distributed_optimizer else ""
+    return f"{layout.label}, recompute {layout.recompute}{sharded}"
 
 
 def show(explanation: Explanation, *, console: "Console") -> None:
@@ -138,38 +171,96 @@ def show(explanation: Explanation, *, console: "Console") -> None:
     stated = explanation.stated_s
     words = f"{explanation.iteration_s:.4g} s an iteration"
     if stated is not None and abs(stated / explanation.iteration_s - 1) > 1e-3:
-        words += f" (the plan says {stated:.4g} s: other figures or constants)"
+        words += f" (the plan says {stated:.4g} s, as predicted when it was made)"
     parts: list[RenderableType] = [*head, Text(f"{'predicted':<10}{words}")]
+    parts += [Text(terminal_line(f"{name:<10}{line}")) for name, line in _grounds(explanation)]
     parts.append(Text(f"{'rates':<10}{explanation.rates.words}"))
     parts += [] if explanation.cost is None else [Text(f"{'cost':<10}{explanation.cost.words}")]
     parts.append(Text(""))
-    parts += [_time_table(explanation), Text(""), _memory_table(explanation), Text("")]
+    parts += [_time_table(explanation, columns=console.width), Text(""), _memory_table(explanation), Text("")]
     parts += [Text(terminal_line(line)) for line in _closing(explanation)]
     for part in parts:
         console.print(part)
 
 
-def _time_table(explanation: Explanation) -> "RenderableType":
-    whole = explanation.iteration_s
-    rows = sorted(explanation.terms.items(), key=lambda item: -item[1])
-    table = _table(("term", "seconds", "share", "", ""))
-    small = [value for _, value in rows if 0 < abs(value) < LEAST_SHARE * whole]
-    for name, value in rows:
-        # What a calibration found too much is a negative term.
-        if abs(value) < LEAST_SHARE * whole:
-            continue
+def _grounds(explanation: Explanation) -> list[tuple[str, str]]:
+    """The measured times beside the predicted ones, and what calibrated these."""
+    lines = []
+    if explanation.measured_s is not None:
+        lines.append(("measured", _measured_words(explanation.measured_s, explanation.iteration_s)))
+    other = explanation.baseline
+    if other is not None:
+        words = f"{other.name}: {other.iteration_s:.4g} s an iteration predicted"
+        if other.measured_s is not None:
+            words += f", measured {_measured_words(other.measured_s, other.iteration_s)}"
+        lines.append(("before", words))
+    return [*lines, ("basis", explanation.basis)]
+
+
+def _measured_words(measured_s: float, predicted_s: float) -> str:
+    return f"{measured_s:.4g} s an iteration, {measured_s / predicted_s:.2f}x the predicted time"
+
+
+def _time_table(explanation: Explanation, *, columns: int) -> "RenderableType":
+    """The terms of the plan's iteration, with those of its baseline beside them, the longest first.
+
+    Where the baseline's leave too few of the terminal's `columns`, what a term means is left out.
+    """
+    other = explanation.baseline
+    theirs: Mapping[str, float] = {} if other is None else other.terms
+    rows = sorted(
+        {**explanation.terms, **theirs},
+        key=lambda name: (-explanation.terms.get(name, 0.0), -theirs.get(name, 0.0)),
+    )
+    heads = ("term", "seconds", "share", *(() if other is None else (other.name, "share")), "", "")
+    table = _table(heads)
+    has_meaning = other is None or columns >= MEANING_COLUMNS
+    width = BAR_WIDTH if other is None else BAR_WIDTH // 2
+    shown = [name for name in rows if _is_shown(explanation, name)]
+    for name in shown:
         plain = name.removesuffix("_s")
-        table.add_row(
-            plain, f"{value:.4g}", f"{100 * value / whole:.1f} %", bar(value / whole), _MEANING.get(plain, "")
-        )
+        share = explanation.terms.get(name, 0.0) / explanation.iteration_s
+        meaning = _MEANING.get(plain, "") if has_meaning else ""
+        table.add_row(plain, *_cells(explanation, name), bar(share, width=width), meaning)
         if name == "compute_s":
-            for inner, seconds in sorted(explanation.compute_terms.items(), key=lambda item: -item[1]):
-                if seconds >= LEAST_SHARE * whole:
-                    label = f"  {inner.removesuffix('_s')}"
-                    table.add_row(label, f"{seconds:.4g}", f"{100 * seconds / whole:.1f} %", "", "")
-    if abs(sum(small)) >= LEAST_SHOWN * whole:
-        table.add_row("others", f"{sum(small):.4g}", f"{100 * sum(small) / whole:.1f} %", "", "")
+            _add_compute_rows(table, explanation)
+    small = [name for name in rows if name not in shown]
+    own = sum(explanation.terms.get(name, 0.0) for name in small)
+    if abs(own) >= LEAST_SHOWN * explanation.iteration_s:
+        table.add_row("others", *_pairs(explanation, own, sum(theirs.get(n, 0.0) for n in small)), "", "")
     return table
+
+
+def _is_shown(explanation: Explanation, name: str) -> bool:
+    """Whether a term has a row; what a calibration found too much is a negative term."""
+    other = explanation.baseline
+    if abs(explanation.terms.get(name, 0.0)) >= LEAST_SHARE * explanation.iteration_s:
+        return True
+    return other is not None and abs(other.terms.get(name, 0.0)) >= LEAST_SHARE * other.iteration_s
+
+
+def _add_compute_rows(table: "Table", explanation: Explanation) -> None:
+    """The parts of the compute term, each under it."""
+    other = explanation.baseline
+    theirs: Mapping[str, float] = {} if other is None else other.compute_terms
+    for inner, seconds in sorted(explanation.compute_terms.items(), key=lambda item: -item[1]):
+        if seconds >= LEAST_SHARE * explanation.iteration_s:
+            cells = _pairs(explanation, seconds, theirs.get(inner, 0.0))
+            table.add_row(f"  {inner.removesuffix('_s')}", *cells, "", "")
+
+
+def _cells(explanation: Explanation, name: str) -> list[str]:
+    other = explanation.baseline
+    theirs = 0.0 if other is None else other.terms.get(name, 0.0)
+    return _pairs(explanation, explanation.terms.get(name, 0.0), theirs)
+
+
+def _pairs(explanation: Explanation, seconds: float, theirs: float) -> list[str]:
+    """Seconds and share of the plan's iteration, then those of its baseline's where there is one."""
+    cells = [f"{seconds:.4g}", f"{100 * seconds / explanation.iteration_s:.1f} %"]
+    if explanation.baseline is not None:
+        cells += [f"{theirs:.4g}", f"{100 * theirs / explanation.baseline.iteration_s:.1f} %"]
+    return cells
 
 
 def _memory_table(explanation: Explanation) -> "RenderableType":
@@ -193,16 +284,20 @@ def _memory_table(explanation: Explanation) -> "RenderableType":
 
 
 def _closing(explanation: Explanation) -> list[str]:
-    lines = [f"bubble    {bubble_words(explanation.bubble_fraction)} of all device time"]
+    bubble = f"bubble    {bubble_words(explanation.bubble_fraction)} of all device time"
+    if explanation.baseline is not None:
+        bubble += f"; {explanation.baseline.name}: {bubble_words(explanation.baseline.bubble_fraction)}"
+    lines = [bubble]
     other = explanation.runner_up
     if other is None:
-        lines.append("runner-up none: no other layout is legal and fits")
+        lines.append("next best predicted layout: none, no other is legal and fits")
     else:
         by = 100 * (other.equal_work_s / explanation.iteration_s - 1)
         verdict = f"{by:.1f} % slower" if by >= 0 else f"{-by:.1f} % faster than this plan"
         terms = differences(other.terms, explanation.terms)
         lines.append(
-            f"runner-up {other.label}: {other.equal_work_s:.4g} s, {verdict}{': ' + terms if terms else ''}"
+            f"next best predicted layout: {other.label}: {other.equal_work_s:.4g} s, "
+            f"{verdict}{': ' + terms if terms else ''}"
         )
     if explanation.shape_curve is not None:
         lines += shape_lines(explanation.shape_curve)
@@ -226,6 +321,6 @@ def _table(heads: Sequence[str]) -> "Table":
 
     table = Table(box=None, pad_edge=False, show_edge=False)
     for column, head in enumerate(heads):
-        numeric = head in ("seconds", "share", "GiB", "of usable", "rank", "layers")
+        numeric = head in ("seconds", "share", "GiB", "of usable", "rank", "layers", *BASELINE_NAMES)
         table.add_column(head, justify="right" if numeric else "left", no_wrap=column < len(heads) - 1)
     return table

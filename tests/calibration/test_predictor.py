@@ -104,6 +104,20 @@ def test_it_depends_on_what_was_told_alone() -> None:
     assert at_once.predict(plans) == one_by_one.predict(plans)
 
 
+def test_terms_sum_to_the_prediction_and_are_those_of_what_was_learned() -> None:
+    space = space_of(2)
+    truth = Truth(space.nodes, **WRONG)
+    ranker = ranker_of(truth)
+    ranker.learn(outcomes(space, truth, num=30))
+    for plan in (space.baseline, *sampled(space, num=5, seed=5)):
+        terms = ranker.predict_terms(plan)
+        assert terms.iter_time_s == ranker.predict([plan])[0].iteration_s
+        assert sum(terms.terms.values()) == pytest.approx(terms.iter_time_s)
+        assert sum(terms.compute_terms.values()) == pytest.approx(terms.terms["compute_s"])
+        # A machine that follows the model leaves little to what no term explains.
+        assert abs(terms.terms["residual_s"]) < 0.1 * terms.iter_time_s
+
+
 def test_slowdowns_of_slots_are_told_apart_by_their_mappings() -> None:
     space = space_of(3, pipeline_parallel=3)
     truth = Truth(space.nodes, slowdowns=(0.6, 1.2, 1.2), speed=2.0)

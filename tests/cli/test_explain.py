@@ -1,6 +1,9 @@
 """`quartet explain`, and what `quartet plan` says about clusters and refusals."""
 
 import json
+import math
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 from quartet_plugin.cli.main import main
 from quartet_plugin.model.canonical import digest
 from quartet_plugin.model.plan import Mapping, NodeInfo, Slot, read_plan, write_plan
+from quartet_plugin.planner.explain import baseline_of
 from tests.model.clusters import make_cluster
 from tests.model.plans import MADE_FOR, plan_with
 
@@ -82,7 +86,7 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     capsys.readouterr()
     assert main(["explain", str(plan)]) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ("compute", "█", "of usable", "bubble", "runner-up", "schedule"))
+    assert all(word in text for word in ("compute", "█", "of usable", "bubble", "next best", "schedule"))
 
 
 def test_an_unequal_cluster_is_explained_with_its_mapping(
@@ -147,9 +151,7 @@ def test_one_line_and_an_exit_code(
     assert len(error.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "plan", ["plan.json", "plan_custom.json", "plan_deepspeed.json", "run_0.1.0/best/plan.json"]
-)
+@pytest.mark.parametrize("plan", ["plan.json", "plan_custom.json", "plan_deepspeed.json"])
 def test_the_plan_of_a_cpu_run_is_explained_with_what_is_not_known(
     plan: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,3 +258,116 @@ def test_shapes_of_an_equal_budget_are_compared(tmp_path: Path, capsys: pytest.C
     (tmp_path / "shapes.json").write_text(json.dumps(curve))
     assert main(["explain", str(tmp_path / "plan.json")]) == 0
     assert "1.50x measured (trial 3)" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of an earlier release, called `r`, in the folder `runs`."""
+    path = tmp_path_factory.mktemp("explain") / "runs" / "r"
+    shutil.copytree(GOLDEN / "run_0.1.0", path)
+    return path
+
+
+def test_a_run_is_explained_by_its_winner_as_its_trials_calibrated_the_model(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parents[1])
+    data = explained(capsys, "r")
+    plan = read_plan(run / "best" / "plan.json")
+    assert plan.measurement is not None
+    measured_s = plan.measurement.plan.iteration_s.median
+    assert data["measured_s"] == measured_s
+    assert data["num_calibrating_trials"] == sum(
+        row["verdict"] == "measured" for row in read_trials(capsys, "r")
+    )
+    # What the trials taught is nearer to the measured time than what a usual processor core would take.
+    alone = run.parents[1] / "alone.json"
+    shutil.copy(run / "best" / "plan.json", alone)
+    assumed = explained(capsys, str(alone))
+    assert assumed["num_calibrating_trials"] is None
+    calibrated_s, assumed_s = float(str(data["iteration_s"])), float(str(assumed["iteration_s"]))
+    assert abs(math.log(calibrated_s / measured_s)) < 0.25 < abs(math.log(assumed_s / measured_s))
+    assert sum(data["terms"].values()) == pytest.approx(calibrated_s)  # type: ignore[attr-defined]
+    baseline: dict[str, Any] = data["baseline"]  # type: ignore[assignment]
+    assert sum(baseline["terms"].values()) == pytest.approx(baseline["iteration_s"])
+    assert baseline["measured_s"] == plan.measurement.baseline.iteration_s.median
+    assert "none" not in data["runner_up"]["label"]  # type: ignore[index]
+    # The name, the folder, the folder of runs, and the plan's own file are one thing.
+    for words in ((str(run),), ("runs/r",), ("r", "--run-dir", str(run.parent)), ("runs/r/best/plan.json",)):
+        assert explained(capsys, *words) == data
+
+
+def read_trials(capsys: pytest.CaptureFixture[str], run: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert main(["trials", run, "-f", "json"]) == 0
+    trials: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["trials"]
+    return trials
+
+
+def test_a_runs_explanation_says_what_was_measured_and_by_what_it_is_calibrated(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["explain", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^measured  [\d.]+ s an iteration, [\d.]+x the predicted time$", text, re.MULTILINE)
+    assert re.search(r"^before    your command: .*, measured ", text, re.MULTILINE)
+    assert re.search(
+        r"^basis     the cost model as \d+ measured trials of the run calibrated it$", text, re.MULTILINE
+    )
+    assert main(["explain", str(GOLDEN / "plan.json")]) == 0
+    assert "basis     not calibrated by trials: shares and ratios" in capsys.readouterr().out
+
+
+def test_a_run_whose_trials_cannot_be_read_is_explained_without_them(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+    (copy / "study.sqlite3").unlink()
+    data = explained(capsys, str(copy))
+    assert data["num_calibrating_trials"] is None
+    assert "not known" in data["assumed"]["device"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("command", ["explain", "show"])
+def test_a_run_without_a_winner_says_so_and_what_to_do(
+    command: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+    (copy / "best" / "plan.json").unlink()
+    events = (copy / "events.jsonl").read_text(encoding="utf-8")
+    capsys.readouterr()
+    for text, words in ((events, "quartet trials"), (events.splitlines()[0] + "\n", "quartet tune --resume")):
+        (copy / "events.jsonl").write_text(text, encoding="utf-8")
+        assert main([command, str(copy)]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert "winner" in line
+        assert words in line
+    assert main([command, "nowhere", "--run-dir", str(tmp_path)]) == 2
+    assert "nowhere: no plan file and no run" in capsys.readouterr().err
+
+
+def test_show_takes_a_run(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parents[1])
+    capsys.readouterr()
+    assert main(["show", "runs/r/best/plan.json"]) == 0
+    of_file = capsys.readouterr().out
+    for words in (("r",), (str(run),), ("r", "--run-dir", "runs")):
+        assert main(["show", *words]) == 0
+        assert capsys.readouterr().out == of_file
+
+
+def test_the_baseline_as_a_plan_has_the_terms_of_the_second_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = GOLDEN / "plan.json"
+    write_plan(baseline_of(read_plan(path)), path=tmp_path / "baseline.json")
+    alone = explained(capsys, str(tmp_path / "baseline.json"))
+    beside: dict[str, Any] = explained(capsys, str(path))["baseline"]  # type: ignore[assignment]
+    assert beside["terms"] == pytest.approx(alone["terms"])
+    assert beside["compute_terms"] == pytest.approx(alone["compute_terms"])
+    assert alone["baseline"] is None, "it is compared with itself"

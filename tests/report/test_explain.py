@@ -10,6 +10,8 @@ from rich.console import Console
 
 from quartet_plugin.report.explain import (
     BAR_WIDTH,
+    YOUR_COMMAND,
+    BaselineTerms,
     Explanation,
     RunnerUp,
     StageMemory,
@@ -44,12 +46,21 @@ EXPLANATION = Explanation(
         label="pp4 dp2 mb1", equal_work_s=2.2, terms={"compute_s": 1.5, "pp_bubble_s": 0.6, "tp_comm_s": 0.1}
     ),
     assumed={"precision": "bf16"},
+    basis="not calibrated by trials",
+)
+COMMAND = BaselineTerms(
+    name=YOUR_COMMAND,
+    iteration_s=4.0,
+    terms={"compute_s": 3.0, "pp_bubble_s": 0.2, "ep_comm_s": 0.8},
+    compute_terms={"gemm_s": 2.0, "attention_s": 1.0},
+    bubble_fraction=0.4,
+    measured_s=5.0,
 )
 
 
-def shown(explanation: Explanation) -> str:
+def shown(explanation: Explanation, *, width: int = 160) -> str:
     text = StringIO()
-    show(explanation, console=Console(file=text, width=160, highlight=False))
+    show(explanation, console=Console(file=text, width=width, highlight=False))
     return text.getvalue()
 
 
@@ -59,7 +70,11 @@ def test_every_part_is_there() -> None:
     assert "75.0 %" in text
     assert "gemm" in text
     assert "bubble    20.0 % of all device time" in text
-    assert "runner-up pp4 dp2 mb1: 2.2 s, 10.0 % slower: pp_bubble +0.2 s" in text
+    assert "next best predicted layout: pp4 dp2 mb1: 2.2 s, 10.0 % slower: pp_bubble +0.2 s" in text
+    assert "runner-up" not in text
+    assert "basis     not calibrated by trials" in text
+    assert "measured" not in text
+    assert "your command" not in text
     assert "assumed   precision bf16" in text
     assert "the plan says" not in text
     longest = text.index("compute"), text.index("pp_bubble"), text.index("tp_comm")
@@ -98,13 +113,52 @@ def test_another_prediction_than_the_plans_own_is_said() -> None:
 
 
 def test_no_runner_up_is_said() -> None:
-    assert "no other layout is legal and fits" in shown(replace(EXPLANATION, runner_up=None))
+    assert "none, no other is legal and fits" in shown(replace(EXPLANATION, runner_up=None))
 
 
 def test_a_better_layout_is_said_to_be_better() -> None:
     assert EXPLANATION.runner_up is not None
     faster = replace(EXPLANATION.runner_up, equal_work_s=1.0)
     assert "50.0 % faster than this plan" in shown(replace(EXPLANATION, runner_up=faster))
+
+
+def test_your_command_stands_beside_the_plan() -> None:
+    lines = shown(replace(EXPLANATION, baseline=COMMAND, measured_s=1.0)).splitlines()
+    cells = {line.split()[0]: line.split() for line in lines if line.strip()}
+    assert "your command" in next(line for line in lines if line.startswith("term"))
+    assert cells["compute"][1:7] == ["1.5", "75.0", "%", "3", "75.0", "%"]
+    assert cells["gemm"][1:7] == ["1.2", "60.0", "%", "2", "50.0", "%"]
+    # A term that only the command has.
+    assert cells["ep_comm"][1:7] == ["0", "0.0", "%", "0.8", "20.0", "%"]
+    text = "\n".join(lines)
+    assert "measured  1 s an iteration, 0.50x the predicted time" in text
+    assert (
+        "your command: 4 s an iteration predicted, measured 5 s an iteration, 1.25x the predicted time"
+        in text
+    )
+    assert "bubble    20.0 % of all device time; your command: 40.0 %" in text
+
+
+def test_a_narrow_terminal_has_every_number_of_both() -> None:
+    lines = shown(replace(EXPLANATION, baseline=COMMAND), width=80).splitlines()
+    row = next(line for line in lines if line.startswith("compute"))
+    assert row.split()[1:7] == ["1.5", "75.0", "%", "3", "75.0", "%"]
+    assert "…" not in row
+    assert lines[lines.index(row) + 1].split()[0] == "gemm", "no meaning is folded into narrow lines"
+
+
+def test_data_of_your_command_and_of_what_was_measured() -> None:
+    data = replace(EXPLANATION, baseline=COMMAND, measured_s=1.0, num_trials=7).as_data()
+    assert (data["measured_s"], data["num_calibrating_trials"]) == (1.0, 7)
+    assert data["baseline"] == {
+        "iteration_s": 4.0,
+        "measured_s": 5.0,
+        "terms": COMMAND.terms,
+        "compute_terms": COMMAND.compute_terms,
+        "bubble_fraction": 0.4,
+    }
+    plain = EXPLANATION.as_data()
+    assert (plain["measured_s"], plain["num_calibrating_trials"], plain["baseline"]) == (None, None, None)
 
 
 def test_data_for_programs() -> None:
