@@ -281,14 +281,14 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         *comparison_lines(result.winner.comparison, names=("your own", "best")),
         *choice_lines(plan),
         *change_lines(plan),
-        *study_lines(result),
+        *study_lines(result, plan=plan),
         *proof,
         f"plan      {path_here(run.folder.best_plan)}",
         *(full_size or [f"train     sh {path_here(run.folder.best_command)}"]),
     ]
 
 
-def study_lines(result: "TuneResult") -> list[str]:
+def study_lines(result: "TuneResult", *, plan: "Plan | None" = None) -> list[str]:
     """What the trials were spent on, by class of change, how the machine drifted, and what was missed."""
     from collections import Counter
 
@@ -307,7 +307,7 @@ def study_lines(result: "TuneResult") -> list[str]:
     if result.regret is not None:
         lines += regret_lines(result.regret)
     if result.shape_curve is not None:
-        lines += shape_lines(result.shape_curve)
+        lines += shape_lines(result.shape_curve, winner=plan)
     return lines
 
 

@@ -20,7 +20,7 @@ Objective = Literal["tokens_per_s", "model_flops_per_s_per_device"]
 
 @record
 class Interval:
-    """A median and its 95 % interval."""
+    """A median and its interval: 95 %, of the seconds of five launches or fewer their whole range."""
 
     median: float
     low: float

@@ -38,23 +38,25 @@ _MAX_STAGES = 64
 
 
 def iteration_times(history: RunHistory) -> str | None:
-    """Seconds an iteration of the finalists and the baseline, medians with their intervals."""
+    """Seconds an iteration of the finalists and the baseline, medians with their launches' ranges."""
     finalists = history.finalists[:_MAX_FINALISTS]
     if not finalists:
         return None
-    rows = [("your own command", "baseline", finalists[0].comparison.baseline.iteration_s)]
+    rows = [("your own command", "baseline", finalists[0].comparison.baseline)]
     rows += [
-        (f"trial {finalist.number}", _style_of(finalist, history), finalist.comparison.plan.iteration_s)
+        (f"trial {finalist.number}", _style_of(finalist, history), finalist.comparison.plan)
         for finalist in finalists
     ]
-    x = Scale.over(_ends_of([interval for _, _, interval in rows]), start=_NAMES_END + 12, end=HALF - 20)
+    x = Scale.over(
+        _ends_of([measured.iteration_s for _, _, measured in rows]), start=_NAMES_END + 12, end=HALF - 20
+    )
     bottom = _TOP + _ROW_HEIGHT * len(rows)
     parts = [x_axis(x, bottom, top=_TOP - 8, words="seconds an iteration (less is better)", count=4)]
-    for index, (name, style, interval) in enumerate(rows):
+    for index, (name, style, measured) in enumerate(rows):
         y = _TOP + _ROW_HEIGHT * (index + 0.5)
-        words = f"{name}: {iteration_spread(interval)} s"
+        words = f"{name}: {iteration_spread(measured)} s"
         parts.append(text(_NAMES_END, y + 4, name, cls="label", anchor="end"))
-        parts.append(_whisker(x, interval, y, style=style, words=words))
+        parts.append(_whisker(x, measured.iteration_s, y, style=style, words=words))
     return drawing(HALF, bottom + 44, *parts, label="Seconds of the best plans and the baseline")
 
 

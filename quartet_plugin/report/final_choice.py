@@ -39,7 +39,10 @@ def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
     else:
         chance = 1.0 - choice.chance_better if is_ahead else choice.chance_better
         parts[0] += f" in the same {choice.num_rounds} rounds, faster with a chance of {100 * chance:.0f} %"
-    if not choice.is_runner_up_win:
+    if not choice.is_runner_up_win and choice.chance_better is None:
+        rounds = f"{choice.num_rounds} round{'' if choice.num_rounds == 1 else 's'}"
+        parts.append(f"trial {number} left after {rounds}, before it could be proven")
+    elif not choice.is_runner_up_win:
         parts.append(f"trial {number} is not faster than your own command for certain")
     elif is_ahead and choice.is_runner_up_other_model:
         parts.append("too little, or too unsure, for another model")

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable
 
-from quartet_plugin.model.measurement import Interval
+from quartet_plugin.model.measurement import Interval, Measurement
 from quartet_plugin.protocol.terminal import reason_line
 
 BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 # The columns of every table of trials.
 SECONDS_HEAD, SPEEDUP_HEAD, MEMORY_HEAD = "s/iter", "speedup", "peak memory"
 _DRIFTED = "*"
+# That of the interval of a median over many launches.
+CONFIDENCE = 0.95
 _FLOPS = ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1.0, "FLOP/s"))
 
 
@@ -74,9 +76,16 @@ def bubble_words(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
-def iteration_spread(seconds: Interval) -> str:
-    """Seconds an iteration with their interval."""
-    return spread(seconds, "{:.3f}")
+def iteration_spread(measured: Measurement) -> str:
+    """Seconds an iteration with their interval, named as what it is.
+
+    The interval of a few launches' median is their whole range, which holds it with 1 - 2^(1 - n).
+    """
+    seconds, count = measured.iteration_s, measured.num_launches
+    ends = f"{iteration_words(seconds.low)} to {iteration_words(seconds.high)}"
+    is_range = 1.0 - 2.0 ** (1 - count) < CONFIDENCE
+    kind = f"in {count} launch{'' if count == 1 else 'es'}" if is_range else "95 % interval"
+    return f"{iteration_words(seconds.median)} ({ends}, {kind})"
 
 
 def speedup_spread(speedup: Interval) -> str:

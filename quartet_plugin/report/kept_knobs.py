@@ -1,4 +1,4 @@
-"""Why a knob that the user asked for stayed as the command has it: the best trial that changed it."""
+"""Why a searched knob stayed as the command has it: the best trial that changed it."""
 
 import math
 from collections.abc import Iterator
@@ -7,43 +7,71 @@ from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report import markup
 from quartet_plugin.report.formatting import clean
-from quartet_plugin.space.knobs.knob import LayoutKnob
+from quartet_plugin.space.knobs.knob import Knob, LayoutKnob
+from quartet_plugin.space.knobs.mapping import MAPPING
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
+from quartet_plugin.space.knobs.schedule import SCHEDULE
+from quartet_plugin.space.knobs.split import SPLIT
 
-# A search leaves them as the command has them unless it is asked.
-_ASKED = tuple(knob for knob in LAYOUT_KNOBS if knob.default == "stock")
+# Of the layout those that a search leaves as the command has them unless it is asked.
+_SEARCHED: tuple[Knob, ...] = (
+    SPLIT,
+    SCHEDULE,
+    MAPPING,
+    *(knob for knob in LAYOUT_KNOBS if knob.default == "stock"),
+)
+_NOTHING = "nothing that a trial changed"
+_FOLLOWS = "split and schedule follow from PP 1: a plan of one stage chooses neither"
 
 
 def kept_lines(history: RunHistory) -> list[str]:
-    """A line for each such knob, once the search has ended.
+    """A line for each such knob, once the search has ended, and what follows from a lost pipeline.
 
-    Nothing where trials measured no other value, and of a knob that the outcome of the run changes.
+    Nothing of a knob of which trials measured no other value, or that the outcome of the run changes.
     """
     rows = [": ".join(row) for row in _rows(history)]
+    rows += _remarks(history, is_empty=not rows)
     return [f"{'' if index else 'kept':<10}{clean(words)}" for index, words in enumerate(rows)]
 
 
 def kept_section(history: RunHistory) -> str:
     """The same as a section of the page; nothing where there is no such knob."""
     rows = [[clean(cell) for cell in row] for row in _rows(history)]
-    if not rows:
-        return ""
     heading = "What stayed as in your command"
-    return markup.section(heading, markup.table(["knob", "why"], rows, label=heading))
+    table = markup.table(["knob", "why"], rows, label=heading) if rows else ""
+    notes = [f"{words[0].upper()}{words[1:]}." for words in _remarks(history, is_empty=not rows)]
+    return markup.section(heading, table + "".join(map(markup.note, notes)))
 
 
 def _rows(history: RunHistory) -> list[tuple[str, str]]:
     """Each knob with its value, and the best trial that changed it."""
+    measured = _measured(history)
+    if not measured:
+        return []
+    return [row for knob in _SEARCHED for row in _row_of(knob, history, measured)]
+
+
+def _remarks(history: RunHistory, *, is_empty: bool) -> list[str]:
+    """That nothing stayed, where a winner is known, and what a plan without a pipeline does not choose."""
+    winner = history.winner
+    if winner is None or not _measured(history):
+        return []
+    before = winner.made_for.baseline.layout.num_stages
+    remarks = [_NOTHING] if is_empty else []
+    return [*remarks, *([_FOLLOWS] if winner.layout.num_stages == 1 < before else [])]
+
+
+def _measured(history: RunHistory) -> list[tuple[TrialRow, Plan]]:
+    """The measured trials of a search that has ended, the baseline first; none without the baseline."""
     measured = [
         (trial, trial.plan) for trial in history.trials if trial.is_measured and trial.plan is not None
     ]
-    if history.state != "finished" or not measured or measured[0][0].number > 0:
-        return []
-    return [row for knob in _ASKED for row in _row_of(knob, history, measured)]
+    is_whole = history.state == "finished" and bool(measured) and measured[0][0].number == 0
+    return measured if is_whole else []
 
 
 def _row_of(
-    knob: LayoutKnob, history: RunHistory, measured: list[tuple[TrialRow, Plan]]
+    knob: Knob, history: RunHistory, measured: list[tuple[TrialRow, Plan]]
 ) -> Iterator[tuple[str, str]]:
     command = knob.value_of(measured[0][1])
     if history.winner is not None and knob.value_of(history.winner) != command:
@@ -52,19 +80,33 @@ def _row_of(
     others = [
         (trial, plan)
         for trial, plan in measured
-        if knob.applies(plan.layout) and knob.value_of(plan) != command
+        if _is_choice(knob, plan, of_command=measured[0][1]) and knob.value_of(plan) != command
     ]
     if not others:
         return
     (other, plan), (best, _) = max(others, key=_speed), max(measured, key=_speed)
-    if other is best:
+    words = f"with {knob.text(knob.value_of(plan))}, trial {other.number}"
+    if other is not best:
+        share = 100 * (other.value or 0.0) / (best.value or math.inf)
+        words += f" reached {share:.0f} % of the speed of trial {best.number}"
+    elif history.winner is not None:
+        words += (
+            f" was the fastest single trial; the final rounds chose trial {history.winner.provenance.trial}"
+        )
+    else:
         return
-    share = 100 * (other.value or 0.0) / (best.value or math.inf)
-    yield (
-        f"{knob.title} {knob.text(command)}",
-        f"with {knob.text(knob.value_of(plan))}, trial {other.number} reached {share:.0f} % of the speed of "
-        f"trial {best.number}",
-    )
+    yield f"{knob.title} {knob.text(command)}", words
+
+
+def _is_choice(knob: Knob, plan: Plan, *, of_command: Plan) -> bool:
+    """Whether another value of the knob would do anything in the plan.
+
+    Plans with other stages than the command's have another split and schedule in any case.
+    """
+    if isinstance(knob, LayoutKnob):
+        return knob.applies(plan.layout)
+    stages, layers = plan.layout.num_stages, plan.shape.num_layers
+    return knob is MAPPING or (stages, layers) == (of_command.layout.num_stages, of_command.shape.num_layers)
 
 
 def _speed(measured: tuple[TrialRow, Plan]) -> float:

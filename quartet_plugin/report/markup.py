@@ -1,5 +1,6 @@
 """Pieces of HTML. Every word that is not markup already goes through `text`."""
 
+import re
 from collections.abc import Sequence, Set
 from html import escape
 
@@ -11,9 +12,23 @@ def text(words: str) -> str:
     return escape(masked(words), quote=True)
 
 
+# Characters of a long word between two places where it may be broken.
+PIECE = 24
+
+
 def breakable(words: str) -> str:
-    """Words that may be broken after each +: a split of many stages is one long word."""
-    return text(words).replace("+", "+<wbr>")
+    """Words that may be broken after a +: a split of many stages is one long word.
+
+    No piece is shorter than PIECE, so that a narrow column does not have a number a line.
+    """
+    pieces = [""]
+    for part in re.split(r"(?<=\+)", text(words)):
+        if len(pieces[-1]) >= PIECE:
+            pieces.append("")
+        pieces[-1] += part
+    if len(pieces) > 1 and len(pieces[-1]) < PIECE:
+        pieces[-2:] = ["".join(pieces[-2:])]
+    return "<wbr>".join(pieces)
 
 
 def section(heading: str, body: str) -> str:

@@ -12,6 +12,7 @@ from quartet_plugin.report.document import document
 from quartet_plugin.report.final_choice import choice_paragraph
 from quartet_plugin.report.formatting import duration, iteration_words, rate, size, speedup_spread
 from quartet_plugin.report.kept_knobs import kept_section
+from quartet_plugin.report.other_model import other_model_words
 from quartet_plugin.report.plan_difference import difference_sentence
 from quartet_plugin.report.search_expense import expense_card
 from quartet_plugin.report.shape_curve import shape_figure
@@ -105,6 +106,7 @@ def _verdict_on_search(history: RunHistory) -> str:
             f'<p class="verdict">Trial {history.winner.provenance.trial} is '
             f"<strong>{speedup_spread(comparison.speedup)}</strong> as fast as {baseline}.</p>\n"
             f"{markup.note(f'Against your own command: {difference_sentence(history.winner)}.')}\n"
+            f"{_other_model(history)}"
             f'<p class="note">In {markup.text(OBJECTIVE_WORDS[comparison.objective])}, measured in turns '
             f"with it over {rounds} rounds; {100 * confidence(comparison):.0f} % interval.</p>"
             f"{_choice(history.winner)}"
@@ -114,6 +116,11 @@ def _verdict_on_search(history: RunHistory) -> str:
         return f'<p class="verdict none">{verdict}</p>'
     state = {"running": "runs", "elsewhere": "runs on another host"}.get(history.state, "was stopped")
     return f'<p class="verdict open"><strong>The search {state}:</strong> this is what is known so far.</p>'
+
+
+def _other_model(history: RunHistory) -> str:
+    # The second ends with a file's path, for copying.
+    return "".join(f"{markup.note(words[0].upper() + words[1:])}\n" for words in other_model_words(history))
 
 
 def _choice(winner: Plan) -> str:
@@ -147,7 +154,8 @@ def _cards(history: RunHistory) -> str:
     cards += _mfu_cards(history, user, peak)
     if peak is not None and peak.peak_memory_bytes:
         before = 0 if user is None else user.peak_memory_bytes
-        was = f"was {size(before)}" if before else ""
+        where = "in its trial" if chosen is None else "the highest of the final rounds"
+        was = f"{where}, was {size(before)}" if before else where
         cards.append(("peak memory of a process", size(peak.peak_memory_bytes), was))
     items = "".join(
         f"<div><dt>{markup.text(name)}</dt><dd>{markup.text(value)}<small>{markup.text(note)}</small></dd></div>"
@@ -185,10 +193,11 @@ def _intervals(history: RunHistory) -> str:
             "Best against baseline", markup.note("No plan was measured again in turns with the baseline.")
         )
     caption = (
-        "Dots are medians over the final rounds, bars their intervals; the short marks are single rounds. A "
-        "plan wins only where a sequential test proves it faster: of plans that are as fast as yours, one "
-        "passes in less than 2 % of all searches. Of several such plans the faster in the same rounds is "
-        "chosen. A plan that could no longer win left after fewer rounds."
+        "Dots are medians over the final rounds. Bars of seconds are the range of the launches (of more than "
+        "five the 95 % interval), bars of speedups the test's 95 % interval; the short marks are single "
+        "rounds. A plan wins only where a sequential test proves it faster: of plans that are as fast as "
+        "yours, one passes in less than 2 % of all searches. Of several such plans the faster in the same "
+        "rounds is chosen. A plan that could no longer win left after fewer rounds."
     )
     return markup.section("Best against baseline", markup.figure(markup.pair(*drawn), caption))
 
@@ -222,8 +231,9 @@ def _shapes(history: RunHistory) -> str:
         return ""
     caption = (
         f"The best plan of each shape at an equal budget, in {OBJECTIVE_WORDS[curve.objective]} over your "
-        "own command's. Dots were measured in single trials, hollow points are predictions of the calibrated "
-        "model."
+        "own command's. Dots were measured in single trials. Hollow points are the calibrated model's after "
+        "the search: fitted where a trial measured the shape, else predicted; not what was predicted before "
+        "a launch."
     )
     return _drawn("Width and depth", shape_figure(curve), caption)
 
@@ -254,7 +264,10 @@ def _memory(history: RunHistory) -> str:
     if best is not None and best.number > 0:
         rows.append((figures.legend_of(best), "won" if history.winner else "other", best))
     svg = figures.memory(rows)
-    caption = "The highest of each pipeline rank's processes, as the framework reported it."
+    caption = (
+        "The highest of each pipeline rank's processes, as the framework reported it in each plan's trial; "
+        "the final rounds measured peaks of their own."
+    )
     drawn = "" if svg is None else markup.figure(svg, caption)
     every_rank = page_tables.rank_memory([(name, row) for name, _, row in rows])
     return markup.section("Memory per stage and rank", drawn + every_rank)

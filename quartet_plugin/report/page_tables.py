@@ -1,6 +1,6 @@
 """The report's tables: every trial, those without a time, what was left out, where it all comes from."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
 from quartet_plugin.report import markup
@@ -18,7 +18,9 @@ from quartet_plugin.report.trial_table import (
 MAX_ROWS = 2_000
 # What a narrow window shows of a row without being moved sideways.
 _FIRST = (SECONDS_HEAD, SPEEDUP_HEAD)
-_PLAIN = {"shape", "layout", "outcome"}
+_PLAIN = {"class", "outcome"}
+# Characters of a plan's part up to which its cell is one line.
+_SHORT = 40
 _TAGS = {
     "OK": "good",
     "UNSTABLE": "warn",
@@ -42,7 +44,7 @@ def trials(history: RunHistory) -> str:
         is_faint = not row.is_measured or row.repeats is not None
         style = "best" if row.number == chosen else "faint" if is_faint else ""
         cells = [
-            markup.cell(value, style="number" if head in numbers else "plain" if head in _PLAIN else "")
+            markup.cell(value, style=_style_of(head, row, numbers=numbers))
             for head, value in _values(row, history, heads=heads)
         ]
         body.append(f'<tr class="{style}">{"".join(cells)}</tr>')
@@ -66,6 +68,14 @@ def _values(row: TrialRow, history: RunHistory, *, heads: Sequence[str]) -> list
     return [(head, values[head]) for head in heads]
 
 
+def _style_of(head: str, row: TrialRow, *, numbers: Set[str]) -> str:
+    if head in numbers:
+        return "number"
+    if head in PARTS:
+        return "plain" if len(row.labels.get(head, "")) <= _SHORT else "long"
+    return "plain" if head in _PLAIN else ""
+
+
 def failed(history: RunHistory) -> str:
     """The table of the trials without a time, with their reasons."""
     rows = [row for row in history.trials if row.verdict and not row.is_measured and row.repeats is None]
@@ -78,7 +88,7 @@ def failed(history: RunHistory) -> str:
             "<tr>"
             + markup.cell(markup.text(str(row.number)))
             + markup.cell(_tag(row))
-            + markup.cell(markup.breakable(clean(label_of(row), limit=240)))
+            + markup.cell(markup.breakable(clean(label_of(row), limit=240)), style="long")
             + markup.cell(markup.text(row.phase))
             + f'<td class="reason">{markup.text(clean(row.reason) + excess)}</td></tr>'
         )

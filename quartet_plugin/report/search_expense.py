@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from quartet_plugin.model.history import RunHistory
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.formatting import duration
+from quartet_plugin.report.other_model import NO_PAYBACK, is_other_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +59,16 @@ def expense_of(history: RunHistory) -> SearchExpense:
 
 def _payback_iterations(winner: Plan | None, *, search_s: float) -> int | None:
     comparison = None if winner is None else winner.measurement
-    if winner is None or comparison is None or winner.shape != winner.made_for.shape:
+    if winner is None or comparison is None or is_other_model(winner):
         return None
     gain_s = comparison.baseline.iteration_s.median - comparison.plan.iteration_s.median
     return math.ceil(search_s / gain_s) if gain_s > 0 else None
 
 
-def expense_words(expense: SearchExpense) -> str:
+def expense_words(expense: SearchExpense, winner: Plan | None) -> str:
     """The expense as one line of text."""
     words = f"{_hours_words(expense)}: {_basis_words(expense)}, within {duration(expense.search_s)}"
-    payback = _payback_words(expense)
+    payback = _payback_words(expense, winner)
     return f"{words}; {payback}" if payback else words
 
 
@@ -76,7 +77,7 @@ def expense_lines(history: RunHistory) -> list[str]:
     expense = expense_of(history)
     if expense.launch_s <= 0:
         return []
-    return [f"spent     {expense_words(expense)}", f"time      {time_words(expense)}"]
+    return [f"spent     {expense_words(expense, history.winner)}", f"time      {time_words(expense)}"]
 
 
 def time_words(expense: SearchExpense) -> str:
@@ -100,7 +101,7 @@ def _starts_name(expense: SearchExpense) -> str:
 def expense_card(history: RunHistory) -> tuple[str, str, str]:
     """The expense as the name, value and note of one of the report's figures."""
     expense = expense_of(history)
-    note = _payback_words(expense) or _basis_words(expense)
+    note = _payback_words(expense, history.winner) or _basis_words(expense)
     return "spent", _hours_words(expense), f"{note}; {time_words(expense)}"
 
 
@@ -113,6 +114,8 @@ def _basis_words(expense: SearchExpense) -> str:
     return f"{expense.num_devices} devices in launches of {duration(expense.launch_s)}"
 
 
-def _payback_words(expense: SearchExpense) -> str:
+def _payback_words(expense: SearchExpense, winner: Plan | None) -> str:
     num = expense.payback_iterations
+    if is_other_model(winner):
+        return NO_PAYBACK
     return "" if num is None else f"paid back after {num:,} iterations of training"

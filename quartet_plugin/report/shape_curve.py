@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape_curve import ShapeCurve, ShapePoint
 from quartet_plugin.report.formatting import clean, speedup_words
 from quartet_plugin.report.svg import Scale, drawing, element, text, title, x_axis, y_axis
@@ -11,14 +12,18 @@ WIDTH, BOTTOM, LEFT, TOP = 520.0, 250.0, 64.0, 14.0
 MAX_LINES = 12
 
 
-def shape_lines(curve: ShapeCurve) -> list[str]:
-    """A line each shape, from shallow and wide to deep and narrow; of many shapes the best ones."""
+def shape_lines(curve: ShapeCurve, *, winner: Plan | None = None) -> list[str]:
+    """A line each shape, from shallow and wide to deep and narrow; of many shapes the best ones.
+
+    The line of the winner's shape has the speedup of its final rounds as well.
+    """
     points = _best_points(curve)
     width = max(len(point.label) for point in points)
     lines = []
     for index, point in enumerate(points):
         head = "shapes" if index == 0 else ""
         remark = ", your own" if point.label == curve.own_label else ""
+        remark += _final_words(winner) if winner is not None and winner.shape.label == point.label else ""
         lines.append(f"{head:<10}{clean(point.label):<{width}}  {_words(point)}{remark}")
     left_out = len(curve.points) - len(points)
     if left_out:
@@ -32,12 +37,21 @@ def _best_points(curve: ShapeCurve) -> list[ShapePoint]:
     return [point for point in curve.points if point in kept or point.label == curve.own_label]
 
 
+def _final_words(winner: Plan) -> str:
+    if winner.measurement is None:
+        return ""
+    speedup = speedup_words(winner.measurement.speedup.median)
+    return f"; {speedup} in the final rounds (trial {winner.provenance.trial})"
+
+
 def _words(point: ShapePoint) -> str:
+    """The single measurement, and the calibrated model's value: fitted to it, or predicted without one."""
     parts = []
     if point.measured is not None:
         parts.append(f"{speedup_words(point.measured)} measured (trial {point.trial})")
     if point.predicted is not None:
-        parts.append(f"{speedup_words(point.predicted)} predicted")
+        kind = "predicted" if point.measured is None else "fitted"
+        parts.append(f"{speedup_words(point.predicted)} {kind}")
     return ", ".join(parts) or "not measured"
 
 

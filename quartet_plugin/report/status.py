@@ -21,6 +21,7 @@ from quartet_plugin.report.formatting import (
 )
 from quartet_plugin.report.kept_knobs import kept_lines
 from quartet_plugin.report.launch_words import launch_words
+from quartet_plugin.report.other_model import other_model_lines
 from quartet_plugin.report.search_expense import expense_lines, expense_of
 from quartet_plugin.report.shape_curve import shape_lines
 from quartet_plugin.report.trial_table import label_of
@@ -59,6 +60,7 @@ def status_lines(history: RunHistory) -> list[str]:
             f"winner    trial {history.winner.provenance.trial}: {speedup_spread(speedup)}, measured in turns"
         )
         lines.append(f"{'':<10}{plan_label(history.winner)}")
+        lines += other_model_lines(history)
         lines += choice_lines(history.winner)
     elif history.state == "finished":
         lines.append("winner    none: your own command stays as it is")
@@ -67,7 +69,7 @@ def status_lines(history: RunHistory) -> list[str]:
     lines += axis_lines(history)
     lines += kept_lines(history)
     if history.shape_curve is not None:
-        lines += shape_lines(history.shape_curve)
+        lines += shape_lines(history.shape_curve, winner=history.winner)
     if history.baseline_note:
         lines.append(f"baseline  {history.baseline_note}")
     left = "" if history.time_left_s is None else f"; about {duration(history.time_left_s)} left"
@@ -172,7 +174,9 @@ def counts_words(history: RunHistory) -> str:
     """The number of trials, in all and by verdict."""
     counts = _verdicts(history)
     words = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-    return f"{history.num_spent} of {history.num_asked} trials" + (f": {words}" if words else "")
+    baseline = history.baseline
+    beside = ", and your own command beside them" if baseline is not None and baseline.is_measured else ""
+    return f"{history.num_spent} of {history.num_asked} trials" + (f": {words}{beside}" if words else "")
 
 
 def slow_node_words(history: RunHistory) -> list[str]:
@@ -246,4 +250,8 @@ def _basis(regret: Regret) -> str:
         "calibrated cost model": "predicted by the cost model as the trials calibrated it",
         "measured trials": "judged by the plans that were measured and how alike they are",
     }.get(regret.source, regret.source)
-    return f"{regret.num_untried} untried plans, {how} ({regret.num_measured} measured)"
+    untried, measured = regret.num_untried, regret.num_measured
+    return (
+        f"{untried} untried plans of the {untried + measured} compared, {how}; {measured - 1} trials and "
+        "your own command were measured"
+    )

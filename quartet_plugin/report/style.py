@@ -5,14 +5,17 @@ STYLE = """
   color-scheme: light dark;
   --paper: #ffffff; --panel: #f6f7f9; --ink: #1a1f27; --muted: #5d6775; --rule: #dde1e7; --grid: #e9ecf0;
   --accent: #2a6bb5; --soft: #8fb4dd; --good: #1b7f55; --bad: #b3384d; --warn: #a8640a; --idle: #e6e8ec;
+  --edge: rgb(0 0 0 / .28);
 }
 @media (prefers-color-scheme: dark) { :root {
   --paper: #14171c; --panel: #1c2027; --ink: #e6e9ee; --muted: #9aa5b4; --rule: #323944; --grid: #272d36;
   --accent: #6fa8e6; --soft: #3f6490; --good: #4cc38a; --bad: #f0788c; --warn: #e0a458; --idle: #2a3039;
+  --edge: rgb(255 255 255 / .3);
 } }
 @media print { :root {
   --paper: #ffffff; --panel: #ffffff; --ink: #000000; --muted: #444444; --rule: #bbbbbb; --grid: #dddddd;
   --accent: #2a6bb5; --soft: #8fb4dd; --good: #1b7f55; --bad: #b3384d; --warn: #a8640a; --idle: #e6e8ec;
+  --edge: rgb(0 0 0 / .28);
 } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink);
@@ -22,7 +25,7 @@ h1 { font-size: 27px; line-height: 1.25; margin: 0 0 6px; overflow-wrap: anywher
 h2 { font-size: 18px; margin: 44px 0 10px; padding-top: 14px; border-top: 1px solid var(--rule); }
 p { margin: 8px 0; max-width: 82ch; }
 .sub, .note, figcaption { color: var(--muted); }
-.note, figcaption { font-size: 13px; }
+.note, figcaption { font-size: 13px; overflow-wrap: anywhere; }
 .verdict { font-size: 19px; margin: 16px 0 4px; }
 .verdict strong { color: var(--good); }
 .verdict.none strong, .verdict.open strong { color: var(--ink); }
@@ -63,7 +66,11 @@ svg .idle { fill: var(--idle); }
 svg .action { stroke: var(--paper); stroke-width: .6; }
 svg .on-dark { fill: #ffffff; font-size: 9px; }
 svg .on-light { fill: #1a1f27; font-size: 9px; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; background:
+  linear-gradient(to right, var(--paper) 40%, transparent) left / 40px 100% no-repeat local,
+  linear-gradient(to left, var(--paper) 40%, transparent) right / 40px 100% no-repeat local,
+  linear-gradient(to right, var(--edge), transparent) left / 16px 100% no-repeat scroll,
+  linear-gradient(to left, var(--edge), transparent) right / 16px 100% no-repeat scroll; }
 .scroll:focus-visible, summary:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
 summary { cursor: pointer; color: var(--muted); font-size: 13px; margin-top: 8px; }
 .natural svg { min-width: 1080px; }
@@ -85,6 +92,7 @@ th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var
 th { color: var(--muted); font-weight: 500; border-bottom-color: var(--rule); }
 th.number, td.number { text-align: right; white-space: nowrap; }
 td.plain { white-space: nowrap; }
+td.long { min-width: 210px; }
 td.reason { overflow-wrap: anywhere; min-width: 260px; }
 tr.best td { font-weight: 600; }
 tr.faint td { color: var(--muted); }
@@ -103,7 +111,7 @@ footer { margin-top: 48px; padding-top: 12px; border-top: 1px solid var(--rule);
   main { max-width: none; padding: 0; }
   h2 { break-after: avoid; margin-top: 26px; }
   figure, .cards, tr, pre { break-inside: avoid; }
-  .scroll { overflow: visible; }
+  .scroll { overflow: visible; background: none; }
   table { font-size: 10.5px; }
 }
 """

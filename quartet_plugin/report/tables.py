@@ -8,7 +8,15 @@ from quartet_plugin.model.measurement import Comparison, Measurement, Objective
 from quartet_plugin.model.plan import STOCK, NodeInfo, Plan
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.report.final_choice import choice_lines
-from quartet_plugin.report.formatting import iteration_spread, microbatch_words, rate, size, speedup_spread
+from quartet_plugin.report.formatting import (
+    iteration_spread,
+    iteration_words,
+    microbatch_words,
+    rate,
+    size,
+    speedup_spread,
+)
+from quartet_plugin.report.other_model import plan_model_lines
 from quartet_plugin.report.throughput import cost_of, throughput_of
 from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
@@ -86,10 +94,10 @@ def plan_lines(plan: Plan) -> list[str]:
         f"schedule  {plan.schedule.label}",
         f"mapping   {plan.mapping.label}",
     ]
-    lines += ["", *change_lines(plan), *_prediction_lines(plan)]
+    lines += ["", *change_lines(plan), *plan_model_lines(plan), *_prediction_lines(plan)]
     if plan.measurement is not None:
-        rates = throughput_of(plan, plan.measurement.plan.iteration_s.median)
-        lines += ["", *comparison_lines(plan.measurement), f"rates     {rates.words}", *choice_lines(plan)]
+        lines += ["", *comparison_lines(plan.measurement), *_mfu_lines(plan, plan.measurement)]
+        lines += choice_lines(plan)
     return lines
 
 
@@ -110,14 +118,33 @@ def _node_words(nodes: Sequence[NodeInfo]) -> str:
 
 
 def _prediction_lines(plan: Plan) -> list[str]:
-    """The predicted seconds and their rates, and the cost of the job where its tokens are known."""
+    """The predicted seconds and the cost of the job where its tokens are known.
+
+    Where the plan was measured its prediction is compared with that, else it has rates.
+    """
     seconds = None if plan.prediction is None else plan.prediction.iteration_s
     if seconds is None:
         return []
     rates = throughput_of(plan, seconds)
     cost = cost_of(plan, rates)
-    lines = [f"predicted {seconds:.4g} s an iteration, {rates.words}"]
+    if plan.measurement is None:
+        words = f"{seconds:.4g} s an iteration, {rates.words}"
+    else:
+        words = _beside_measured(seconds, plan.measurement.plan.iteration_s.median)
+    lines = [f"predicted {words}"]
     return ["", *lines] if cost is None else ["", *lines, f"cost      {cost.words}"]
+
+
+def _beside_measured(predicted_s: float, measured_s: float) -> str:
+    by = round(100 * (predicted_s / measured_s - 1))
+    differs = f"{abs(by)} % {'more' if by > 0 else 'less'} than measured" if by else "as measured"
+    return f"{iteration_words(predicted_s)} s an iteration before its launch ({differs})"
+
+
+def _mfu_lines(plan: Plan, measured: Comparison) -> list[str]:
+    """The rate that the measurement's own line does not have."""
+    mfu = throughput_of(plan, measured.plan.iteration_s.median).mfu
+    return [] if mfu is None else [f"MFU       {100 * mfu:.1f} %"]
 
 
 def _job_lines(plan: Plan) -> list[str]:
@@ -144,7 +171,7 @@ def change_lines(plan: Plan) -> list[str]:
 
 
 def comparison_lines(comparison: Comparison, *, names: Sequence[str] = ("baseline", "plan")) -> list[str]:
-    """Baseline against plan, with 95 % intervals."""
+    """Baseline against plan: seconds with their launches' range, and the speedup with its interval."""
     return [
         _measurement_line(names[0], comparison.baseline),
         _measurement_line(names[1], comparison.plan),
@@ -168,7 +195,7 @@ def confidence(comparison: Comparison) -> float:
 
 def _measurement_line(name: str, measured: Measurement) -> str:
     return (
-        f"{name:<10}{iteration_spread(measured.iteration_s)} s/iteration, "
+        f"{name:<10}{iteration_spread(measured)} s/iteration, "
         f"{measured.tokens_per_s:,.0f} tokens/s, "
         f"{rate(measured.model_flops_per_s_per_device)} a device, peak {size(measured.peak_memory_bytes)}"
     )

@@ -40,7 +40,7 @@ _MEASURE = """
 const frame = document.getElementById("frame");
 frame.onload = () => {{
   const page = frame.contentDocument, view = frame.contentWindow;
-  const found = {{texts: [], columns: [], scrolled: []}};
+  const found = {{texts: [], columns: [], scrolled: [], cells: []}};
   found.page_width = page.documentElement.scrollWidth;
   for (const text of page.querySelectorAll("svg text")) {{
     if (!text.getClientRects().length) continue;
@@ -52,10 +52,22 @@ frame.onload = () => {{
     const box = head.getBoundingClientRect();
     found.columns.push([head.textContent, box.left, box.right]);
   }}
+  for (const cell of page.querySelectorAll("td")) {{
+    const lines = new Set(), texts = page.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) {{
+      const range = page.createRange();
+      range.selectNodeContents(texts.currentNode);
+      for (const box of range.getClientRects()) lines.add(Math.round(box.bottom));
+    }}
+    const table = cell.closest("[aria-label]").getAttribute("aria-label");
+    found.cells.push([cell.textContent, lines.size, table]);
+  }}
   for (const part of page.querySelectorAll("main *")) {{
     const moves = ["auto", "scroll"].includes(view.getComputedStyle(part).overflowX);
     if (moves && part.scrollWidth > part.clientWidth)
-      found.scrolled.push([part.getAttribute("aria-label"), part.tabIndex]);
+      found.scrolled.push([
+        part.getAttribute("aria-label"), part.tabIndex, view.getComputedStyle(part).backgroundAttachment,
+      ]);
   }}
   document.getElementById("measured").textContent = JSON.stringify(found);
 }};
@@ -67,13 +79,16 @@ frame.onload = () => {{
 class Measured:
     """Pixels of a page: its width, the size of each text in its charts, with the chart, and columns' ends.
 
-    `scrolled` are the names of the parts that are moved sideways, with their places in a keyboard's order.
+    `scrolled` are the names of the parts that are moved sideways, with their places in a keyboard's order and
+    what their backgrounds are attached to: `local` to the content, `scroll` to the edges. `cells` are the
+    words of tables' cells with the number of their lines and the table.
     """
 
     page_width: float
     texts: tuple[tuple[str, float, str], ...]
     columns: tuple[tuple[str, float, float], ...]
-    scrolled: tuple[tuple[str, int], ...]
+    scrolled: tuple[tuple[str, int, str], ...]
+    cells: tuple[tuple[str, int, str], ...]
 
 
 def measure_page(markup: str, *, width: int, folder: Path) -> Measured:
@@ -90,6 +105,7 @@ def measure_page(markup: str, *, width: int, folder: Path) -> Measured:
         texts=tuple(map(tuple, found["texts"])),
         columns=tuple(map(tuple, found["columns"])),
         scrolled=tuple(map(tuple, found["scrolled"])),
+        cells=tuple(map(tuple, found["cells"])),
     )
 
 

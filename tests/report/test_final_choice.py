@@ -66,6 +66,11 @@ def test_a_runner_up_that_is_faster_is_said_with_the_reason() -> None:
 def test_few_shared_rounds_and_no_runner_up_are_said() -> None:
     few = replace(CHOICE, chance_better=None, num_rounds=2)
     assert "by their speedups: they share 2 rounds only" in choice_lines(chosen(few))[1]
+    unproven = replace(few, is_runner_up_win=False)
+    assert choice_lines(chosen(unproven))[1].endswith(
+        "; trial 9 left after 2 rounds, before it could be proven"
+    )
+    assert "for certain" not in choice_lines(chosen(unproven))[1]
     assert choice_lines(chosen(FinalChoice(rule="x")))[1].startswith("runner-up none")
 
 

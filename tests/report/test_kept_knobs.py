@@ -2,16 +2,29 @@
 
 from dataclasses import replace
 
-from quartet_plugin.model.plan import Plan
+import pytest
+
+from quartet_plugin.model.plan import Mapping, Plan, ScheduleChoice, Slot, Split
 from quartet_plugin.report.kept_knobs import kept_lines
 from quartet_plugin.report.page import Extras, page
 from quartet_plugin.report.status import status_lines
+from quartet_plugin.schedule.choice import choice_of
+from quartet_plugin.schedule.named import named
 from quartet_plugin.space.knobs.recompute import RECOMPUTE
 from quartet_plugin.space.knobs.sequence_parallel import SEQUENCE_PARALLEL
 from tests.model.plans import PLAN, plan_with
-from tests.report.histories import history, row
+from tests.report.histories import INTERLEAVED, history, row
+from tests.schedule.orders import unit_costs
 
 RECOMPUTED = plan_with(layout=RECOMPUTE.put(PLAN.layout, "full"))
+
+IN_ORDER = Mapping(slots=(Slot(node=0, local=0), Slot(node=0, local=1)))
+ZB_H1 = named("zb-h1", num_devices=2, num_microbatches=PLAN.num_microbatches)
+FLAT = plan_with(
+    layout=replace(PLAN.layout, pipeline_parallel=1, data_parallel=2),
+    split=Split(transformer_layers_per_stage=(8,)),
+    schedule=ScheduleChoice(name="no-pipelining"),
+)
 
 
 def tried(other: Plan, *, other_s: float, winner: Plan | None = None) -> list[str]:
@@ -26,8 +39,44 @@ def test_a_knob_that_gained_nothing_names_the_best_trial_that_changed_it() -> No
 
 
 def test_nothing_is_said_of_a_knob_that_the_winner_changes_or_the_best_trial_has() -> None:
-    assert tried(RECOMPUTED, other_s=0.5, winner=RECOMPUTED) == []
+    assert tried(RECOMPUTED, other_s=0.5, winner=RECOMPUTED) == ["kept      nothing that a trial changed"]
     assert tried(RECOMPUTED, other_s=0.3) == []
+
+
+def test_the_best_trial_has_what_the_winner_does_not() -> None:
+    line = "kept      recompute none: with full, trial 2 was the fastest single trial; the final rounds chose"
+    assert tried(RECOMPUTED, other_s=0.3, winner=PLAN) == [f"{line} trial {PLAN.provenance.trial}"]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (plan_with(mapping=IN_ORDER), "mapping 1,0: with stock"),
+        (plan_with(split=Split(transformer_layers_per_stage=(5, 3))), "split 6+2: with 5+3"),
+        (
+            plan_with(schedule=ScheduleChoice(name="custom", custom=choice_of(ZB_H1, unit_costs(ZB_H1)))),
+            "schedule 1f1b: with zb-h1",
+        ),
+    ],
+)
+def test_the_axes_of_a_plan_that_stay_are_listed(other: Plan, words: str) -> None:
+    line = f"kept      {words}, trial 2 reached 80 % of the speed of trial 1"
+    assert tried(other, other_s=0.5, winner=PLAN) == [line]
+    assert tried(other, other_s=0.5, winner=other) == ["kept      nothing that a trial changed"]
+
+
+def test_other_stages_say_nothing_of_split_and_schedule() -> None:
+    assert tried(INTERLEAVED, other_s=0.5) == []
+    assert tried(FLAT, other_s=0.5) == []
+
+
+def test_a_winner_without_a_pipeline_has_neither_split_nor_schedule() -> None:
+    line = "split and schedule follow from PP 1: a plan of one stage chooses neither"
+    run = history(trials=(row(0, 0.5), row(1, 0.4, plan=FLAT)), winner=FLAT)
+    assert kept_lines(run) == ["kept      nothing that a trial changed", f"{'':<10}{line}"]
+    assert line[1:] in page(run, Extras())
+    assert not any(line in words for words in kept_lines(history()))
+    assert kept_lines(replace(run, state="running")) == []
 
 
 def test_nothing_is_said_where_no_trial_changed_a_knob_that_its_layout_leaves_free() -> None:

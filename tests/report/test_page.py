@@ -17,6 +17,7 @@ from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.rank_files import ActionTimes
 from quartet_plugin.report.formatting import SECONDS_HEAD, SPEEDUP_HEAD, bubble_words
 from quartet_plugin.report.gantt import timeline
+from quartet_plugin.report.markup import PIECE, breakable
 from quartet_plugin.report.page import Extras, Picture, page
 from quartet_plugin.report.timeline import KIND_NAMES
 from quartet_plugin.report.winner import flop_costs, simulated_plan
@@ -26,6 +27,7 @@ from quartet_plugin.schedule.files import order_texts
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import Simulation, simulate
+from tests.model.plans import PLAN, plan_with
 from tests.report.browser import Opened, measure_page, open_page, picture, print_page
 from tests.report.histories import HOLDER, INTERLEAVED, RUNNING, WINNER, history, refused, row
 from tests.schedule.orders import unit_costs
@@ -38,6 +40,12 @@ ATTACKS = (
     "--></svg><iframe src='https://example.com/'></iframe>",
     "javascript:alert(1)",
     "&lt;script&gt;alert(1)&lt;/script&gt;",
+)
+MANY_STAGES = plan_with(
+    shape=replace(PLAN.shape, num_layers=64),
+    layout=replace(PLAN.layout, virtual_stages=16),
+    split=Split(transformer_layers_per_stage=(2,) * 32),
+    schedule=ScheduleChoice(name="interleaved", group=2),
 )
 VOID = {"meta", "link", "br", "wbr", "img", "input"}
 EXTRAS = Extras(
@@ -182,7 +190,19 @@ def test_a_colour_of_the_timelines_legend_means_one_thing(chunks: int) -> None:
 
 
 def test_a_split_of_many_stages_may_be_broken() -> None:
-    assert "6+<wbr>2" in whole(history())
+    counts = "+".join(["1"] * 64)
+    broken = breakable(counts)
+    assert read(f"<p>{broken}</p>").text.replace(" ", "") == counts
+    pieces = broken.split("<wbr>")
+    assert len(pieces) > 2
+    assert all(piece.endswith("+") for piece in pieces[:-1])
+    assert all(PIECE <= len(piece) < 2 * PIECE for piece in pieces)
+    assert breakable("1+1+2+1+1+1+1+0") == "1+1+2+1+1+1+1+0"
+    assert breakable(f"<b>+{counts}").startswith("&lt;b&gt;+1+")
+    assert breakable(long := MANY_STAGES.split.label) in whole(
+        history(trials=(*history().trials, row(7, 0.5, plan=MANY_STAGES)))
+    )
+    assert "<wbr>" in breakable(long)
 
 
 def test_a_page_without_a_winner_says_so_plainly() -> None:
@@ -403,10 +423,31 @@ def test_a_phone_shows_the_charts_and_a_trials_speed(width: int, tmp_path: Path)
 
 def test_a_keyboard_and_a_screen_reader_reach_what_is_moved_sideways(tmp_path: Path) -> None:
     measured = measure_page(whole(history()), width=390, folder=tmp_path)
-    assert {label for label, _ in measured.scrolled} >= {"Every trial", "Timeline of the best plan"}
-    assert {tab_index for _, tab_index in measured.scrolled} == {0}
+    assert {label for label, _, _ in measured.scrolled} >= {"Every trial", "Timeline of the best plan"}
+    assert {tab_index for _, tab_index, _ in measured.scrolled} == {0}
     cut = whole(history()).replace(' tabindex="0"', "")
-    assert {tab_index for _, tab_index in measure_page(cut, width=390, folder=tmp_path).scrolled} == {-1}
+    assert {tab_index for _, tab_index, _ in measure_page(cut, width=390, folder=tmp_path).scrolled} == {-1}
+
+
+def test_what_can_be_moved_sideways_has_shadows_at_its_edges(tmp_path: Path) -> None:
+    """A shadow at each edge, and a cover of it that moves away with the content."""
+    measured = measure_page(whole(history()), width=390, folder=tmp_path)
+    assert measured.scrolled
+    assert {kinds for _, _, kinds in measured.scrolled} == {"local, local, scroll, scroll"}
+
+
+def test_cells_of_every_trial_are_one_line_on_a_phone(tmp_path: Path) -> None:
+    run = history(trials=(*history().trials, row(7, 0.5, plan=MANY_STAGES)))
+    measured = measure_page(whole(run), width=390, folder=tmp_path)
+    cells = [(words, lines) for words, lines, table in measured.cells if table == "Every trial"]
+    splits = {words: lines for words, lines in cells if "+" in words}
+    assert {"6+2", "3+2+2+1"} < set(splits)
+    broken = {words: lines for words, lines in cells if lines > 1}
+    long = MANY_STAGES.split.label
+    assert set(broken) == {long}
+    assert 1 < broken[long] <= -(-len(long) // PIECE)
+    cut = whole(run).replace("td.plain { white-space: nowrap; }", "")
+    assert sum(lines > 1 for _, lines, _ in measure_page(cut, width=390, folder=tmp_path).cells) > len(broken)
 
 
 def test_it_is_drawn_in_light_and_in_dark_and_prints(tmp_path: Path) -> None:

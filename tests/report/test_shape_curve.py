@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.plan import Split
 from quartet_plugin.model.schema import dump, parse
 from quartet_plugin.model.shape_curve import ShapeCurve, ShapePoint
 from quartet_plugin.report.shape_curve import MAX_LINES, shape_figure, shape_lines
+from quartet_plugin.report.status import status_lines
+from tests.report.histories import WINNER, history
 
 
 def point(layers: int, hidden: int, *, measured: float | None, predicted: float | None) -> ShapePoint:
@@ -35,11 +38,21 @@ CURVE = ShapeCurve(
 
 def test_lines() -> None:
     assert shape_lines(CURVE) == [
-        "shapes    6x704   1.25x measured (trial 6), 1.20x predicted",
-        "          12x512  1.00x measured (trial 12), 1.00x predicted, your own",
+        "shapes    6x704   1.25x measured (trial 6), 1.20x fitted",
+        "          12x512  1.00x measured (trial 12), 1.00x fitted, your own",
         "          24x384  0.81x predicted",
         "          48x256  not measured",
     ]
+
+
+def test_the_winners_shape_has_the_speedup_of_its_final_rounds() -> None:
+    shape = replace(WINNER.shape, num_layers=6, hidden_size=704)
+    winner = replace(WINNER, shape=shape, split=Split(transformer_layers_per_stage=(3, 3)))
+    first, *others = shape_lines(CURVE, winner=winner)
+    assert first.endswith("1.20x fitted; 1.25x in the final rounds (trial 2)")
+    assert others == shape_lines(CURVE)[1:]
+    assert first in status_lines(history(winner=winner, shape_curve=CURVE))
+    assert shape_lines(CURVE, winner=replace(winner, measurement=None)) == shape_lines(CURVE)
 
 
 def test_of_many_shapes_the_best_and_the_own_one_are_listed() -> None:
