@@ -1,8 +1,8 @@
 """Engines by name: the entry points of the group `quartet_plugin.engines`, loaded when they are named."""
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
-from quartet_plugin.errors import ConfigError
+from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.launchers.protocol import Engine
 from quartet_plugin.launchers.site import Site
 from quartet_plugin.model.schema import nearest_word
@@ -20,6 +20,7 @@ _OURS = {
     "slurm-batch": "quartet_plugin.launchers.slurm_batch:engine",
     "ssh": "quartet_plugin.launchers.ssh:engine",
 }
+_METHODS = ("divide", "launcher", "adopt")
 
 
 def engine_names() -> tuple[str, ...]:
@@ -31,11 +32,9 @@ def engine_names() -> tuple[str, ...]:
 def engine_named(name: str, *, site: Site) -> Engine:
     """The engine on a site.
 
-    Raises ConfigError for a name that none has, in the site's `engines` too, and for an engine that cannot be
-    loaded.
+    Raises ConfigError for a name that none has, in the site's `engines` too, and for an engine of another
+    package that cannot be loaded or is none.
     """
-    from importlib.metadata import EntryPoint
-
     _check_settings(site)
     points = list(entry_points(group=GROUP, name=name))
     if not points and name in _OURS:
@@ -43,10 +42,28 @@ def engine_named(name: str, *, site: Site) -> Engine:
     if not points:
         near = nearest_word(name, known=engine_names())
         raise ConfigError(f"launcher: {name!r}; must be one of {', '.join(engine_names())}{near}")
+    return _loaded(points[0], site=site)
+
+
+def _loaded(point: EntryPoint, *, site: Site) -> Engine:
+    """The engine of an entry point, whose module and function may fail in any way."""
+    origin = "" if point.dist is None else f" (of distribution {point.dist.name})"
+    where = f"launcher: {point.name}{origin}"
     try:
-        engine: Engine = points[0].load()(site)
-    except ImportError as error:
-        raise ConfigError(f"launcher: {name}: cannot be loaded: {error}") from error
+        engine: Engine = point.load()(site)
+    except QuartetError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{where}: {point.value} cannot be loaded: {type(error).__name__}: {reason}"
+        ) from error
+    missing = [method for method in _METHODS if not callable(getattr(engine, method, None))]
+    if missing:
+        raise ConfigError(
+            f"{where}: {point.value} returns a {type(engine).__name__} without {', '.join(missing)}; "
+            "it must return an Engine (quartet_plugin/launchers/protocol.py)"
+        )
     return engine
 
 

@@ -77,12 +77,13 @@ class Placement:
         """The nodes of each of `at_once` trials. Raises ConfigError where there are not enough."""
         if not 1 <= at_once <= MAX_SLICES:
             raise ConfigError(f"--workers {at_once}: must be from 1 to {MAX_SLICES}")
+        engine = engine_named(self.launcher, site=self.site)
         if device == "auto":
             raise ConfigError(
                 f"device: auto; with launcher: {self.launcher} trials run on other nodes than this process: "
-                "write device: cuda, or cpu"
+                "write `device: cuda`, or cpu, into a q.yaml and give it with --config q.yaml"
             )
-        parts = engine_named(self.launcher, site=self.site).divide(num_nodes=self.num_nodes, at_once=at_once)
+        parts = engine.divide(num_nodes=self.num_nodes, at_once=at_once)
         return tuple(
             DeviceSlice(device=device, index=index, count=at_once, nodes=nodes, num_nodes=self.num_nodes)
             for index, nodes in enumerate(parts)

@@ -55,5 +55,10 @@ def test_this_machine_is_one_node() -> None:
 
 
 def test_the_device_is_said_where_trials_run_elsewhere() -> None:
-    with pytest.raises(ConfigError, match="write device: cuda, or cpu"):
+    with pytest.raises(ConfigError, match=r"write `device: cuda`, or cpu, into a q.yaml .* --config q.yaml"):
         Placement(launcher="slurm").slices(at_once=1, device="auto")
+
+
+def test_a_misspelt_launcher_is_named_before_the_device() -> None:
+    with pytest.raises(ConfigError, match=r"launcher: 'slurm_batch'; .*did you mean slurm-batch\?"):
+        Placement(launcher="slurm_batch").slices(at_once=1, device="auto")
