@@ -67,13 +67,13 @@ def with_own_model(ranked: Sequence[FinishedTrial], *, count: int) -> list[Finis
     The only place goes to another model that was faster by the gain that it has to show there.
     """
     trials = list(ranked)
-    own = next((trial for trial in trials if not is_other_model(trial.plan)), None)
-    if own is None or own in trials[:count]:
+    best = next((trial for trial in trials if not is_other_model(trial.plan)), None)
+    if best is None or best in trials[:count]:
         return trials
-    if count == 1 and (trials[0].record.value or 0.0) >= CLEAR_GAIN * (own.record.value or 0.0):
+    if count == 1 and (trials[0].record.value or 0.0) >= CLEAR_GAIN * (best.record.value or 0.0):
         return trials
-    trials.remove(own)
-    trials.insert(count - 1, own)
+    trials.remove(best)
+    trials.insert(count - 1, best)
     return trials
 
 
