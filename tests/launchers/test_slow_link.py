@@ -103,7 +103,9 @@ def joined_hosts(folder: Path, *, number: int, slow: tuple[int, int]) -> Iterato
             site = folder / "site.yaml"
             site.write_text(hosts.site.model_dump_json(exclude_defaults=True))
             yield Hosts(folder=folder, site=site, names=hosts.names)
-    assert not living(folder)
+            # The hosts live, and would show what still runs on them.
+            assert not living(folder / "pretrain.py")
+            assert not living(folder / "runs")
 
 
 def slow_down(first: int, second: int) -> None:
