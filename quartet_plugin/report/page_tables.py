@@ -126,7 +126,7 @@ def left_out(history: RunHistory) -> str:
     ]
     others = [feature for feature in history.features if feature not in by_feature]
     if others:
-        items.append("Features of the job that keep nothing: " + ", ".join(others))
+        items.append("Features of the job that keep no further axis: " + ", ".join(others))
     if history.config.get("search", {}).get("scaling") is None:
         items.append("Width and depth were not searched: another shape is another model.")
     return markup.section(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.model.axis_gains import read_axis_gains
-from quartet_plugin.model.plan import Mapping, Plan, Slot
+from quartet_plugin.model.plan import Mapping, Plan
 from quartet_plugin.report.status import status_lines, status_record
 from quartet_plugin.tuner.axis_gains import axis_gains_of
 from quartet_plugin.tuner.history import read_history
@@ -55,7 +55,7 @@ def test_only_what_differs_and_helps_is_said_to_have_given_something(tmp_path: P
 
 
 def test_a_winner_of_a_search_without_the_cost_model_says_why_it_has_no_gains(tmp_path: Path) -> None:
-    search = {"pipeline_parallel": 2, "schedule": ["1f1b"], "mapping": "stock", "split": ["7+1", "even"]}
+    search = {"pipeline_parallel": 2, "schedule": ["1f1b"], "mapping": "stock", "split": ["6+2", "even"]}
     study = {"trials": 8, "rounds": 4, "top_k": 2, "starts": "none"}
     run = begin(tmp_path / "r", search=search, study=study)
     result = tune(run, FakeMachine(seconds=slow_head))
@@ -108,7 +108,7 @@ def result_of(winner: Plan) -> Any:
     return SimpleNamespace(winner=winner, best=winner, baseline=PLAN, trials=(), objective="tokens_per_s")
 
 
-OTHER = plan_with(mapping=Mapping(slots=(Slot(node=0, local=1), Slot(node=0, local=0))))
+OTHER = plan_with(mapping=Mapping(slots=tuple(reversed(PLAN.mapping.slots))))
 
 
 @pytest.mark.parametrize(
