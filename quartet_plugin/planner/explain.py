@@ -282,9 +282,9 @@ def _other(plan: Plan, job: PlanRequest, constants: Constants) -> OtherPlan | No
     """The best ranked layout and named schedule that are not the plan's."""
     ranked = next(
         (
-            one
-            for one in _ranked(job, constants, top=3)
-            if not _is_own(plan, one.shape, one.layout, one.schedule)
+            candidate
+            for candidate in _ranked(job, constants, top=3)
+            if not _is_own(plan, candidate.shape, candidate.layout, candidate.schedule)
         ),
         None,
     )
@@ -309,7 +309,7 @@ def _learned_other(
     ranked = _ranked(job, constants, top=NUM_OTHERS)
     nodes = plan.made_for.nodes
     candidates = list(predictor.measured.values())
-    candidates += [_plan_of(one, plan, job, constants, nodes=nodes) for one in ranked]
+    candidates += [_plan_of(row, plan, job, constants, nodes=nodes) for row in ranked]
     others = [
         other
         for other in candidates
@@ -342,8 +342,8 @@ def _is_own(plan: Plan, shape: ModelShape, layout: Layout, kind: ScheduleKind) -
     """Whether a layout is the plan's own, with its schedule."""
     custom = plan.schedule.custom
     # A searched order is compared with the best layout that is not its own.
-    own = None if custom is not None and custom.named is None else schedule_kind(plan.schedule)
-    return (shape, layout) == (plan.shape, plan.layout) and own in (None, kind)
+    planned = None if custom is not None and custom.named is None else schedule_kind(plan.schedule)
+    return (shape, layout) == (plan.shape, plan.layout) and planned in (None, kind)
 
 
 def _plan_of(

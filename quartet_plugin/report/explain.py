@@ -225,9 +225,10 @@ def _time_table(explanation: Explanation, *, columns: int) -> "RenderableType":
         if name == "compute_s":
             _add_compute_rows(table, explanation)
     small = [name for name in rows if name not in shown]
-    own = sum(explanation.terms.get(name, 0.0) for name in small)
-    if abs(own) >= LEAST_SHOWN * explanation.iteration_s:
-        table.add_row("others", *_pairs(explanation, own, sum(theirs.get(n, 0.0) for n in small)), "", "")
+    seconds = sum(explanation.terms.get(name, 0.0) for name in small)
+    if abs(seconds) >= LEAST_SHOWN * explanation.iteration_s:
+        cells = _pairs(explanation, seconds, sum(theirs.get(name, 0.0) for name in small))
+        table.add_row("others", *cells, "", "")
     return table
 
 
@@ -240,7 +241,7 @@ def _is_shown(explanation: Explanation, name: str) -> bool:
 
 
 def _add_compute_rows(table: "Table", explanation: Explanation) -> None:
-    """The parts of the compute term, each under it."""
+    """Add the parts of the compute term, each under it."""
     other = explanation.baseline
     theirs: Mapping[str, float] = {} if other is None else other.compute_terms
     for inner, seconds in sorted(explanation.compute_terms.items(), key=lambda item: -item[1]):
