@@ -28,7 +28,7 @@ from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import Simulation, simulate
 from tests.model.plans import PLAN, plan_with
-from tests.report.browser import Opened, measure_page, open_page, picture, print_page
+from tests.report.browser import Measured, Opened, measure_page, open_page, picture, print_page
 from tests.report.histories import HOLDER, INTERLEAVED, RUNNING, WINNER, history, refused, row
 from tests.schedule.orders import unit_costs
 
@@ -436,10 +436,14 @@ def test_what_can_be_moved_sideways_has_shadows_at_its_edges(tmp_path: Path) -> 
     assert {kinds for _, _, kinds in measured.scrolled} == {"local, local, scroll, scroll"}
 
 
+def of_every_trial(measured: Measured) -> list[tuple[str, int]]:
+    return [(words, lines) for words, lines, table in measured.cells if table == "Every trial"]
+
+
 def test_cells_of_every_trial_are_one_line_on_a_phone(tmp_path: Path) -> None:
     run = history(trials=(*history().trials, row(7, 0.5, plan=MANY_STAGES)))
     measured = measure_page(whole(run), width=390, folder=tmp_path)
-    cells = [(words, lines) for words, lines, table in measured.cells if table == "Every trial"]
+    cells = of_every_trial(measured)
     splits = {words: lines for words, lines in cells if "+" in words}
     assert {"6+2", "3+2+2+1"} < set(splits)
     broken = {words: lines for words, lines in cells if lines > 1}
@@ -447,7 +451,8 @@ def test_cells_of_every_trial_are_one_line_on_a_phone(tmp_path: Path) -> None:
     assert set(broken) == {long}
     assert 1 < broken[long] <= -(-len(long) // PIECE)
     cut = whole(run).replace("td.plain { white-space: nowrap; }", "")
-    assert sum(lines > 1 for _, lines, _ in measure_page(cut, width=390, folder=tmp_path).cells) > len(broken)
+    unstyled = of_every_trial(measure_page(cut, width=390, folder=tmp_path))
+    assert sum(lines > 1 for _, lines in unstyled) > len(broken)
 
 
 def test_it_is_drawn_in_light_and_in_dark_and_prints(tmp_path: Path) -> None:
