@@ -13,6 +13,8 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
     """The run folder, the baseline's command, the launches, and the space as far as no launch is needed."""
     from quartet_plugin.protocol.masking import masked_argv
     from quartet_plugin.report.formatting import duration
+    from quartet_plugin.trial.attempt import PREFIX
+    from quartet_plugin.tuner.run_folder import RunFolder
 
     study, trial = config.study, config.trial
     state = "goes on" if is_resumed else "is there: say --resume" if path.exists() else "would be made"
@@ -21,7 +23,7 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
         f"run       {path} {state}",
         f"command   {shlex.join(masked_argv(command.words))}",
         f"baseline  {shlex.join(masked_argv(_baseline_words(command)))}",
-        *_launcher_lines(config, command),
+        *_launcher_lines(config, command, folder=RunFolder(path=path.resolve()).trial(0) / f"{PREFIX}1"),
         f"trials    your own command, then at most {study.trials} plans, each "
         f"{_count(trial.least_warmup, trial.most_warmup)} + "
         f"{_count(trial.least_measured, trial.most_measured)} iterations",
@@ -33,8 +35,8 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
     ]
 
 
-def _launcher_lines(config: "TuneConfig", command: "Command") -> list[str]:
-    """The words by which a launcher starts trial 0 on its nodes."""
+def _launcher_lines(config: "TuneConfig", command: "Command", *, folder: Path) -> list[str]:
+    """The words by which a launcher starts trial 0 on its nodes, as the attempt whose folder is given."""
     from quartet_plugin.launchers.protocol import ObjectLauncher
     from quartet_plugin.protocol.masking import masked_argv
     from quartet_plugin.tuner.config import placement_of
@@ -45,7 +47,6 @@ def _launcher_lines(config: "TuneConfig", command: "Command") -> list[str]:
     (device_slice,) = placement.slices(at_once=1, device=config.device)
     launcher = placement.launcher_on(device_slice)
     assert launcher is not None
-    folder = Path.cwd() / "ATTEMPT"
     words = launcher.words(
         _baseline_words(command), attempt_id="ID", cwd=Path.cwd(), stdout=folder / "stdout.log"
     )
@@ -69,6 +70,7 @@ def _space_lines(config: "TuneConfig", command: "Command") -> list[str]:
 
     locked, is_read = _locked(config, command)
     lines: list[str] = []
+    width = 2 + max(map(len, type(config.search).model_fields))
     for name, field in type(config.search).model_fields.items():
         value = getattr(config.search, name)
         words = _choices(name, value)
@@ -78,9 +80,9 @@ def _space_lines(config: "TuneConfig", command: "Command") -> list[str]:
             words = f"kept as in your command, because of {feature} (asked: {words})"
         else:
             words = f"{words}: {field.description}"
-        lines.append(f"{'search' if not lines else '':<10}{name:<22}{words}")
+        lines.append(f"{'search' if not lines else '':<10}{name:<{width}}{words}")
     if is_read and (reason := _no_custom_schedules(command)) is not None:
-        lines.append(f"{'':<10}{'':<22}custom schedules cannot run, because of {reason}")
+        lines.append(f"{'':<10}{'':<{width}}custom schedules cannot run, because of {reason}")
     note = "" if is_read else "what the command's features keep, and "
     lines.append(f"{'':<10}after the first launch: {note}which of these are legal for model and devices")
     return lines

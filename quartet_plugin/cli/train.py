@@ -55,7 +55,11 @@ def train_command(
         ),
     ] = False,
     launcher: Annotated[
-        str | None, typer.Option(help="With slurm: start the command on every node of this allocation.")
+        str | None,
+        typer.Option(
+            help="Start the command once on each node: by slurm in this allocation, or by any "
+            "launcher that tune takes."
+        ),
     ] = None,
     nodes: Annotated[
         int | None, typer.Option(help="Number of nodes to train on; needs --launcher. Default: the plan's.")

@@ -68,7 +68,10 @@ class NodesLauncher(Launcher, Protocol):
     """Starts a command on nodes, once on each; the attempt's id in its environment names what it started."""
 
     def words(self, argv: Sequence[str], *, attempt_id: str, cwd: Path, stdout: Path) -> list[str]:
-        """The words that `start` runs, for a reader."""
+        """The words that `start` runs, for a reader.
+
+        What follows `<` goes through the standard input or a file: it is on no command line.
+        """
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> NodesHandle:
         """See `Launcher`."""

@@ -14,10 +14,12 @@ here without asking the node.
 import json
 import os
 import secrets
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,11 @@ class LauncherConformance:
         """The site that the engine's module makes it for, in another process."""
         return Site()
 
+    def _engine_on(self, site: Site) -> Engine:
+        """The engine on another site, by the function `engine` of its module."""
+        make: Callable[[Site], Engine] = import_module(type(self.engine()).__module__).engine
+        return make(site)
+
     def test_every_node_starts_the_command_with_its_place(self, tmp_path: Path) -> None:
         """Each node starts the command once, with the variables that torchrun and scripts read."""
         run = _Run(self.engine(), tmp_path, num_nodes=self.num_nodes)
@@ -118,6 +125,25 @@ class LauncherConformance:
         assert seen["cwd"] == str(folder)
         assert seen["environment"]["OF_A_TEST"] == "$(touch injected) 'and\" more"
         assert not list(tmp_path.rglob("injected*"))
+
+    def test_the_variables_of_the_site_reach_the_command(self, tmp_path: Path) -> None:
+        """`environment` of site.yaml is set on every node, before what this process has under the name."""
+        engine = self._engine_on(self.site().model_copy(update={"environment": {"OF_A_TEST": "of the site"}}))
+        run = _Run(engine, tmp_path, num_nodes=self.num_nodes)
+        run.succeed(run.start("quick", environment={"OF_A_TEST": "of this process"}))
+        for node in range(self.num_nodes):
+            assert run.seen(node)["environment"]["OF_A_TEST"] == "of the site", "site.environment is not set"
+
+    def test_the_python_of_the_site_starts_on_the_nodes(self, tmp_path: Path) -> None:
+        """`python` of site.yaml starts there what starts the command."""
+        python, taken = tmp_path / "python", tmp_path / "taken"
+        python.write_text(f'#!/bin/sh\n: > {shlex.quote(str(taken))}\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        run = _Run(
+            self._engine_on(self.site().model_copy(update={"python": str(python)})), tmp_path, num_nodes=1
+        )
+        run.succeed(run.start("quick"))
+        assert taken.exists(), "site.python is not used"
 
     def test_the_output_of_all_nodes_is_in_one_file(self, tmp_path: Path) -> None:
         """The named file, which is new, gets the output of every node."""
@@ -232,8 +258,6 @@ class LauncherConformance:
 
 def started_from(request: dict[str, Any]) -> NodesHandle:
     """Start what `request` describes, for a process of its own."""
-    from importlib import import_module
-
     module, name = request["engine"]
     engine: Engine = getattr(import_module(module), name)(parse_site(request["site"], where="site"))
     return _started(engine, request)

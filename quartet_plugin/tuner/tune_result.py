@@ -119,10 +119,15 @@ def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
         train += ["--device", "cpu"]  # as `train` asks for, which never takes a processor by itself
     where = ""
     if run.config.launcher in OF_SLURM:
-        train += ["--launcher", "slurm", "--nodes", str(len(plan.made_for.nodes))]
-        train += [] if run.config.site is None else ["--site", str(run.cwd / run.config.site)]
+        train += _launcher_words("slurm", plan=plan, run=run)
     elif run.config.launcher != LOCAL:
-        where = "# Start this on every node, as you start your own command there.\n"
+        launched = shlex.join([*train, *_launcher_words(run.config.launcher, plan=plan, run=run)])
+        lines = [
+            "Start this on every node, as you start your own command there. Or have the launcher of the",
+            "trials start it there: on this host, once, with what follows in place of `quartet train ...`:",
+            *launched.splitlines(),
+        ]
+        where = "".join(f"# {line}\n" for line in lines)
     speedup = plan.measurement.speedup if plan.measurement is not None else None
     gain = f": {speedup.median:.2f}x ({speedup.low:.2f}x to {speedup.high:.2f}x)" if speedup else ""
     return (
@@ -133,3 +138,9 @@ def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
         f"exec {shlex.join(train)} -- \\\n"
         f"    {shell_words(run.command)}\n"
     )
+
+
+def _launcher_words(launcher: str, *, plan: Plan, run: TuningRun) -> list[str]:
+    """The options by which `quartet train` starts a plan on its nodes."""
+    site = [] if run.config.site is None else ["--site", str(run.cwd / run.config.site)]
+    return ["--launcher", launcher, "--nodes", str(len(plan.made_for.nodes)), *site]

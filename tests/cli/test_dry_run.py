@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.cli.main import main
+from quartet_plugin.launchers import nemo_run
 from quartet_plugin.launchers.megatron_words import arguments_in
 from quartet_plugin.model.megatron_arguments import features_of
+from quartet_plugin.tuner.config import TuneConfig
 from tests.cli.tuning import prepare
 
 
@@ -24,13 +26,15 @@ def test_nothing_is_started_and_nothing_written(tmp_path: Path, capsys: pytest.C
         "-m quartet_plugin.megatron",
         "at most 7 plans, each 1 to 10 + 4 to 10 iterations",
         "15 launches: 2 plans and your own command, in 5 rounds",
-        "tensor_parallel       1, 2: devices that share each layer",
-        "schedule              zb-h1",
-        "pipeline_parallel     auto",
+        "tensor_parallel         1, 2: devices that share each layer",
+        "schedule                zb-h1",
+        "pipeline_parallel       auto",
         "nothing was started",
     ):
         assert words in text
     assert "abcdefgh" not in text
+    names = [line[10:].split(" ")[0] for line in text[text.index("\nsearch ") :].splitlines()]
+    assert set(type(TuneConfig().search).model_fields) <= set(names)
     assert not (tmp_path / "runs").exists()
 
 
@@ -79,3 +83,16 @@ def test_of_another_program_only_its_words_are_known(capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     assert "baseline  bash train.sh\n" in shown
     assert "what the command's features keep" in shown
+
+
+def test_a_launchers_line_names_the_first_attempts_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the run's own folder, in digits too where an engine puts words together for a shell."""
+    monkeypatch.setattr(nemo_run, "find_spec", lambda name: name)
+    assert dry_run(tmp_path, config="run: fake\nlauncher: nemo-run\ndevice: cpu\n") == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("launcher"))
+    digits = line.split("--hex ")[1].split()[0]
+    assert bytes.fromhex(digits).decode() == str(
+        tmp_path / "runs" / "fake" / "trials" / "000000" / "attempt-1" / "nodes" / "request.json"
+    )

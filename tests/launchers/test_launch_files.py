@@ -1,5 +1,6 @@
 """The files of launch/, which users copy: read by what they are for."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quartet_plugin.launchers.site import read_site
+from quartet_plugin.launchers.site import parse_site, read_site
 from tests.launchers.kubernetes_models import faults, pods_of
 
 LAUNCH = Path(__file__).parents[2] / "launch"
@@ -72,3 +73,15 @@ def test_the_site_is_read() -> None:
     site = read_site(LAUNCH / "site.yaml")
     assert "--gpus-per-node=8" in site.slurm.of_job()
     assert "--time=30" in site.slurm.of_job()
+
+
+def test_the_site_shows_every_key() -> None:
+    """What is commented out is read, too."""
+    text = (LAUNCH / "site.yaml").read_text()
+    lines = [re.sub(r"^( *)# ", r"\1", line) for line in text.splitlines()[2:]]
+    site = parse_site(yaml.safe_load("\n".join(lines)), where="site.yaml")
+    assert site.kubernetes is not None
+    assert site.ssh is not None
+    sections = (site, site.slurm, site.ssh, site.nemo_run, site.ray, site.kubernetes)
+    missing = {type(part).__name__: set(type(part).model_fields) - part.model_fields_set for part in sections}
+    assert not any(missing.values()), missing

@@ -1,5 +1,6 @@
 """The final rounds' arithmetic: pairs, intervals and who may win."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,6 +175,25 @@ def test_a_winner_trains_through_slurm_only_where_it_was_tuned_there(
     text = command_text(PLAN, run=run, path=run.folder.best_plan)
     assert ("--launcher slurm" in text) is is_of_slurm
     assert ("on every node" in text) is not is_of_slurm
+
+
+def test_the_launcher_of_the_trials_is_named_with_its_site(tmp_path: Path) -> None:
+    """In a comment, whatever the path holds."""
+    import subprocess
+
+    run = a_run(tmp_path, "torchrun", "x.py")
+    update = {"launcher": "ssh", "site": "a\ntouch owned\n.yaml"}
+    run = replace(run, config=run.config.model_copy(update=update))
+    text = command_text(PLAN, run=run, path=run.folder.best_plan)
+    comments = [line[2:] for line in text.splitlines() if line.startswith("# ")]
+    words = shlex.split(
+        "\n".join(comments[comments.index(next(w for w in comments if "quartet train" in w)) :])
+    )
+    assert words[-6:-1] == ["--launcher", "ssh", "--nodes", str(len(PLAN.made_for.nodes)), "--site"]
+    assert words[-1] == str(run.cwd / update["site"])
+    script = text.replace("exec quartet", "exec true")
+    subprocess.run(["sh", "-c", script], cwd=tmp_path, check=True)
+    assert not (run.cwd / "owned").exists()
 
 
 def test_the_shell_line_says_exactly_the_users_words(tmp_path: Path) -> None:
