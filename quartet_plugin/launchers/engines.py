@@ -4,10 +4,9 @@ from importlib.metadata import EntryPoint, entry_points
 
 from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.launchers.protocol import Engine
-from quartet_plugin.launchers.site import Site
+from quartet_plugin.launchers.site import ENGINES_GROUP, Site
 from quartet_plugin.model.schema import nearest_word
 
-GROUP = "quartet_plugin.engines"
 # This machine alone: no engine, its processes are started and ended directly.
 LOCAL = "local"
 OF_SLURM = ("slurm", "slurm-batch")
@@ -25,7 +24,7 @@ _METHODS = ("divide", "launcher", "adopt")
 
 def engine_names() -> tuple[str, ...]:
     """The names that a configuration may give, this machine first."""
-    installed = {point.name for point in entry_points(group=GROUP)}
+    installed = {point.name for point in entry_points(group=ENGINES_GROUP)}
     return (LOCAL, *sorted({*_OURS, *installed}))
 
 
@@ -36,9 +35,9 @@ def engine_named(name: str, *, site: Site) -> Engine:
     package that cannot be loaded or is none.
     """
     _check_settings(site)
-    points = list(entry_points(group=GROUP, name=name))
+    points = list(entry_points(group=ENGINES_GROUP, name=name))
     if not points and name in _OURS:
-        points = [EntryPoint(name=name, value=_OURS[name], group=GROUP)]
+        points = [EntryPoint(name=name, value=_OURS[name], group=ENGINES_GROUP)]
     if not points:
         near = nearest_word(name, known=engine_names())
         raise ConfigError(f"launcher: {name!r}; must be one of {', '.join(engine_names())}{near}")

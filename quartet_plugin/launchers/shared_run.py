@@ -64,11 +64,17 @@ class SharedFolder:
         num_nodes: int,
         index_variables: Sequence[str],
         names: Literal["address", "host"],
+        of_the_node: Sequence[str] = (),
     ) -> None:
-        """Write what every node of the attempt is to run. Raises InfrastructureError where it cannot."""
+        """Write what every node of the attempt is to run. Raises InfrastructureError where it cannot.
+
+        A node's index is in the first of `index_variables` that is set there; without one it is 0. `names`
+        says by what the nodes reach one another: their addresses, or the names of their hosts. Variables that
+        begin with one of `of_the_node` stay as the engine sets them on a node, beside those of OF_THE_NODE.
+        """
         request = {
             "argv": list(argv),
-            "env": _sent(env),
+            "env": _sent(env, of_the_node=of_the_node),
             "cwd": str(cwd),
             "stdout": str(self.stdout),
             "num_nodes": num_nodes,
@@ -144,11 +150,11 @@ def highest(codes: Mapping[int, int]) -> int | None:
     return max(of_command or codes.values(), default=None)
 
 
-def _sent(env: Mapping[str, str]) -> dict[str, str]:
+def _sent(env: Mapping[str, str], *, of_the_node: Sequence[str]) -> dict[str, str]:
     """The environment of the command, without what belongs to the host that the tuner runs on."""
     inherited = {name for name, value in env.items() if os.environ.get(name) == value}
     return {
         name: value
         for name, value in env.items()
-        if name not in inherited or not name.startswith((*OF_THE_NODE, *OF_THE_RANKS))
+        if name not in inherited or not name.startswith((*OF_THE_NODE, *of_the_node, *OF_THE_RANKS))
     }

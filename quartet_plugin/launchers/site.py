@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,8 @@ from quartet_plugin.launchers.kubernetes_site import KubernetesSite
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.sections import Section, load_yaml, validate
 
+# The entry points of launchers.
+ENGINES_GROUP = "quartet_plugin.engines"
 _PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,:@/+=#\[\]-]{0,199}")
 # A program's path, which a remote shell reads.
 _PROGRAM = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_./+-]{0,999}")
@@ -185,6 +188,11 @@ def parse_site(data: object, *, where: str) -> Site:
         return Site()
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: a site is a mapping of sections; this is {shown(data)}")
+    for name in (key for key in data if key not in Site.model_fields):
+        if list(entry_points(group=ENGINES_GROUP, name=str(name))):
+            raise ConfigError(
+                f"{where}: {name}: an installed launcher; write its settings under engines: {{{name}: ...}}"
+            )
     return validate(Site, {key: value for key, value in data.items() if value is not None}, where=where)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
 from quartet_plugin.launchers.engines import engine_named, engine_names
-from quartet_plugin.launchers.site import Site
+from quartet_plugin.launchers.site import Site, parse_site
 
 MODULE = """
 from quartet_plugin.errors import InfrastructureError
@@ -69,6 +69,17 @@ def test_a_faulty_launcher_of_another_package_is_named(install: Install, point: 
     expected = re.escape(f"launcher: flux-run (of distribution flux-tools): {point} {fault}")
     with pytest.raises(ConfigError, match=expected):
         engine_named("flux-run", site=Site())
+
+
+def test_settings_beside_those_of_this_package_belong_under_engines(install: Install) -> None:
+    with pytest.raises(ConfigError, match=r"flux-run: .*unknown key; remove it"):
+        parse_site({"flux-run": {"queue": "batch"}}, where="s")
+    install("flux_engine:whole")
+    with pytest.raises(
+        ConfigError, match=r"^s: flux-run: an installed launcher; .* engines: \{flux-run: ...\}$"
+    ):
+        parse_site({"flux-run": {"queue": "batch"}}, where="s")
+    assert parse_site({"engines": {"flux-run": {"queue": "batch"}}}, where="s").engines
 
 
 def test_what_a_launcher_says_itself_is_kept(install: Install) -> None:

@@ -75,6 +75,25 @@ def test_variables_of_the_engines_ranks_are_set_anew(tmp_path: Path) -> None:
     assert json.loads(shared.stdout.read_text()) == seen
 
 
+@pytest.mark.parametrize(("of_the_node", "seen"), [((), "the tuner's"), (("FLUX_",), "the node's")])
+def test_variables_of_another_engine_stay_as_on_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_the_node: tuple[str, ...], seen: str
+) -> None:
+    monkeypatch.setenv("FLUX_JOB_ID", "the tuner's")
+    shared = SharedFolder(tmp_path / "stdout.log")
+    shared.write_request(
+        [sys.executable, "-c", "import os; print(os.environ['FLUX_JOB_ID'])"],
+        env=dict(os.environ),
+        cwd=tmp_path,
+        num_nodes=1,
+        index_variables=(),
+        names="host",
+        of_the_node=of_the_node,
+    )
+    printed, _ = node(shared, FLUX_JOB_ID="the node's").communicate(timeout=30)
+    assert printed == f"{seen}\n"
+
+
 def test_the_launcher_ends_a_node_by_a_file(tmp_path: Path) -> None:
     shared = request_of(tmp_path, SLEEP)
     running = node(shared)
