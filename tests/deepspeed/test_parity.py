@@ -86,6 +86,7 @@ def searched(num_devices: int, num_microbatches: int, *, num_layers: int, memory
     return found
 
 
+@pytest.mark.slow
 def test_schedules_on_two_devices(tmp_path: Path, one_process: dict[str, Found]) -> None:
     orders = [
         schedule("1f1b", 2, 4, (3, 3)),

@@ -149,6 +149,7 @@ def test_a_sharded_optimizer_in_bf16(tmp_path: Path, warm: WarmLauncher) -> None
     assert all(float(one.grad_norm) > 0 for one in receipt.steps)
 
 
+@pytest.mark.slow
 def test_check_writes_the_receipt_that_train_asks_for(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

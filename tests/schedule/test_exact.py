@@ -124,6 +124,7 @@ class BruteForce:
         return used <= float(self.costs.memory_limit_bytes[device]) + 1e-9
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     seed=st.integers(0, 10_000),

@@ -49,6 +49,7 @@ def same(first: Schedule, second: Schedule) -> bool:
     )
 
 
+@pytest.mark.slow
 @given(
     p=st.integers(2, 5),
     m=st.integers(1, 9),

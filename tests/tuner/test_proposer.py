@@ -76,6 +76,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "name", ["heavy head", pytest.param("slow links", marks=pytest.mark.nightly), "unequal slots"]
