@@ -1,10 +1,11 @@
 """Engines by name: the entry points of the group `quartet_plugin.engines`, loaded when they are named."""
 
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
 from quartet_plugin.errors import ConfigError, QuartetError
+from quartet_plugin.launchers.engine_points import GROUP, installed_engines
 from quartet_plugin.launchers.protocol import Engine
-from quartet_plugin.launchers.site import ENGINES_GROUP, Site
+from quartet_plugin.launchers.site import Site
 from quartet_plugin.model.schema import nearest_word
 
 # This machine alone: no engine, its processes are started and ended directly.
@@ -24,7 +25,7 @@ _METHODS = ("divide", "launcher", "adopt")
 
 def engine_names() -> tuple[str, ...]:
     """The names that a configuration may give, this machine first."""
-    installed = {point.name for point in entry_points(group=ENGINES_GROUP)}
+    installed = {point.name for point in installed_engines()}
     return (LOCAL, *sorted({*_OURS, *installed}))
 
 
@@ -35,9 +36,9 @@ def engine_named(name: str, *, site: Site) -> Engine:
     package that cannot be loaded or is none.
     """
     _check_settings(site)
-    points = list(entry_points(group=ENGINES_GROUP, name=name))
+    points = [point for point in installed_engines() if point.name == name]
     if not points and name in _OURS:
-        points = [EntryPoint(name=name, value=_OURS[name], group=ENGINES_GROUP)]
+        points = [EntryPoint(name=name, value=_OURS[name], group=GROUP)]
     if not points:
         near = nearest_word(name, known=engine_names())
         raise ConfigError(f"launcher: {name!r}; must be one of {', '.join(engine_names())}{near}")

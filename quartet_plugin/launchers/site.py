@@ -2,19 +2,17 @@
 
 import re
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.engine_points import installed_engines
 from quartet_plugin.launchers.kubernetes_site import KubernetesSite
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.sections import Section, load_yaml, validate
 
-# The entry points of launchers.
-ENGINES_GROUP = "quartet_plugin.engines"
 _PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,:@/+=#\[\]-]{0,199}")
 # A program's path, which a remote shell reads.
 _PROGRAM = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_./+-]{0,999}")
@@ -188,8 +186,9 @@ def parse_site(data: object, *, where: str) -> Site:
         return Site()
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: a site is a mapping of sections; this is {shown(data)}")
+    installed = {point.name for point in installed_engines()}
     for name in (key for key in data if key not in Site.model_fields):
-        if list(entry_points(group=ENGINES_GROUP, name=str(name))):
+        if name in installed:
             raise ConfigError(
                 f"{where}: {name}: an installed launcher; write its settings under engines: {{{name}: ...}}"
             )

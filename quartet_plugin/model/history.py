@@ -162,7 +162,7 @@ class RunHistory:
     up. `controls` say how the machine drifted, `slow_nodes` which nodes are slow now, `regret` what a search
     that has ended may have missed, `axis_gains` what each axis of the winner gave, `shape_curve` has the best
     plan of each of several shapes. `baseline_note` says why the baseline is not the user's own command, empty
-    where it is.
+    where it is. `limits` are what the latest proposal did not predict, a line each.
     `launch_s` are the seconds of all launches that have ended, whatever for, `launch_parts` what they went
     into, and `search_s` those of all sessions. `faults` are files that could not be read.
     """
@@ -202,6 +202,7 @@ class RunHistory:
     launch_parts: LaunchSeconds = LaunchSeconds()
     search_s: float = 0.0
     baseline_note: str = ""
+    limits: tuple[str, ...] = ()
 
     @property
     def baseline(self) -> TrialRow | None:

@@ -10,7 +10,7 @@ from quartet_plugin.report import figures, markup, page_tables
 from quartet_plugin.report.axis_gains import axis_section
 from quartet_plugin.report.document import document
 from quartet_plugin.report.final_choice import choice_paragraph
-from quartet_plugin.report.formatting import duration, iteration_words, rate, size, speedup_spread
+from quartet_plugin.report.formatting import clean, duration, iteration_words, rate, size, speedup_spread
 from quartet_plugin.report.kept_knobs import kept_section
 from quartet_plugin.report.other_model import other_model_words
 from quartet_plugin.report.plan_difference import difference_sentence
@@ -203,9 +203,11 @@ def _intervals(history: RunHistory) -> str:
 
 
 def _regret(history: RunHistory) -> str:
-    if history.regret is None:
-        return ""
-    return markup.section("What may have been missed", markup.note(regret_words(history.regret)))
+    lines = [] if history.regret is None else [regret_words(history.regret)]
+    if history.limits:
+        limits = "; ".join(clean(line, limit=200) for line in history.limits)
+        lines.append(f"The space was too large to predict all of it: {limits}.")
+    return markup.section("What may have been missed", "\n".join(map(markup.note, lines)))
 
 
 def _progress(history: RunHistory) -> str:
@@ -246,7 +248,11 @@ def _importance(extras: Extras) -> str:
     svg = figures.importance(extras.importance)
     if svg is None and extras.fault:
         return markup.section("What mattered", markup.note(extras.fault))
-    caption = "PED-ANOVA over the finished trials: which choices separate the fast plans from the others."
+    caption = (
+        "PED-ANOVA over the finished trials: which choices separate the fast plans from the others among "
+        "those that were tried. Few trials, which a search places where it expects gains, say little of a "
+        "choice that most of them share; what each axis gave is predicted for the winner alone."
+    )
     return _drawn("What mattered", svg, caption)
 
 

@@ -32,6 +32,7 @@ from quartet_plugin.tuner.finalists import BASELINE, rank
 from quartet_plugin.tuner.history_rows import (
     baseline_note_of,
     drift_checks_of,
+    limits_of,
     objective_by_events,
     read_events,
     seconds_of_sessions,
@@ -166,6 +167,7 @@ class _Reader:
             winner=self._read_if_there(read_plan, self._run.folder.best_plan),
             faults=tuple(self._faults),
             controls=drift_checks_of(events),
+            limits=limits_of(events),
             slow_nodes=slow_nodes_of(events),
             workers=self._workers if self._goes_on else (),
             regret=self._read_if_there(read_regret, self._run.folder.best_regret),

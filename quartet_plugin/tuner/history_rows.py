@@ -129,6 +129,15 @@ def drift_checks_of(events: list[dict[str, Any]]) -> tuple[DriftMeasurement, ...
     return tuple(checks[after] for after in sorted(checks))
 
 
+def limits_of(events: list[dict[str, Any]]) -> tuple[str, ...]:
+    """What the latest proposal did not predict of a space that is too large, a line each."""
+    for event in reversed(events):
+        lines = event.get("cut_off")
+        if event["kind"] == "proposed" and isinstance(lines, list):
+            return tuple(line for line in lines if isinstance(line, str))
+    return ()
+
+
 def slow_nodes_of(events: list[dict[str, Any]]) -> tuple[SlowNode, ...]:
     """The nodes that are slow by the latest event of each."""
     factors: dict[str, float] = {}

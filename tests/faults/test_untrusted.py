@@ -26,7 +26,7 @@ MAY_LOAD_BY_NAME = {
     "testing/launchers.py",
 }
 # Where installed packages may add something: an engine, loaded when the user names it.
-MAY_LOOK_FOR_PLUGINS = {"launchers/engines.py"}
+MAY_LOOK_FOR_PLUGINS = {"launchers/engine_points.py"}
 
 
 @cache

@@ -471,3 +471,12 @@ def test_a_picture_from_elsewhere_keeps_its_place() -> None:
     made = page(history(), Extras(timelines=[Picture(heading="A & B", svg="<svg></svg>", caption="<c>")]))
     assert "<h2>A &amp; B</h2>" in made
     assert "&lt;c&gt;" in made
+
+
+def test_what_limits_cut_off_stands_beside_the_regret() -> None:
+    plain = page(history(), Extras())
+    assert "too large to predict all of it" not in plain
+    cut = replace(history(), limits=("mappings: of 8 slots the named orders", *ATTACKS[:1]))
+    text = page(cut, Extras())
+    assert "The space was too large to predict all of it: mappings: of 8 slots the named orders" in text
+    assert "<script>" not in text
