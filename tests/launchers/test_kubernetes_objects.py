@@ -150,7 +150,8 @@ def test_without_a_section_it_says_what_to_write() -> None:
 
 def test_a_dry_run_shows_the_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     site = tmp_path / "site.yaml"
-    site.write_text(f"kubernetes: {{volumes: [{{claim: shared, path: {Path.cwd()}}}]}}\n")
+    volumes = [{"claim": "shared", "path": str(Path.cwd())}, {"claim": "runs", "path": str(tmp_path)}]
+    site.write_text(json.dumps({"kubernetes": {"volumes": volumes}}))
     options, command = prepare(tmp_path)
     more = ["--launcher", "kubernetes", "--site", str(site), "--trial-nodes", "2", "--dry-run"]
     assert main([*options, *more, "--", *command]) == 0
