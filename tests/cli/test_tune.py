@@ -214,6 +214,7 @@ def test_a_killed_tuner_loses_nothing(tmp_path: Path) -> None:
     assert living(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGKILL])
 def test_a_tuner_that_ends_in_a_parity_check_leaves_nothing(tmp_path: Path, number: int) -> None:
     """The fake training saves no weights and runs no schedule of ours, so that none of ours is tried then."""

@@ -169,6 +169,7 @@ def test_out_of_memory_and_a_refusal(request_for: Request, run: Run, tmp_path: P
     assert not living(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_our_fault(request_for: Request, run: Run, tmp_path: Path) -> None:
     own = layout(4, world=4)
     other = plan((1, 1, 1, 1), planned=own, own=own, batch=8)
