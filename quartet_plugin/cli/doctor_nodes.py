@@ -126,8 +126,9 @@ def _await_end(handle: "NodesHandle") -> str | None:
 
 
 def _names_of_hosts(folder: Path, number: int) -> tuple[str, ...]:
-    """The host names of nodes that a queue has chosen, with the index where two share one; `node N` for one
-    that is silent.
+    """The host names of nodes that a queue has chosen; `node N` for one without an answer.
+
+    Nodes that share a host name have their index behind it.
     """
     hosts = []
     for index in range(number):

@@ -193,9 +193,9 @@ def _show_ranking(
     from quartet_plugin.planner.plans import plain_layout, plan_of, users_layout
     from quartet_plugin.planner.ranking import refusals
     from quartet_plugin.report import planned
-    from quartet_plugin.schedule.compilation import compilation_told
+    from quartet_plugin.schedule.compilation import compilation_notice
 
-    with compilation_told(tell):
+    with compilation_notice(tell):
         ranking = planned_ranking(
             request, top=top, exhaustive=exhaustive, has_search=has_search, constants=constants
         )

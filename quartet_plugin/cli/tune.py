@@ -125,7 +125,7 @@ def tune_command(
     from quartet_plugin.report.live import reporter
     from quartet_plugin.report.search_expense import expense_lines
     from quartet_plugin.report.tensorboard import Scalars
-    from quartet_plugin.schedule.compilation import compilation_told
+    from quartet_plugin.schedule.compilation import compilation_notice
     from quartet_plugin.study.samplers import check_installed
     from quartet_plugin.trial.lease import Lease
     from quartet_plugin.tuner.config import default_run_name, placement_of, read_config, with_launcher
@@ -216,7 +216,7 @@ def tune_command(
                 make_room=kept.drop,
                 full_size=full_size_nodes(run.config, placement=placement, words=words),
             )
-            with compilation_told(shown.message):
+            with compilation_notice(shown.message):
                 result = coordinator.tune()
         plan = write_best(result, run=run)
         native = write_native(plan, run=run)

@@ -284,6 +284,11 @@ class Plan(_Remembering):
         """Microbatches an iteration."""
         return self.layout.num_microbatches(self.made_for.global_batch_size)
 
+    @property
+    def is_other_model(self) -> bool:
+        """Whether it trains another shape than the user's own (class D)."""
+        return self.shape != self.made_for.shape
+
 
 def stock_schedule(layout: Layout) -> ScheduleName:
     """The stock schedule of a layout."""

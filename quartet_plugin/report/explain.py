@@ -233,7 +233,7 @@ def _time_table(explanation: Explanation, *, columns: int) -> "RenderableType":
 
 
 def _is_shown(explanation: Explanation, name: str) -> bool:
-    """Whether a term has a row; what a calibration found too much is a negative term."""
+    """Whether a term has a row; one that the calibration has made negative counts by its size."""
     other = explanation.baseline
     if abs(explanation.terms.get(name, 0.0)) >= LEAST_SHARE * explanation.iteration_s:
         return True

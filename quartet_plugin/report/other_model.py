@@ -12,14 +12,11 @@ _KEEP = "a search without `scaling` keeps your own model"
 NO_PAYBACK = "no number of iterations pays it back: the winner's are of another model"
 
 
-def is_other_model(plan: Plan | None) -> bool:
-    """Whether a plan trains another shape than the user's own (class D)."""
-    return plan is not None and plan.shape != plan.made_for.shape
-
-
 def other_model_words(history: RunHistory) -> tuple[str, ...]:
     """The warning, then the way back with the best measured plan of the user's own model; or nothing."""
-    return (_COST, f"{_KEEP}; {_own_model_words(history)}") if is_other_model(history.winner) else ()
+    if history.winner is None or not history.winner.is_other_model:
+        return ()
+    return (_COST, f"{_KEEP}; {_own_model_words(history)}")
 
 
 def other_model_lines(history: RunHistory) -> list[str]:
@@ -29,7 +26,7 @@ def other_model_lines(history: RunHistory) -> list[str]:
 
 def plan_model_lines(plan: Plan) -> list[str]:
     """The same of a plan alone, which does not know the other trials of its run."""
-    if not is_other_model(plan):
+    if not plan.is_other_model:
         return []
     run = plan.provenance.run
     others = f"; `quartet status {run}` names the best plan of it" if plan.measurement is not None else ""
@@ -66,7 +63,7 @@ def _trial_words(row: TrialRow, history: RunHistory) -> str:
 
 def _is_of_own_model(row: TrialRow) -> bool:
     is_first = row.number > 0 and row.repeats is None
-    return is_first and row.plan is not None and not is_other_model(row.plan)
+    return is_first and row.plan is not None and not row.plan.is_other_model
 
 
 def _finalist_words(finalist: Finalist) -> str:

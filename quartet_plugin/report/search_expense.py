@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from quartet_plugin.model.history import RunHistory
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.formatting import duration
-from quartet_plugin.report.other_model import NO_PAYBACK, is_other_model
+from quartet_plugin.report.other_model import NO_PAYBACK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def expense_of(history: RunHistory) -> SearchExpense:
 
 def _payback_iterations(winner: Plan | None, *, search_s: float) -> int | None:
     comparison = None if winner is None else winner.measurement
-    if winner is None or comparison is None or is_other_model(winner):
+    if winner is None or comparison is None or winner.is_other_model:
         return None
     gain_s = comparison.baseline.iteration_s.median - comparison.plan.iteration_s.median
     return math.ceil(search_s / gain_s) if gain_s > 0 else None
@@ -115,7 +115,7 @@ def _basis_words(expense: SearchExpense) -> str:
 
 
 def _payback_words(expense: SearchExpense, winner: Plan | None) -> str:
-    num = expense.payback_iterations
-    if is_other_model(winner):
+    if winner is not None and winner.is_other_model:
         return NO_PAYBACK
+    num = expense.payback_iterations
     return "" if num is None else f"paid back after {num:,} iterations of training"

@@ -18,7 +18,7 @@ from numba.core.event import Event, Listener, install_listener
 # What a process waits for another's compilation of the kernel that it needs, before it compiles it too.
 OTHERS_LIMIT_S = 60.0
 _POLL_S = 0.05
-COMPILING = "compiling the planner, once an installation: up to a minute"
+COMPILING = "compiling the planner's kernels: up to a minute, once in each installation"
 
 
 @cache
@@ -167,12 +167,12 @@ class _FirstCompilation(Listener):  # type: ignore[misc] # numba has no types
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        self._is_told = False
+        self._has_begun = False
 
     def on_start(self, _event: Event) -> None:
         """A kernel is compiled."""
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_begun:
+            self._has_begun = True
             self._tell(COMPILING)
 
     def on_end(self, _event: Event) -> None:
@@ -180,7 +180,7 @@ class _FirstCompilation(Listener):  # type: ignore[misc] # numba has no types
 
 
 @contextmanager
-def compilation_told(tell: Callable[[str], None]) -> Iterator[None]:
+def compilation_notice(tell: Callable[[str], None]) -> Iterator[None]:
     """Give `tell` one line if the block has to compile; none where all machine code is on the disk."""
     with install_listener("numba:compile", _FirstCompilation(tell)):
         yield

@@ -17,7 +17,7 @@ from quartet_plugin.tuner.sequential_search import MAX_LOST_IN_A_ROW
 from quartet_plugin.tuner.sequential_test import BASELINE, MIN_ROUNDS, SequentialTest
 from quartet_plugin.tuner.time_share import finalists_in_time
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
-from quartet_plugin.tuner.winner_choice import CLEAR_GAIN, FinalistResult, is_other_model
+from quartet_plugin.tuner.winner_choice import CLEAR_GAIN, FinalistResult
 
 # Measured results by trial number and round.
 type RoundResults = dict[int, dict[int, TrialResult]]
@@ -64,10 +64,10 @@ def proven_finalists(
 def with_own_model(ranked: Sequence[FinishedTrial], *, count: int) -> list[FinishedTrial]:
     """The trials, the best of the user's own model moved up to the last of the first `count` places.
 
-    The only place goes to another model that was faster by the gain that it has to show there.
+    Where there is one place, another model keeps it if its trial was faster by CLEAR_GAIN.
     """
     trials = list(ranked)
-    best = next((trial for trial in trials if not is_other_model(trial.plan)), None)
+    best = next((trial for trial in trials if not trial.plan.is_other_model), None)
     if best is None or best in trials[:count]:
         return trials
     if count == 1 and (trials[0].record.value or 0.0) >= CLEAR_GAIN * (best.record.value or 0.0):

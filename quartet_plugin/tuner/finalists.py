@@ -32,7 +32,6 @@ from quartet_plugin.tuner.winner_choice import (
     NUM_RESAMPLES,
     FinalistResult,
     in_order_of_choice,
-    is_other_model,
 )
 
 # A candidate this much below the baseline when it was searched is not measured again: between two runs
@@ -85,7 +84,7 @@ def sequential_test_of(trials: Sequence[FinishedTrial], *, num_rounds: int) -> S
         finalists=sorted(trial.number for trial in trials),
         num_rounds=num_rounds,
         max_rounds=MAX_EXTENDED * num_rounds,
-        least_gains={trial.number: math.log(CLEAR_GAIN) for trial in trials if is_other_model(trial.plan)},
+        least_gains={trial.number: math.log(CLEAR_GAIN) for trial in trials if trial.plan.is_other_model},
         careful_chance=1.0 - CLEAR_CHANCE,
     )
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.model.measurement import Comparison, FinalChoice
-from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.tuner.sequential_test import MIN_ROUNDS
 
@@ -57,12 +56,7 @@ class FinalistResult:
     @property
     def is_other_model(self) -> bool:
         """Whether it trains another shape than the user's own (class D)."""
-        return is_other_model(self.trial.plan)
-
-
-def is_other_model(plan: Plan) -> bool:
-    """Whether a plan trains another shape than the user's own (class D)."""
-    return plan.shape != plan.made_for.shape
+        return self.trial.plan.is_other_model
 
 
 def in_order_of_choice(results: Sequence[FinalistResult], *, seed: int) -> list[FinalistResult]:

@@ -125,10 +125,10 @@ def test_a_process_that_never_gives_a_lock_back_is_not_waited_for(
 
 def test_the_first_compilation_is_told_once() -> None:
     told: list[str] = []
-    with compilation.compilation_told(told.append):
+    with compilation.compilation_notice(told.append):
         for kernel in (lambda number: number + 1, lambda number: number + 2):
             assert njit(kernel)(1) > 1
     assert told == [compilation.COMPILING]
-    with compilation.compilation_told(told.append):
+    with compilation.compilation_notice(told.append):
         pass
     assert len(told) == 1

@@ -69,6 +69,12 @@ class IterationModelCache:
         share = self._dense_share(plan)
         intra_s, inter_s, latency_s = self._links_of(plan, run)
 
+        placement, orders = np.array(device_of_stages(run), dtype=np.int64), orders_of(run)
+        layer_start_s = tensors_of_layer(run) * tensor_start_s(run, self.machine_model.constants)
+        core_slowdown = (
+            np.ones(plan.layout.pipeline_parallel) if sharing is None else sharing.greatest_slowdown
+        )
+
         @cache
         def raw_of(apart: GroupsApart) -> RawTimes:
             units = self._units_under(plan, run, apart)
@@ -82,14 +88,12 @@ class IterationModelCache:
                 intra_s=intra_s,
                 inter_s=inter_s,
                 latency_s=latency_s,
-                core_slowdown=(
-                    np.ones(plan.layout.pipeline_parallel) if sharing is None else sharing.greatest_slowdown
-                ),
-                placement=np.array(device_of_stages(run), dtype=np.int64),
-                orders=orders_of(run),
+                core_slowdown=core_slowdown,
+                placement=placement,
+                orders=orders,
                 is_blocking=blocks_on_sends(run),
                 share=model.share,
-                layer_start_s=tensors_of_layer(run) * tensor_start_s(run, self.machine_model.constants),
+                layer_start_s=layer_start_s,
             )
 
         counts = plan.split.transformer_layers_per_stage

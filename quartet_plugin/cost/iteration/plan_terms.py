@@ -92,14 +92,14 @@ def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
         ),
     )
     mtp_layers = plan.made_for.mtp_layers or 0
-    run = replace(run, normalization=machine_model.normalization)
     if machine_model.experts is None and machine_model.latent is None and not mtp_layers:
-        return run
+        return replace(run, normalization=machine_model.normalization)
     known = {setting.name: setting.value for setting in settings}
     return replace(
         run,
         experts=machine_model.experts,
         latent=machine_model.latent,
+        normalization=machine_model.normalization,
         mtp_layers=mtp_layers,
         has_whole_experts=known.get("expert_tensor_parallel") == 1,
     )
@@ -148,8 +148,7 @@ def step_terms_of(
     passes = work_s[:, busiest].sum(axis=1)
     nodes = nodes_of(plan)
     placement = device_of_stages(run)
-    between = nodes.reshape(len(nodes), -1, plan.layout.tensor_parallel)
-    is_inter_node = bool((between != between[:, :1]).any())
+    is_inter_node = are_copies_apart(nodes, tensor_parallel=plan.layout.tensor_parallel)
     ends_apart = bool((nodes[placement[0]] != nodes[placement[-1]]).any())
 
     def terms_on(machines: UniformCluster) -> dict[str, float]:
@@ -194,6 +193,12 @@ def groups_apart(nodes: IntArray, sizes: tuple[int, int], *, tensor_parallel: in
     """
     context, experts = (bool(are_apart(nodes[None], size, tensor_parallel=tensor_parallel)) for size in sizes)
     return context, experts
+
+
+def are_copies_apart(nodes: IntArray, *, tensor_parallel: int) -> bool:
+    """Whether the copies of a stage are on several nodes; `nodes` [pp, copies * tp] are the ranks'."""
+    num_copies = nodes.shape[-1] // tensor_parallel
+    return bool(are_apart(nodes[None], num_copies, tensor_parallel=tensor_parallel))
 
 
 def are_apart(nodes: IntArray, size: int, *, tensor_parallel: int) -> NDArray[np.bool_]:

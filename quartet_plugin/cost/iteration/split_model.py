@@ -14,7 +14,7 @@ import numpy as np
 from quartet_plugin.cost.coefficients import CAUSES, INDEX, Coefficient
 from quartet_plugin.cost.iteration.kernel import UNSLOWED
 from quartet_plugin.cost.iteration.orders import WeightedOrders
-from quartet_plugin.cost.iteration.plan_terms import GroupsApart, are_apart, groups_apart
+from quartet_plugin.cost.iteration.plan_terms import GroupsApart, are_apart, are_copies_apart, groups_apart
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.plan import Mapping, Plan
 
@@ -98,7 +98,7 @@ class SplitModel:
     ) -> None:
         self._plan = plan
         self._raw_of, self._group_sizes = raw_of, group_sizes
-        # Links of groups apart, only the times of actions differ.
+        # What is read of it does not depend on the nodes of groups.
         self._raw = raw_of((False, False))
         self._layer_weights, self._first_weights, self._last_weights = weights
         self._slot_index, self._node_of_slot = slot_index, node_of_slot
@@ -167,16 +167,15 @@ class SplitModel:
         layout, placement = self._plan.layout, self._raw.placement
         by_rank = orders.reshape(len(orders), layout.pipeline_parallel, -1)
         nodes = self._node_of_slot[by_rank]
-        grouped = nodes.reshape(*nodes.shape[:2], -1, layout.tensor_parallel)
+        num_copies = nodes.shape[-1] // layout.tensor_parallel
         rows = np.concatenate(
             [
                 slowdowns[by_rank].max(axis=2),
                 (nodes[:, placement[:-1]] == nodes[:, placement[1:]]).all(axis=2),
-                (grouped != grouped[:, :, :1]).any(axis=(1, 2, 3))[:, None],
                 (nodes[:, placement[0]] != nodes[:, placement[-1]]).any(axis=1)[:, None],
                 *(
                     are_apart(nodes, size, tensor_parallel=layout.tensor_parallel)[:, None]
-                    for size in self._group_sizes
+                    for size in (num_copies, *self._group_sizes)
                 ),
             ],
             axis=1,
@@ -221,9 +220,8 @@ class SplitModel:
         return groups_apart(nodes, self._group_sizes, tensor_parallel=self._plan.layout.tensor_parallel)
 
     def _step_class(self, nodes: IntArray) -> tuple[bool, bool]:
-        layout, placement = self._plan.layout, self._raw.placement
-        grouped = nodes.reshape(len(nodes), -1, layout.tensor_parallel)
-        is_inter_node = bool((grouped != grouped[:, :1]).any())
+        placement = self._raw.placement
+        is_inter_node = are_copies_apart(nodes, tensor_parallel=self._plan.layout.tensor_parallel)
         return is_inter_node, bool((nodes[placement[0]] != nodes[placement[-1]]).any())
 
     def _step_line(self, scale: FloatArray, nodes: IntArray, mapping: Mapping) -> StepLine:
