@@ -138,7 +138,7 @@ def _no_accelerator(options: EntryOptions) -> str | None:
 
 def _change(session: Session) -> list[str]:
     """Apply the plan to the arguments and the environment, and put the seams in place."""
-    from quartet_plugin.megatron import seams
+    from quartet_plugin.megatron import optimizer_state, seams
     from quartet_plugin.megatron.seams import declared
     from quartet_plugin.megatron.support import has_known_parameters
 
@@ -196,6 +196,7 @@ def _change(session: Session) -> list[str]:
         words, _ = flags.edit(words, remove=set(), append=off)
     if session.files is None:
         wrappers |= _guard(plan, is_custom=prepared is not None, values=flags.values(words))
+        wrappers |= optimizer_state.wrappers()
     for seam, wrapper in (prepared.wrappers if prepared is not None else {}).items():
         wrappers[seam] = seams.chain(wrappers.get(seam), wrapper)
     seams.install(wrappers)

@@ -125,6 +125,19 @@ def test_the_fully_reshardable_form_resumes_under_another_split(reshardable: Pat
     assert_continues(tmp_path / "run", reshardable)
 
 
+def test_state_behind_a_padded_bucket_resumes_under_another_split(tmp_path: Path) -> None:
+    """The tied embedding lies in a bucket of its own, behind that of layers and positions, which 34 pad."""
+    shape = replace(EVEN.shape, max_position_embeddings=34)
+    even, uneven = (
+        replace(plan, shape=shape, made_for=replace(plan.made_for, shape=shape)) for plan in (EVEN, UNEVEN)
+    )
+    flags = (RESHARDABLE, "--max-position-embeddings", "34")
+    source = saved(tmp_path / "source", *flags, plan=even)
+    done = load(uneven, tmp_path / "run", source, *flags)
+    assert done.code == 0, done.output[-3000:]
+    assert_continues(tmp_path / "run", source)
+
+
 def test_weights_alone_load_under_another_split(default: Path, tmp_path: Path) -> None:
     done = load(UNEVEN, tmp_path / "run", default, "--no-load-optim")
     assert done.code == 0, done.output[-3000:]

@@ -54,6 +54,11 @@ LOAD = declare(
     use_sites=(f"{_CHECKPOINTING}:load_args_from_checkpoint", f"{_CHECKPOINTING}:load_checkpoint"),
 )
 
+OPTIMIZER_STATE = declare(
+    "megatron.core.optimizer.distrib_optimizer",
+    "DistributedOptimizer.sharded_param_state_fully_reshardable",
+)
+
 # Linears of a layer cut as a plan says: every way to a GPT model passes through here with the specification.
 GPT_MODEL_INIT = declare("megatron.core.models.gpt.gpt_model", "GPTModel.__init__")
 
@@ -225,4 +230,4 @@ CUSTOM_SCHEDULE = (
     *SPLIT_BACKWARD,
 )
 CHECKPOINTS = (SAVE, LOAD)
-ALL = (ARGUMENTS, TOKENIZER, *CHECKPOINTS, GPT_MODEL_INIT, *CUSTOM_SCHEDULE)
+ALL = (ARGUMENTS, TOKENIZER, *CHECKPOINTS, OPTIMIZER_STATE, GPT_MODEL_INIT, *CUSTOM_SCHEDULE)
