@@ -1,3 +1,4 @@
 """The folders of these tests are in memory."""
 
 from tests.in_memory import tmp_path as tmp_path
+from tests.short_searches import short_searches as short_searches
