@@ -2,7 +2,8 @@
 
 An ordinary Megatron script that knows nothing of quartet_plugin. The same command trains on GPUs as it is
 and, through `torchrun ... -m quartet_plugin.megatron examples/pretrain_gpt.py ...`, with a plan or on a CPU.
-Multi-token prediction and packed sequences are left out; Megatron's own pretrain_gpt.py has them.
+Layers of multi-token prediction lie on the last stage, which therefore gets tokens. Packed sequences are left
+out; Megatron's own pretrain_gpt.py has them.
 """
 
 import importlib.util
@@ -52,7 +53,9 @@ def get_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | No
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        # The last stage then embeds the next tokens: it gets tokens and labels.
+        mtp_on_this_rank=bool(args.mtp_num_layers)
+        and mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),

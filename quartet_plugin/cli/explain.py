@@ -217,13 +217,14 @@ def _title(plan: "Plan", num_microbatches: int) -> list[tuple[str, str]]:
     from quartet_plugin.report.explain import layout_words
     from quartet_plugin.space.plan_label import plan_label
 
-    shape, split = plan.shape, plan.split.label
+    shape, mtp_layers = plan.shape, plan.made_for.mtp_layers
+    split = plan.split.label if len(plan.split.label) <= 80 else f"{plan.split.label[:77]}..."
     return [
         ("plan", f"{plan.digest[:12]} for {plan.made_for.world_size} devices"),
         ("parts", plan_label(plan)),
         ("shape", f"{shape.num_layers} layers, hidden {shape.hidden_size}, sequences of {shape.seq_length}"),
         ("layout", f"{layout_words(plan.layout)}, {num_microbatches} microbatches"),
-        ("split", split if len(split) <= 80 else f"{split[:77]}..."),
+        ("split", f"{split}, multi-token prediction ({mtp_layers}) last" if mtp_layers else split),
         ("schedule", plan.schedule.label),
         ("mapping", plan.mapping.label),
     ]

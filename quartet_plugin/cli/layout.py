@@ -134,7 +134,7 @@ def _constants(calibration: Path | None, *, profile: list[Path], cluster: Path |
 def _data(best: "StageLayout", even: "StageLayout") -> dict[str, Any]:
     def entry(layout: "StageLayout") -> dict[str, Any]:
         return {
-            "layout": layout.split.megatron_layout,
+            "layout": layout.megatron_layout,
             "layers_per_stage": list(layout.split.transformer_layers_per_stage),
             "iteration_s": layout.iteration_s,
             "forward_s": list(layout.forward_s),
@@ -150,7 +150,7 @@ def _lines(best: "StageLayout", even: "StageLayout", *, chunks: int, pipeline: i
     """The flag, a line a device, and the even split beside it."""
     from quartet_plugin.report.formatting import size, time_of
 
-    lines = [f"{_FLAG} '{best.split.megatron_layout}'"]
+    lines = [f"{_FLAG} '{best.megatron_layout}'"]
     counts = best.split.transformer_layers_per_stage
     for rank, memory in enumerate(best.memory):
         stages = [chunk * pipeline + rank for chunk in range(chunks)]

@@ -85,7 +85,7 @@ def with_schedule(plan: "Plan", written: "WrittenSchedule") -> "Plan":
     from quartet_plugin.model.plan import ScheduleChoice, Split
     from quartet_plugin.space.written_schedules import written_order
 
-    order = written_order(written, shape=plan.shape)
+    order = written_order(written, shape=plan.shape, mtp_layers=plan.made_for.mtp_layers)
     return replace(
         plan,
         split=Split(transformer_layers_per_stage=order.split),

@@ -225,12 +225,16 @@ def tensor_parallel_ends(run: TrainingRun, constants: Constants) -> tuple[Times,
 
 
 def tied_ends_s(run: TrainingRun, constants: Constants) -> float:
-    """Seconds a step to sum the gradients of tied embeddings on the first and the last pipeline rank."""
+    """Seconds a step to sum the gradients of embeddings on the first and the last pipeline rank.
+
+    Both ranks have them where the head is tied, or where multi-token prediction embeds further tokens.
+    """
     layout = run.layout
     p = layout.pipeline_parallel
     placement = device_of_stages(run)
     is_apart = placement[0] != placement[-1]
-    if not (is_apart and run.shape.tied_embeddings and run.software.reduces_ends):
+    has_both = run.shape.tied_embeddings or run.mtp_layers > 0
+    if not (is_apart and has_both and run.software.reduces_ends):
         return 0.0
     stride = layout.tensor_parallel * run.copies * (p - 1)
     both_ends = group(run.machines, constants, size=2, stride=stride)

@@ -69,6 +69,12 @@ def head_product(run: TrainingRun) -> HeldProduct:
     return _held(run, "head", shape.hidden_size / _split(run), shape.vocab_size / tp)
 
 
+def joined_product(run: TrainingRun) -> HeldProduct:
+    """The product that joins two hidden states before a layer of multi-token prediction."""
+    h = run.shape.hidden_size
+    return _column(run, "joined", h / run.layout.tensor_parallel, 2.0 * h)
+
+
 def layer_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
     """Bytes that one layer keeps of one microbatch between its input and its weight gradients."""
     return sum(product.total_bytes for product in layer_products(run, experts=experts))

@@ -131,6 +131,9 @@ def weights_of_stages(run: TrainingRun) -> list[Weights]:
             if stage == last and not (stage == 0 and shape.tied_embeddings):
                 total += vocabulary
             mtp = run.mtp_layers if stage == last else 0
+            if mtp and stage > 0 and not shape.tied_embeddings:
+                # A second copy of the embedding, of the further tokens.
+                total += vocabulary
             total += mtp * (2.0 * h * h / tp + (shared if run.experts else dense))
             kinds[kind] = Weights(dense=total, expert=(count - plain + mtp) * routed)
         stages.append(kinds[kind])
@@ -241,21 +244,38 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
         stages.append(layers + boundaries * boundary)
         held.append(plain * held_dense + (count - plain) * held_moe)
     # The output of the last norm, which the head's weight gradient needs.
-    stages[-1] += boundary + run.mtp_layers * (kept_moe + 2.0 * boundary)
+    stages[-1] += boundary + run.mtp_layers * (kept_moe + _further_token_bytes(run, boundary))
     if run.software.plain_operations:
         saved = run.tokens_per_microbatch * plain_operations.norm_bytes(run) / split
         # Of the last norm the input is counted as the stage's output.
         stages[-1] += saved - boundary
         mask = plain_operations.mask_bytes(run)
         stages = [kept + mask * (count > 0) for kept, count in zip(stages, run.layers_per_stage, strict=True)]
-    held[-1] += held_bytes.head_product(run).total_bytes
+    head = held_bytes.head_product(run).total_bytes
+    held[-1] += head + run.mtp_layers * (held_moe + head + held_bytes.joined_product(run).total_bytes)
     # Full recompute takes full backwards.
     return np.array(stages), np.array(held) * (run.layout.recompute != "full")
 
 
+def _further_token_bytes(run: TrainingRun, boundary: float) -> float:
+    """Bytes that a layer of multi-token prediction keeps of a microbatch beside its transformer layer.
+
+    These are the two joined states and its output, and what three norms keep; full recompute keeps the output
+    and the two states in place of the layer's input.
+    """
+    if run.layout.recompute == "full":
+        return 2.0 * boundary
+    split = run.layout.tensor_parallel if run.layout.sequence_parallel else 1
+    return 3.0 * (boundary + run.tokens_per_microbatch * _norm_bytes(run) / split)
+
+
 def loss_bytes(run: TrainingRun) -> float:
-    """Bytes that the loss keeps of one microbatch from forward to backward: probabilities in fp32."""
-    return SINGLE * run.tokens_per_microbatch * run.shape.vocab_size / run.layout.tensor_parallel
+    """Bytes that the losses keep of one microbatch from forward to backward: probabilities in fp32.
+
+    Each layer of multi-token prediction has a loss beside the head's.
+    """
+    logits = run.tokens_per_microbatch * run.shape.vocab_size / run.layout.tensor_parallel
+    return SINGLE * logits * (1 + run.mtp_layers)
 
 
 def _kept_bytes(run: TrainingRun, layer: float, boundary: float) -> float:

@@ -36,7 +36,7 @@ def relative_cost(plan: Plan, *, baseline: Plan, makespan: float | None = None) 
 def _as_1f1b(plan: Plan, makespan: float) -> tuple[Plan, float]:
     """The plan with 1F1B and a balanced split, and `makespan` over its makespan."""
     shape, layout = plan.shape, plan.layout
-    end_loads = flops_end_loads(shape)
+    end_loads = flops_end_loads(shape, mtp_layers=plan.made_for.mtp_layers)
     split = split_for_end_loads(shape.num_layers, num_devices=layout.pipeline_parallel, ends=end_loads)
     loads = [float(count) for count in split]
     loads[0] += end_loads.embedding
@@ -66,7 +66,7 @@ def iteration_flops(plan: Plan) -> float:
 def _device_loads(plan: Plan) -> list[float]:
     """FLOP-equivalents of one microbatch on each pipeline rank, forward and backward."""
     shape, layout = plan.shape, plan.layout
-    weights = flops_end_loads(shape)
+    weights = flops_end_loads(shape, mtp_layers=plan.made_for.mtp_layers)
     loads = [0.0] * layout.pipeline_parallel
     for stage, num_layers in enumerate(plan.split.transformer_layers_per_stage):
         load = float(num_layers)

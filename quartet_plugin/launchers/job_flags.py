@@ -23,6 +23,8 @@ def flags_of_job(plan: Plan) -> FlagValues:
         flags |= _flags_of_experts(job.experts, num_layers=plan.shape.num_layers)
     if job.latent_attention is not None:
         flags |= _flags_of_latent_attention(job.latent_attention)
+    if plan.made_for.mtp_layers:
+        flags["--mtp-num-layers"] = plan.made_for.mtp_layers
     return flags
 
 

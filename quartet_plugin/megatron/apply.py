@@ -138,7 +138,8 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
             "world_size": world_size,
             "global_batch_size": batch,
             **shape,
-            **({"mtp_layers": mtp_layers or None} if made_for.job is None else model_words(user)),
+            "mtp_layers": mtp_layers or None,
+            **({} if made_for.job is None else model_words(user)),
         }
     )
     for name in _FIXED_SHAPE:

@@ -110,9 +110,17 @@ def _stages(chunks: Sequence[Any]) -> tuple[BuiltStage, ...]:
                 num_layers=len(numbers),
                 has_embedding=bool(module.pre_process),
                 has_head=bool(module.post_process),
+                mtp_layers=_mtp_layers(module) or None,
             )
         )
     return tuple(built)
+
+
+def _mtp_layers(module: Any) -> int:
+    """The tokens that a chunk predicts beyond the next one: each has a layer, or all share one."""
+    layers = getattr(getattr(module, "mtp", None), "layers", ())
+    is_shared = getattr(module.config, "mtp_use_repeated_layer", False)
+    return int(module.config.mtp_num_layers) if layers and is_shared else len(layers)
 
 
 def _ends(chunks: Sequence[Any]) -> PipelineEnds:

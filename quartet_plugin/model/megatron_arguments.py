@@ -188,11 +188,22 @@ def _layout_stages(args: Namespace) -> list[int] | None:
     return None if layout is None else stages_of_layout(str(layout))
 
 
+def has_mtp_on_inner_stage(args: Namespace) -> bool:
+    """Whether the layout has layers of multi-token prediction on another stage than the last one."""
+    layout = _optional(args, "pipeline_model_parallel_layout")
+    return layout is not None and any("m" in stage for stage in _written_stages(str(layout))[:-1])
+
+
 def stages_of_layout(text: str) -> list[int]:
     """Transformer layers of each stage in a layout such as `Ett|(tt|)*3tL`, as parse_str_to_list reads it.
 
     Raises ConfigError for a layout that Megatron could not read, or one of more layers than any model has.
     """
+    return [stage.count("t") for stage in _written_stages(text)]
+
+
+def _written_stages(text: str) -> list[str]:
+    """The stages of a layout, every layer written out."""
 
     def repeated(match: re.Match[str]) -> str:
         count = int(match[2]) if len(match[2]) < 8 else _MAX_LAYOUT
@@ -211,7 +222,7 @@ def stages_of_layout(text: str) -> list[int]:
             f"--pipeline-model-parallel-layout: {unknown[0]!r} in {text[:60]!r}; must be written in E, t, m, "
             "L and |"
         )
-    return [stage.count("t") for stage in rest.split("|")]
+    return rest.split("|")
 
 
 def _virtual_stages(args: Namespace) -> int:
@@ -296,6 +307,10 @@ def features_of(args: Namespace) -> list[str]:
         features.append("context_parallel")
     if getattr(args, "cuda_graph_impl", "none") not in (None, "none") or _is_on(args, "enable_cuda_graph"):
         features.append("cuda_graphs")
+    if "mtp" in features and has_mtp_on_inner_stage(args):
+        features.append("mtp_on_inner_stage")
+    if "mtp" in features and not _is_on(args, "untie_embeddings_and_output_weights"):
+        features.append("mtp_tied_head")
     if getattr(args, "num_distributed_optimizer_instances", 1) > 1:
         features.append("distributed_optimizer_instances")
     if _is_on(args, "async_save") and _is_on(args, "use_persistent_ckpt_worker"):
@@ -304,7 +319,9 @@ def features_of(args: Namespace) -> list[str]:
         features.append("local_checkpoint_replication")
     if (getattr(args, "gtp_weight_remat_size", 1) or 1) > 1:
         features.append("weight_shards")
-    if _is_on(args, "eod_mask_loss") and not _is_on(args, "calculate_per_token_loss"):
+    # The loss of further tokens is a mean over the tokens of one microbatch, even then.
+    is_per_token = _is_on(args, "calculate_per_token_loss") and "mtp" not in features
+    if _is_on(args, "eod_mask_loss") and not is_per_token:
         features.append("masked_tokens")
     loader = getattr(args, "dataloader_type", None)
     if loader not in (None, "single"):

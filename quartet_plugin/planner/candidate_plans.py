@@ -285,7 +285,7 @@ class _PathParams:
 
     def __init__(self, path: Sequence[int], *, space: Space) -> None:
         self._begun = tuple(path)
-        self._shape = space.shapes[0]
+        self._shape, self._mtp_layers = space.shapes[0], space.job.mtp_layers
         self._choices: list[list[int]] = []
         self.path: list[int] = []
         self.names: list[str] = []
@@ -322,7 +322,7 @@ class _PathParams:
         return number
 
     def unit_float(self, name: str) -> float:
-        ends = flops_end_loads(self._shape)
+        ends = flops_end_loads(self._shape, mtp_layers=self._mtp_layers)
         load = ends.head if name == SPLIT_HEAD else ends.embedding
         self.params[name] = share = _share(load, self._shape.num_layers)
         return share

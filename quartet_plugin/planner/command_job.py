@@ -14,6 +14,7 @@ from quartet_plugin.model.files import shown
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.megatron_arguments import (
     experts_of,
+    has_mtp_on_inner_stage,
     latent_attention_of,
     layout_of,
     precision_of,
@@ -102,6 +103,11 @@ def job_of_command(
             f"--expert-tensor-parallel-size: {expert_tensor}; must be the tensor-parallel size "
             f"({layout.tensor_parallel}) for a plan, or left out"
         )
+    if has_mtp_on_inner_stage(args):
+        raise ConfigError(
+            "--pipeline-model-parallel-layout: multi-token prediction before the last stage; a plan has its "
+            "layers on the last one (Ett|tmL)"
+        )
     batch = args.global_batch_size or layout.micro_batch_size * layout.data_parallel
     if "tokens" not in cost:
         cost |= _tokens(args, batch)
@@ -153,7 +159,7 @@ def _model(args: Namespace, shape: ModelShape) -> dict[str, Any]:
             "shared_expert_ffn_hidden_size": experts.shared_ffn_hidden_size,
             "num_dense_layers": experts.num_dense_layers,
         }
-    return model
+    return model | ({"mtp_layers": args.mtp_num_layers} if args.mtp_num_layers else {})
 
 
 def _devices_of_command(device: str, command: Command) -> dict[str, Any]:

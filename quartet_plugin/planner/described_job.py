@@ -66,4 +66,5 @@ def request_of(
         cluster=cluster,
         cost=CostSection(price_per_device_hour=said.price_per_device_hour, tokens=said.num_tokens),
         vocab_size=said.vocab_size,
+        mtp_layers=plan.made_for.mtp_layers or 0,
     )

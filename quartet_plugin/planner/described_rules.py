@@ -74,18 +74,25 @@ def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...])
         global_batch_size=job.global_batch_size,
         train_iters=0,
         precision=job.half,
-        features=("fp8",) if job.precision == "fp8" else (),
+        features=tuple(
+            name for name, is_on in (("fp8", job.precision == "fp8"), ("mtp", job.mtp_layers)) if is_on
+        ),
         neutralised=(),
         full_backward=None if job.experts is None else GROUPED_EXPERTS,
         layer_impl="transformer_engine",
         experts=job.experts,
         latent=job.latent,
         normalization=job.normalization,
+        mtp_layers=job.mtp_layers or None,
         no_tensor_partition=next((REFUSED_FEATURES[name] for name in _special_layers(job)), None),
     )
 
 
 def _special_layers(job: PlanRequest) -> list[str]:
     """The features whose layers have no partition; no axis of a plan is locked by them."""
-    present = {"moe": job.experts is not None, "multi_latent_attention": job.latent is not None}
+    present = {
+        "moe": job.experts is not None,
+        "multi_latent_attention": job.latent is not None,
+        "mtp": job.mtp_layers > 0,
+    }
     return [name for name, is_there in present.items() if is_there]

@@ -148,6 +148,7 @@ def job_of_cluster(
         global_batch_size=plan.made_for.global_batch_size,
         precision=precision,
         search=PlanSearch(),
+        mtp_layers=plan.made_for.mtp_layers or 0,
         cluster=planned,
     )
     return job, {"precision": precision, "search": "auto"}
@@ -184,6 +185,7 @@ def job_of_plan(
         global_batch_size=plan.made_for.global_batch_size,
         precision=precision,
         search=PlanSearch(),
+        mtp_layers=plan.made_for.mtp_layers or 0,
     )
     return job, {
         **assumed,
@@ -208,7 +210,8 @@ def _device_of(name: str, devices: Mapping[str, DeviceSpec] | None) -> tuple[Dev
 
 def _check_made_for(plan: Plan, job: PlanRequest) -> None:
     sizes = {"world_size": job.machines.num_devices, "global_batch_size": job.global_batch_size}
-    for name, planned in plan.made_for.differences({**sizes, **dump(job.shape)}).items():
+    model = {**dump(job.shape), "mtp_layers": job.mtp_layers or None}
+    for name, planned in plan.made_for.differences({**sizes, **model}).items():
         words = "shape: the job has another model"
         if name in sizes:
             label = "devices" if name == "world_size" else name

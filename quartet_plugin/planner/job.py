@@ -87,7 +87,8 @@ class ModelSection(Section):
     Embeddings are tied, and positions learned, where the FFN is not gated and queries are not grouped.
     `num_experts` makes every layer but the first `num_dense_layers` a mixture of experts of
     `expert_ffn_hidden_size` each (None: the FFN's), `experts_per_token` of them a token and a shared one.
-    `latent_attention` replaces the heads' sizes; without it attention is a plain one.
+    `latent_attention` replaces the heads' sizes; without it attention is a plain one. `mtp_layers` predict
+    further tokens, on the last stage.
     """
 
     num_layers: Layers
@@ -109,6 +110,7 @@ class ModelSection(Section):
     shared_expert_ffn_hidden_size: Annotated[int, Field(ge=0, le=2**31)] = 0
     num_dense_layers: Annotated[int, Field(ge=0, le=2**20)] = 0
     latent_attention: LatentSection | None = None
+    mtp_layers: Annotated[int, Field(ge=0, le=64)] = 0
 
 
 class ClusterSection(Section):
@@ -195,6 +197,7 @@ class PlanRequest:
     vocab_size: int | None = None
     rules: LayoutRules | None = None
     normalization: str | None = None
+    mtp_layers: int = 0
 
     @property
     def half(self) -> HalfPrecision:
@@ -234,6 +237,7 @@ class PlanRequest:
             experts=self.experts,
             latent=self.latent,
             normalization=self.normalization,
+            mtp_layers=self.mtp_layers,
         )
 
     @property
@@ -298,8 +302,11 @@ def parse_job(
         _check_precision(file.model.precision, machines.device)
         _check_search(file.search, model=file.model)
         largest = machines.devices_per_node if cluster is None else cluster.largest_block
+        shape = _shape(file.model, largest=largest)
+        if file.model.mtp_layers:
+            _check_mtp(file.model.mtp_layers, shape)
         return PlanRequest(
-            shape=_shape(file.model, largest=largest),
+            shape=shape,
             machines=machines,
             global_batch_size=file.batch.global_batch_size,
             precision=file.model.precision,
@@ -309,6 +316,7 @@ def parse_job(
             cluster=cluster,
             cost=file.cost,
             vocab_size=file.model.vocab_size,
+            mtp_layers=file.model.mtp_layers,
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -389,6 +397,16 @@ def _latent(model: ModelSection) -> LatentAttention | None:
     return None if given is None else LatentAttention(**given.model_dump())
 
 
+def _check_mtp(mtp_layers: int, shape: ModelShape) -> None:
+    if shape.tied_embeddings:
+        raise ConfigError(
+            f"model.mtp_layers: {mtp_layers}; needs tied_embeddings: false, because Megatron saves no stages "
+            "of multi-token prediction with a tied head"
+        )
+    if shape.position_embedding == "learned_absolute":
+        raise ConfigError(f"model.mtp_layers: {mtp_layers}; needs position_embedding: rope or none")
+
+
 def _check_precision(precision: JobPrecision, device: DeviceSpec) -> None:
     if precision == "fp8" and not {"fp8", "fp4"} & set(device.peak_flops):
         raise ConfigError(
@@ -452,6 +470,8 @@ def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
         raise ConfigError(f"search.expert_parallel: {asked}; needs model.num_experts; nearest: 1")
     if search.scaling is not None and (model.num_experts, model.latent_attention) != (None, None):
         raise ConfigError("search.scaling: known for dense models with plain attention only; remove it")
+    if search.scaling is not None and model.mtp_layers:
+        raise ConfigError("search.scaling: not known with multi-token prediction (mtp_layers); remove it")
     for text in search.split or ():
         if text[0].isdigit() and sum(int(count) for count in text.split("+")) != model.num_layers:
             raise ConfigError(

@@ -135,6 +135,7 @@ def plan_of(
             world_size=machines.num_devices,
             nodes=nodes,
             job=description_of(job),
+            mtp_layers=job.mtp_layers or None,
         ),
         shape=ranked.shape,
         layout=ranked.layout,

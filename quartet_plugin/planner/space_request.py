@@ -39,6 +39,7 @@ def request_of_space(space: Space, *, machine: KnownMachine) -> PlanRequest:
         experts=job.experts,
         latent=job.latent,
         normalization=job.normalization,
+        mtp_layers=job.mtp_layers or 0,
         cluster=devices.cluster,
         rules=_rules(space),
     )

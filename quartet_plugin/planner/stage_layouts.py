@@ -24,13 +24,22 @@ MAX_PREDICTED = 6_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayout:
-    """A split with its prediction: seconds an iteration, a microbatch's seconds a stage, memory a device."""
+    """A split with its prediction: seconds an iteration, a microbatch's seconds a stage, memory a device.
+
+    `mtp_layers` lie on the last stage, beside its transformer layers.
+    """
 
     split: Split
     iteration_s: float
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     memory: tuple[Memory, ...]
+    mtp_layers: int = 0
+
+    @property
+    def megatron_layout(self) -> str:
+        """Megatron's `--pipeline-model-parallel-layout`."""
+        return self.split.layout_text(mtp_layers=self.mtp_layers)
 
     @property
     def fits(self) -> bool:
@@ -148,4 +157,5 @@ def _predicted(request: PlanRequest, layout: Layout, split: Counts, constants: C
         forward_s=tuple(forward for forward, _, _ in seconds),
         backward_s=tuple(backward for _, backward, _ in seconds),
         memory=tuple(memory_by_device(run)),
+        mtp_layers=request.mtp_layers,
     )

@@ -17,12 +17,16 @@ _Digest = Annotated[str, Matches(pattern=r"[0-9a-f]{64}")]
 
 @record
 class BuiltStage:
-    """A chunk of the model as a rank built it: its layers, of which the first counts from 0, and its ends."""
+    """A chunk of the model as a rank built it: its layers, of which the first counts from 0, and its ends.
+
+    `mtp_layers` predict further tokens, beside its layers; None where it has none.
+    """
 
     first_layer: Count
     num_layers: Count
     has_embedding: bool
     has_head: bool
+    mtp_layers: Count | None = field(default=None, metadata=ADDED)
 
 
 @record

@@ -37,7 +37,7 @@ _MEANING = {
     "pp_bubble": "the busiest rank's waiting for other stages",
     "fsdp_comm": "sharded parameters",
     "dp_comm": "gradients and updated parameters",
-    "ends_comm": "gradients of tied embeddings",
+    "ends_comm": "gradients of the embedding's copies",
     "optimizer": "the optimizer's step",
     "step_overhead": "between steps: data, logging",
     "straggler": "the slowest of many nodes",

@@ -21,7 +21,7 @@ from quartet_plugin.report.throughput import cost_of, throughput_of
 from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
-from quartet_plugin.space.plan_label import plan_label
+from quartet_plugin.space.plan_label import plan_label, split_words
 
 # A: rounding of nothing but order; B: rounding of reductions; C: may change the objective; D: another model.
 ChangeClass = Literal["A", "B", "C", "D"]
@@ -90,7 +90,7 @@ def plan_lines(plan: Plan) -> list[str]:
         *_job_lines(plan),
         f"shape     {_shape_words(plan.shape)}",
         f"layout    {plan.layout.label}: {microbatch_words(plan.num_microbatches)} an iteration",
-        f"split     {plan.split.label} transformer layers, embedding first, head last",
+        f"split     {split_words(plan)}",
         f"schedule  {plan.schedule.label}",
         f"mapping   {plan.mapping.label}",
     ]

@@ -80,7 +80,7 @@ def _scheduled(plan: Plan, num_microbatches: int) -> Schedule:
 
 def flop_costs(plan: Plan) -> RelativeCosts:
     """Stage costs in units of a layer's forward: the split's layers, the embedding and the head."""
-    weights = flops_end_loads(plan.shape)
+    weights = flops_end_loads(plan.shape, mtp_layers=plan.made_for.mtp_layers)
     loads = np.array(plan.split.transformer_layers_per_stage, dtype=np.float64)
     loads[0] += weights.embedding
     loads[-1] += weights.head

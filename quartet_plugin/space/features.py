@@ -14,6 +14,9 @@ _SCALING = frozenset({Axis.SCALING})
 _MAPPING = frozenset({Axis.MAPPING})
 _NONE: frozenset[Axis] = frozenset()
 
+# The pipeline's degree is kept, too (knobs/pipeline_parallel.py).
+MTP_TIED_HEAD = "mtp_tied_head"
+
 # A trial has a part of the training's stages.
 FEWER_STAGES = "fewer_stages"
 
@@ -47,9 +50,13 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     # It needs virtual stages where there is a pipeline, and a degree of experts (transformer_config.py).
     "moe_shared_expert_overlap": _NONE,
     "overlap_moe": _SCALING | frozenset({Axis.DEGREES, Axis.SCHEDULE}),
+    # No shape scales the layers of multi-token prediction. They lie on the last stage, before the head; a
+    # plan has no other place for them. With a tied head Megatron cannot write or read checkpoints of several
+    # stages (models/common/language_module/language_module.py): the last one has a head of its own beside.
+    "mtp": _SCALING,
+    "mtp_on_inner_stage": _STAGES,
+    MTP_TIED_HEAD: frozenset({Axis.SPLIT, Axis.SCHEDULE}),
     # Layers that are not all alike, or not a list of layers at all.
-    # MTP lies before the head, on a stage that not every script gives tokens.
-    "mtp": _STAGES | _SCALING,
     "hybrid": _STAGES | _SCALING,
     "heterogeneous": _STAGES | _SCALING,
     "multi_latent_attention": _SCALING,

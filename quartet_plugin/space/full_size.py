@@ -60,6 +60,7 @@ def with_all_stages(plan: Plan, *, factor: int) -> Plan:
             num_microbatches=plan.num_microbatches,
             ends=None,
             split=split.transformer_layers_per_stage,
+            mtp_layers=made_for.mtp_layers,
         )
         schedule = replace(schedule, custom=order.custom)
     return replace(

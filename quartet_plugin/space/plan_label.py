@@ -28,10 +28,20 @@ def plan_label(plan: Plan) -> str:
     if layout.num_stages > 1:
         counts = plan.split.transformer_layers_per_stage
         more = f"+... ({len(counts)} stages)" if len(counts) > _MAX_COUNTS else ""
-        parts += [f"{SPLIT.label} {'+'.join(map(str, counts[:_MAX_COUNTS]))}{more}", plan.schedule.label]
+        parts.append(f"{SPLIT.label} {'+'.join(map(str, counts[:_MAX_COUNTS]))}{more}")
+        if plan.made_for.mtp_layers:
+            parts.append(f"MTP {plan.made_for.mtp_layers} on the last stage")
+        parts.append(plan.schedule.label)
     if not plan.mapping.is_stock:
         parts.append(f"{MAPPING.label} {plan.mapping.label}")
     return SEPARATOR.join(parts)
+
+
+def split_words(plan: Plan) -> str:
+    """The split with what lies beside its transformer layers, in words."""
+    mtp_layers = plan.made_for.mtp_layers
+    last = f"multi-token prediction ({mtp_layers}) and head" if mtp_layers else "head"
+    return f"{plan.split.label} transformer layers, embedding first, {last} last"
 
 
 def _does_something(knob: LayoutKnob, value: Value | None) -> bool:

@@ -288,7 +288,7 @@ class Space:
         Of a split with shifted boundaries only the order is. A file says both.
         """
         if name in self.written:
-            return written_order(self.written[name], shape=shape)
+            return written_order(self.written[name], shape=shape, mtp_layers=self.job.mtp_layers)
         num_devices, chunks = layout.pipeline_parallel, layout.virtual_stages
         split, ends = self._fixed_split(source, shape, layout), None
         if split is None:
@@ -306,6 +306,7 @@ class Space:
             num_microbatches=layout.num_microbatches(self.job.global_batch_size),
             ends=ends,
             split=split,
+            mtp_layers=self.job.mtp_layers,
         )
 
     def fixed_splits(self, shape: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
@@ -350,6 +351,11 @@ def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed
         raise ConfigError(
             "the model is not one list of like layers (hybrid or encoder-decoder): "
             "its stages cannot be planned; tune a GPTModel"
+        )
+    if job.mtp_layers and 0 in job.split.transformer_layers_per_stage[1:-1]:
+        raise ConfigError(
+            "--pipeline-model-parallel-layout: a stage has no layers beside multi-token prediction; put its "
+            "layers on the last stage (Ett|tmL)"
         )
     baseline = Baseline(layout=job.layout, split=job.split, schedule=job.schedule)
     return Plan(

@@ -61,7 +61,6 @@ REFUSED = (
     Refused("delay_wgrad_compute", _SEPARATE_SCHEDULE),
     Refused("use_megatron_fsdp", _NOT_BY_STAGE),
     Refused("use_torch_fsdp2", _NOT_BY_STAGE),
-    Refused("mtp_num_layers", "its layers are bound to Megatron's last stage"),
     Refused("hybrid_context_parallel", _SEPARATE_SCHEDULE),
     Refused("hybrid_layer_pattern", _SEPARATE_SPLIT),
     Refused("hybrid_override_pattern", _SEPARATE_SPLIT),

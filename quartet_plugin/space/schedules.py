@@ -90,12 +90,13 @@ def custom_order(
     num_microbatches: int,
     ends: EndLoads | None,
     split: tuple[int, ...] | None,
+    mtp_layers: int | None = None,
 ) -> CustomOrder:
     """The best split and order of a custom schedule; `split` is given where it is fixed.
 
-    `ends` are the sampler's end loads, None for those by FLOPs.
+    `ends` are the sampler's end loads, None for those by FLOPs, which count the `mtp_layers`.
     """
-    by_flops = flops_end_loads(shape).rounded()
+    by_flops = flops_end_loads(shape, mtp_layers=mtp_layers).rounded()
     placement = placement_of(name, num_devices=num_devices, chunks=chunks)
     table = partial(
         cost_table, shape, placement=placement, num_devices=num_devices, num_microbatches=num_microbatches

@@ -79,7 +79,8 @@ def encoded_split(plan: Plan) -> tuple[EndLoads, Shifts | None]:
     best: tuple[EndLoads, Shifts] | None = None
     usual = sum(split[1:-1]) / (len(split) - 2)
     by_counts = EndLoads(embedding=usual - split[0], head=usual - split[-1])
-    for guess in (flops_end_loads(plan.shape), EndLoads(), by_counts):
+    by_flops = flops_end_loads(plan.shape, mtp_layers=plan.made_for.mtp_layers)
+    for guess in (by_flops, EndLoads(), by_counts):
         ends = decoded_ends(encoded_ends(guess, plan.shape.num_layers), plan.shape.num_layers)
         shifts = shifts_between(origin_split(plan, schedule=None, ends=ends), split)
         if not any(shifts):

@@ -110,7 +110,9 @@ def read_written_schedule(path: Path) -> WrittenSchedule:
 
 
 @lru_cache(maxsize=1024)
-def written_order(written: WrittenSchedule, *, shape: ModelShape) -> CustomOrder:
+def written_order(
+    written: WrittenSchedule, *, shape: ModelShape, mtp_layers: int | None = None
+) -> CustomOrder:
     """The order and split of a written schedule for a model whose number of layers it fits."""
     split = written.split(shape.num_layers)
     assert split is not None, "the file is for another number of layers"
@@ -118,7 +120,7 @@ def written_order(written: WrittenSchedule, *, shape: ModelShape) -> CustomOrder
     schedule = replace(written.schedule, layers_per_stage=entries, origin=_checked_origin(written.schedule))
     costs = cost_table(
         shape,
-        ends=flops_end_loads(shape).rounded(),
+        ends=flops_end_loads(shape, mtp_layers=mtp_layers).rounded(),
         placement=schedule.placement,
         num_devices=schedule.num_devices,
         num_microbatches=schedule.num_microbatches,

@@ -34,11 +34,19 @@ class EndLoads:
         )
 
 
-def flops_end_loads(shape: ModelShape) -> EndLoads:
-    """The end loads by forward FLOPs; the embedding's is the FLOPs that its memory traffic stands for."""
-    per_layer = shape.forward_flops_per_layer
+def flops_end_loads(shape: ModelShape, *, mtp_layers: int | None = None) -> EndLoads:
+    """The end loads by forward FLOPs; the embedding's is the FLOPs that its memory traffic stands for.
+
+    Each of `mtp_layers` predicts a further token beside the head: a layer behind the product that joins two
+    hidden states, and the head once more.
+    """
+    per_layer, count = shape.forward_flops_per_layer, mtp_layers or 0
     lookup = 20.0 * shape.seq_length * shape.hidden_size
-    return EndLoads(embedding=lookup / per_layer, head=shape.forward_flops_of_head / per_layer)
+    head = shape.forward_flops_of_head
+    joined = 4.0 * shape.seq_length * shape.hidden_size**2
+    return EndLoads(
+        embedding=lookup / per_layer, head=(head + count * (per_layer + joined + head)) / per_layer
+    )
 
 
 def entries_of(layers: Sequence[int], *, embedding: bool = True, head: bool = True) -> tuple[int, ...]:

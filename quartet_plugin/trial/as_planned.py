@@ -207,6 +207,12 @@ def _stages(plan: Plan, placement: Sequence[int], done: Execution) -> Iterator[s
             )
         if built.has_embedding != (stage == 0) or built.has_head != (stage == len(placement) - 1):
             yield f"the embedding or the head is on another stage than the plan's (stage {stage})"
+        mtp_layers = plan.made_for.mtp_layers if stage == len(placement) - 1 else None
+        if built.mtp_layers != mtp_layers:
+            yield (
+                f"{built.mtp_layers or 'no'} layers of multi-token prediction were built on stage {stage}, "
+                f"the plan has {mtp_layers or 'none'} there"
+            )
 
 
 def _ends(placement: Sequence[int], ends: PipelineEnds, *, pipeline_rank: int) -> Iterator[str]:

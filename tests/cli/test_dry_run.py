@@ -43,7 +43,7 @@ def test_the_feature_that_keeps_an_axis_is_named(tmp_path: Path, capsys: pytest.
     assert dry_run(tmp_path, "--num-experts", "4", *router, "--mtp-num-layers", "1") == 0
     lines = {line[10:].split()[0]: line for line in capsys.readouterr().out.splitlines() if line[10:].strip()}
     assert "because of moe_microbatch_loss" in lines["micro_batch_size"]
-    assert "because of mtp" in lines["split"]
+    assert "because of mtp_tied_head" in lines["split"]
     assert "because" not in lines["forbid"]
     assert (
         dry_run(tmp_path, "--num-experts", "4", *router, config="run: fake\nsearch: {change_class: C}\n") == 0

@@ -20,6 +20,8 @@ FLAGS = (
     "--max-position-embeddings 1024 --bf16 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 "
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --lr 1e-4 --data-path a b"
 )
+UNTIED = "--untie-embeddings-and-output-weights"
+MTP = f"{UNTIED} --position-embedding-type rope --mtp-num-layers 1"
 START = "torchrun --nnodes 2 --nproc-per-node 4 pretrain_gpt.py"
 CLUSTER = {"device": "H100-SXM-80GB", "num_nodes": 2, "devices_per_node": 4}
 
@@ -71,6 +73,37 @@ def test_the_commands_own_layout_is_what_plans_are_compared_with(
     assert main(["explain", str(plan)]) == 0
 
 
+def test_layers_of_multi_token_prediction_weigh_on_the_last_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans = []
+    (tmp_path / "job.yaml").write_text(
+        "search: {tensor_parallel: 2, pipeline_parallel: 4, virtual_stages: 1, schedule: 1f1b}"
+    )
+    for more in (f"{UNTIED} --position-embedding-type rope --num-layers 32", f"{MTP} --num-layers 32"):
+        path = tmp_path / "plan.json"
+        options = [str(tmp_path / "job.yaml"), "--cluster", "H100", "-o", str(path)]
+        assert main(["plan", *options, "--", *words(more)]) == 0
+        plans.append(read_plan(path))
+    plain, with_mtp = plans
+    assert with_mtp.made_for.mtp_layers == 1
+    last, fewer = (plan.split.transformer_layers_per_stage[-1] for plan in plans)
+    assert fewer < last
+    assert plain.prediction is not None
+    assert with_mtp.prediction is not None
+    assert (with_mtp.prediction.iteration_s or 0.0) > (plain.prediction.iteration_s or 0.0)
+    capsys.readouterr()
+    for command, says in (
+        ("show", f"split     {with_mtp.split.label} transformer layers, embedding first, multi-token"),
+        ("explain", f"{with_mtp.split.label}, multi-token prediction (1) last"),
+        ("export", "mL"),
+    ):
+        assert main([command, str(path)]) == 0
+        shown = capsys.readouterr().out
+        assert says in shown
+    assert "--mtp-num-layers" in shown
+
+
 def test_a_cluster_file_and_a_job_files_search_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,7 +123,13 @@ def test_a_cluster_file_and_a_job_files_search_are_taken(
 @pytest.mark.parametrize(
     ("command", "options", "says"),
     [
-        (words("--mtp-num-layers 1"), (), "--mtp-num-layers: the cost model has no multi-token prediction"),
+        (words("--mtp-num-layers 1"), (), "model.mtp_layers: 1; needs tied_embeddings: false"),
+        (words(f"{UNTIED} --mtp-num-layers 1"), (), "model.mtp_layers: 1; needs position_embedding: rope"),
+        (
+            words(f"{MTP} --pipeline-model-parallel-layout {'t' * 8}m|L".replace("layout t", "layout Et")),
+            (),
+            "multi-token prediction before the last stage",
+        ),
         (words("--use-megatron-fsdp"), (), "--use-megatron-fsdp"),
         (words(without="--vocab-size 32768"), (), "--vocab-size before the --"),
         (words(without="--hidden-size 1024"), (), "--hidden-size: not given"),

@@ -44,6 +44,7 @@ class Model:
     micro_batch: int = 1
     recompute: Recompute = "none"
     precision: HalfPrecision = "fp32"
+    mtp_layers: int = 0
 
     @property
     def shape(self) -> ModelShape:
@@ -59,7 +60,7 @@ class Model:
             vocab_size=_VOCAB,
             max_position_embeddings=_SEQ,
             gated_ffn=self.is_gated,
-            tied_embeddings=True,
+            tied_embeddings=not self.mtp_layers,
             position_embedding="rope" if self.is_rotary else "learned_absolute",
         )
 
@@ -75,6 +76,7 @@ class Model:
             f"--micro-batch-size {self.micro_batch} --global-batch-size {self.micro_batch}": True,
             f"--recompute-granularity {self.recompute}": self.recompute != "none",
             "--bf16": self.precision == "bf16",
+            f"--untie-embeddings-and-output-weights --mtp-num-layers {self.mtp_layers}": self.mtp_layers > 0,
         }
         return " ".join(words for words, is_there in parts.items() if is_there)
 
@@ -97,6 +99,11 @@ MODELS = {
     "groups, recomputed scores": Model(num_groups=4, recompute="selective"),
     "one group, recomputed scores": Model(num_groups=1, recompute="selective"),
     "all, bf16": replace(_LLAMA, precision="bf16"),
+    "rotary, two tokens ahead": Model(is_rotary=True, mtp_layers=1),
+    "all, two tokens ahead": replace(_LLAMA, mtp_layers=1),
+    "all, two tokens ahead, two sequences": replace(_LLAMA, mtp_layers=1, micro_batch=2),
+    "all, two tokens ahead, recomputed scores": replace(_LLAMA, mtp_layers=1, recompute="selective"),
+    "all, two tokens ahead, bf16": replace(_LLAMA, mtp_layers=1, precision="bf16"),
 }
 # Four ranks: the layout's label, and whether sequences are split.
 LAYOUTS = {"unsplit": ("stock", False), "stock": ("stock", True), "rings": ("rings", True),
@@ -148,7 +155,8 @@ def predicted(
         precision=model.precision,
         software=software,
     )
-    run = replace(run, normalization="RMSNorm" if model.has_rms_norms else "LayerNorm")
+    normalization = "RMSNorm" if model.has_rms_norms else "LayerNorm"
+    run = replace(run, normalization=normalization, mtp_layers=model.mtp_layers)
     return peak_memory(run).activations + loss_bytes(run)
 
 

@@ -80,6 +80,10 @@ def random_command(generator: random.Random) -> ProductionCommand:
         words += _random_experts(generator, num_devices)
     switches = ("--swiglu", "--untie-embeddings-and-output-weights", "--use-distributed-optimizer")
     words += [switch for switch in switches if generator.random() < 0.5]
+    if generator.random() < 0.2:
+        # Stages of multi-token prediction with a tied head can be made, but not saved.
+        words += ["--untie-embeddings-and-output-weights", "--position-embedding-type", "none"]
+        words += ["--mtp-num-layers", str(generator.choice((1, 2)))]
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return ProductionCommand("random", tuple(words), num_devices, environment)
 
@@ -186,7 +190,7 @@ def refused_values(
         if not is_legal_split(counts, num_layers=shape.num_layers, num_stages=layout.num_stages):
             written = Split(transformer_layers_per_stage=tuple(max(0, count) for count in counts))
             if sum(written.transformer_layers_per_stage) != shape.num_layers:
-                layout_text = written.megatron_layout
+                layout_text = written.layout_text(mtp_layers=plan.made_for.mtp_layers or 0)
                 yield {"pipeline_model_parallel_layout": layout_text}, "the stages hold all layers"
 
 

@@ -127,6 +127,7 @@ def test_literal_layout_is_read_by_megatron() -> None:
     assert layout_of(args, world_size=2).virtual_stages == 2
 
 
+UNTIED = "--untie-embeddings-and-output-weights"
 EXPERTS = ("--num-experts", "4", "--moe-router-load-balancing-type")
 
 
@@ -154,7 +155,6 @@ def test_what_the_router_binds(words: list[str], features: list[str]) -> None:
     ("words", "feature"),
     [
         (["--num-experts", "4"], "moe"),
-        (["--mtp-num-layers", "1"], "mtp"),
         (["--use-torch-fsdp2"], "fsdp"),
         (["--fp8-format", "hybrid"], "fp8"),
         (["--cuda-graph-impl", "local"], "cuda_graphs"),
@@ -174,8 +174,28 @@ def test_features_that_limit_plans(words: list[str], feature: str) -> None:
     assert features_of(values(*words)) == [feature]
 
 
+MTP = ("--mtp-num-layers", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "features"),
+    [
+        ([UNTIED], []),
+        ([], ["mtp_tied_head"]),
+        ([UNTIED, "--pipeline-model-parallel-layout", "E(t|)*2,tmL"], []),
+        ([UNTIED, "--pipeline-model-parallel-layout", "Ettm|L"], ["mtp_on_inner_stage"]),
+        ([UNTIED, "--pipeline-model-parallel-layout", "Et|m|tL"], ["mtp_on_inner_stage"]),
+    ],
+)
+def test_where_layers_of_multi_token_prediction_lie(words: list[str], features: list[str]) -> None:
+    assert features_of(values(*MTP, *words)) == ["mtp", *features]
+
+
 def test_masked_tokens_do_not_matter_where_the_loss_is_per_token() -> None:
     assert features_of(values("--eod-mask-loss", "--calculate-per-token-loss")) == ["per_token_loss"]
+    # But the loss of further tokens is one of a microbatch.
+    words = ("--eod-mask-loss", "--calculate-per-token-loss", *MTP, UNTIED)
+    assert features_of(values(*words)) == ["masked_tokens", "mtp", "per_token_loss"]
 
 
 def test_precision() -> None:

@@ -67,7 +67,7 @@ def test_another_expression_is_refused(text: str) -> None:
     [
         (["--num-layers", "many"], "--num-layers: 'many'"),
         (["--hidden-size"], "--hidden-size: no value"),
-        (["--mtp-num-layers", "1"], "--mtp-num-layers: the cost model has no multi-token prediction"),
+        (["--optimizer-cpu-offload"], "--optimizer-cpu-offload: the cost model has no offloading"),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp"),
         (["--fp4-format", "e2m1"], "--fp4-format"),
     ],
@@ -79,4 +79,4 @@ def test_what_cannot_be_read_is_refused_by_the_flags_name(words: list[str], says
 
 
 def test_a_flag_that_is_switched_off_is_no_refusal() -> None:
-    assert read_arguments(["--mtp-num-layers", "0"])[1] == ("--mtp-num-layers",)
+    assert read_arguments(["--cpu-offloading-num-layers", "0"])[1] == ("--cpu-offloading-num-layers",)

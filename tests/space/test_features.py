@@ -73,6 +73,26 @@ def test_experts_that_no_plan_describes_keep_their_degrees() -> None:
     assert {(plan.layout.tensor_parallel, plan.layout.expert_parallel) for plan in plans} == {(1, 2)}
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_multi_token_prediction_keeps_its_stages_with_a_tied_head_alone(is_tied: bool) -> None:
+    features = ("mtp", "mtp_tied_head") if is_tied else ("mtp",)
+    job = replace(
+        make_job(layout=make_layout(pipeline_parallel=2, data_parallel=2), features=features), mtp_layers=1
+    )
+    space = build_space(
+        job, nodes=make_nodes(4), search=parse_config({}, where="q.yaml").search, run="r", seed=0
+    )
+    plans = plans_of(space)
+    assert {plan.made_for.mtp_layers for plan in plans} == {1}
+    assert len({plan.layout.tensor_parallel for plan in plans}) > 1
+    pipelines = {plan.layout.pipeline_parallel for plan in plans}
+    splits = {plan.split for plan in plans if plan.layout.num_stages == 2}
+    schedules = {plan.schedule.label for plan in plans}
+    assert (len(pipelines) > 1, len(splits) > 1, "zb-h1" in schedules) == (not is_tied,) * 3
+    for plan in plans[:20]:
+        assert plan.schedule.custom is not None or space.params_of(plan) is not None
+
+
 def test_degrees_of_experts_are_tuned() -> None:
     experts = Experts(num_experts=4, experts_per_token=2, ffn_hidden_size=96)
     job = make_job(layout=LAYOUT, features=("moe",), experts=experts)

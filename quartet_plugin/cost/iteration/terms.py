@@ -51,12 +51,13 @@ def unit_parts(run: TrainingRun, constants: Constants) -> UnitParts:
 def _with_mtp(run: TrainingRun, rates: Rates, *, head: StageParts, layer: StageParts) -> StageParts:
     """The head's parts with the layers of multi-token prediction before it.
 
-    Each is a transformer layer behind a product of two hidden states, and runs the head once more
-    (DeepSeek-V3, section 2.2).
+    Each embeds the tokens once more, is a transformer layer behind a product of two hidden states, and runs
+    the head once more (DeepSeek-V3, section 2.2).
     """
     joined = {"gemm": compute.joined_states_times(run, rates)}
+    lookup = _end_parts(compute.embedding_times(run, rates))
     parts = dict(head)
-    for added in (layer, head, joined):
+    for added in (lookup, layer, head, joined):
         for name, times in added.items():
             more = times.scaled(run.mtp_layers)
             parts[name] = parts[name].plus(more) if name in parts else more

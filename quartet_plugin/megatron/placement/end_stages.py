@@ -131,7 +131,11 @@ def _sum_after_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tied_weights(model_chunks: Sequence[Any]) -> tuple[Any, Any] | None:
-    """The copies of one weight in embedding and head, where this device has both; otherwise None."""
+    """The copies of one weight in the first and the last stage, where this device has both; otherwise None.
+
+    The last stage has the embedding's weight for a tied head, or to embed further tokens (multi-token
+    prediction).
+    """
     from megatron.core.utils import get_attr_wrapped_model
 
     first, last = (
@@ -140,7 +144,8 @@ def tied_weights(model_chunks: Sequence[Any]) -> tuple[Any, Any] | None:
     )
     if first is last or not (first.pre_process and last.post_process):
         return None
-    if not getattr(last, "share_embeddings_and_output_weights", False):
+    is_tied = getattr(last, "share_embeddings_and_output_weights", False)
+    if not (is_tied or getattr(last, "mtp_process", False)):
         return None
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 

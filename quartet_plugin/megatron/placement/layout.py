@@ -52,6 +52,14 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         stage = self._placement.stage(rank, vp_stage or 0)
         return sum(layers.count(layer_type) for layers in self._by_stage[:stage])
 
+    def validate_layer_layout(self, num_layers: int, mtp_num_layers: int) -> bool:
+        """Check the layers, and whether those of multi-token prediction have a stage without the head.
+
+        Megatron asks whether the last stage's device is the last one, which it need not be here.
+        """
+        super().validate_layer_layout(num_layers=num_layers, mtp_num_layers=mtp_num_layers)
+        return any(LayerType.mtp in layers for layers in self._by_stage[:-1])
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Checkpoints pickle the arguments: as Megatron's class they load without the plugin."""
         return PipelineParallelLayerLayout, (self.input_data, self.pipeline_model_parallel_size)

@@ -2,9 +2,17 @@
 
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.space.features import Axis
+from quartet_plugin.space.features import MTP_TIED_HEAD, Axis
 from quartet_plugin.space.knobs.divisors import divisors
-from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, never_kept
+from quartet_plugin.space.knobs.knob import (
+    KnobContext,
+    KnobRules,
+    LayoutKnob,
+    Value,
+    degree_of,
+    kept_fault,
+    never_kept,
+)
 
 
 def most_stages(shape: ModelShape) -> int:
@@ -23,10 +31,17 @@ def _offers(context: KnobContext) -> list[int]:
 
 def _fault(value: Value, context: KnobContext) -> str | None:
     ranks, processes = int(value), _processes(context.layout, context.rules)
+    if kept := kept_fault(ranks, context.rules.job.layout.pipeline_parallel, _keeps_stages(context.rules)):
+        return kept
     if processes % ranks:
         return f"must divide the {processes} devices that TP leaves"
     most = most_stages(context.shape)
     return f"must be at most {most} for {context.shape.num_layers} layers" if ranks > most else None
+
+
+def _keeps_stages(rules: KnobRules) -> str | None:
+    is_tied = MTP_TIED_HEAD in rules.job.features
+    return "Megatron saves no stages of multi-token prediction with a tied head" if is_tied else None
 
 
 PIPELINE_PARALLEL = LayoutKnob(

@@ -38,7 +38,6 @@ def call(*, config: dict[str, Any], **more: Any) -> Any:
     [
         ({"variable_seq_lengths": True}, "--variable-seq-lengths"),
         ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
-        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
         ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl"),
         ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards"),
     ],

@@ -62,7 +62,7 @@ def test_a_feature_keeps_megatrons_own_schedule_and_is_named_by_its_flag(feature
 
 def test_no_feature_refuses_what_megatron_defaults_to() -> None:
     defaults = Namespace(
-        cuda_graph_impl="none", optimizer="adam", num_distributed_optimizer_instances=1, mtp_num_layers=None,
+        cuda_graph_impl="none", optimizer="adam", num_distributed_optimizer_instances=1, mtp_num_layers=1,
         gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1, transformer_impl="local", num_experts=None,
         align_grad_reduce=True, align_param_gather=True, recompute_granularity="selective",
     )  # fmt: skip
@@ -92,7 +92,6 @@ REFUSED_WORDS = {
     "--overlap-moe-expert-parallel-comm": "--overlap-moe-expert-parallel-comm",
     "--use-megatron-fsdp": "--use-megatron-fsdp",
     "--use-torch-fsdp2": "--use-torch-fsdp2",
-    "--mtp-num-layers 1": "--mtp-num-layers",
     "--hybrid-context-parallel": "--hybrid-context-parallel",
     "--defer-embedding-wgrad-compute": "--defer-embedding-wgrad-compute",
     "--delay-wgrad-compute": "--delay-wgrad-compute",

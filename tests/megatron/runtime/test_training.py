@@ -45,6 +45,10 @@ SIX_2 = f"{TWO} --pipeline-model-parallel-layout Ett|tt|t|tt|tt|tL"
 LINEAR_4 = f"{FOUR} --pipeline-model-parallel-layout Ett|ttt|ttt|ttL"
 CHUNKS_4 = f"{FOUR} --pipeline-model-parallel-layout Et|tt|t|t|tt|t|t|tL"
 TWELVE_4 = f"{FOUR} --pipeline-model-parallel-layout E{'|t' * 10}|L"
+# With a layer of multi-token prediction.
+MTP_2 = f"{TWO} --pipeline-model-parallel-layout E{'t' * 7}|tttmL"
+MTP_CHUNKS_2 = f"{TWO} --pipeline-model-parallel-layout Etttt|tttt|t|tmL"
+MTP_CHUNKS_4 = f"{FOUR} --pipeline-model-parallel-layout Et|tt|t|t|tt|t|tt|mL"
 V_2, V_4 = "0-1-1-0", "0-1-2-3-3-2-1-0"
 SNAKE_2, SNAKE_4 = "0-1-1-0-0-1", "0-1-2-3-3-2-1-0-0-1-2-3"
 
@@ -61,6 +65,7 @@ class Case:
 
 
 UNTIED = "--untie-embeddings-and-output-weights"
+MTP = f"{UNTIED} --position-embedding-type rope --mtp-num-layers 1"
 RAMP = "--rampup-batch-size 4 2 30"
 EVALUATED = "--eval-iters 2 --eval-interval 4 --split 80,20,0"
 PER_TOKEN = "--calculate-per-token-loss"
@@ -71,6 +76,9 @@ EXPERTS = (
     "--moe-layer-freq ([0]*1+[1]*9) --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-router-dtype fp32 --moe-token-dispatcher-type alltoall --disable-bias-linear"
 )
+MTP_EXPERTS = f"{MTP} {EXPERTS}"
+# Those with other weights, the most words first.
+VARIANTS = (MTP_EXPERTS, MTP, UNTIED, EXPERTS)
 EP2 = "--expert-model-parallel-size 2"
 FP16 = "--fp16 --initial-loss-scale 4096"
 
@@ -173,6 +181,26 @@ MATRIX = {
     "family pp4": Case(order=f"family:{V_4}", flags=CHUNKS_4, num_processes=4),
     "zb-v untied pp2": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=UNTIED),
     "zb-h1 untied pp2": Case(order="zb-h1:0-1", flags=LINEAR_2, variant=UNTIED),
+    "zb-h1 mtp pp2": Case(order="zb-h1:0-1", flags=MTP_2, variant=MTP),
+    "zb-v mtp pp2 dp2 both overlaps": Case(
+        order=f"zb-v:{V_2}", flags=f"{MTP_CHUNKS_2} {_OVERLAP}", num_processes=4, variant=MTP
+    ),
+    "zb-v mtp pp2": Case(order=f"zb-v:{V_2}", flags=MTP_CHUNKS_2, variant=MTP),
+    "zb-h1 mtp pp2 as a trial": Case(order="zb-h1:0-1:tracked", flags=MTP_2, variant=MTP),
+    "zb-h1 mtp tp2 sequence parallel": Case(
+        order="zb-h1:0-1",
+        flags=f"{MTP_2} --tensor-model-parallel-size 2 --sequence-parallel",
+        num_processes=4,
+        variant=MTP,
+        tolerance=_TOLERANCE_ACROSS_TP,
+    ),
+    "zb-h1 mtp pp2 dp2 engine": Case(
+        order="zb-h1:0-1", flags=f"{MTP_2} {ENGINE}", num_processes=4, variant=MTP
+    ),
+    "zb-v mtp pp2 dp2 ep2 experts": Case(
+        order=f"zb-v:{V_2}", flags=f"{MTP_CHUNKS_2} {EP2}", num_processes=4, variant=MTP_EXPERTS
+    ),
+    "v-half mtp pp4": Case(order=f"v-half:{V_4}", flags=MTP_CHUNKS_4, num_processes=4, variant=MTP),
     "zb-v per-token loss": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=PER_TOKEN),
     "zb-h1 dp2 overlap": Case(
         order="zb-h1:0-1", flags=f"{LINEAR_2} --overlap-grad-reduce {_BUCKETS}", num_processes=4
@@ -252,6 +280,11 @@ LONG = {
     "zb-h1 dp2 overlap",
     "zb-h1 untied pp2",
     "zb-v bf16",
+    "zb-h1 mtp pp2",
+    "zb-v mtp pp2",
+    "zb-h1 mtp tp2 sequence parallel",
+    "zb-h1 mtp pp2 dp2 engine",
+    "v-half mtp pp4",
 }
 
 
@@ -272,7 +305,7 @@ class References:
         arguments = [
             *support.MODEL_FLAGS, *support.TRAINING_FLAGS, *shlex.split(f"{_MODEL} {flags}"),
             *("--train-iters", str(_TRAIN_ITERS), "--data-path", str(self.data)),
-            *self.loading(next((variant for variant in (UNTIED, EXPERTS) if variant in flags), "")),
+            *self.loading(next((variant for variant in VARIANTS if variant in flags), "")),
         ]  # fmt: skip
         words = [str(folder), *program, *arguments]
         code, output = self.server(preparation(words)).run(
@@ -364,14 +397,18 @@ def check_split(folder: Path, case: Case) -> None:
     is_split = case.order.startswith(("zb", "v-half", "family", "searched")) and ":whole" not in case.order
     assert bool(lines) == is_split
     layout = layers_of(case)
-    if is_split and case.variant == EXPERTS:
+    if is_split and EXPERTS in case.variant:
         check_experts(lines, layout, expert_parallel=2)
     elif is_split:
         run = training_run(case)
         layer = [product[1:] for product in held_bytes.layer_products(run, experts=None)]
-        head = [held_bytes.head_product(run)[1:]]
+        _, head_input, head_gradient = held_bytes.head_product(run)
+        joined = [held_bytes.joined_product(run)[1:]]
         for stage, _, kept in lines:
-            expected = sorted(layer * layout[stage].count("t") + head * layout[stage].count("L"))
+            layers, heads, further = (layout[stage].count(kind) for kind in "tLm")
+            # The inputs of a head that predicts further tokens, too, are views of one tensor.
+            head = [(head_input * (1 + further), head_gradient)] * (heads + further)
+            expected = sorted(layer * (layers + further) + head + joined * further)
             assert sorted(map(tuple, kept)) == expected
 
 
@@ -380,8 +417,9 @@ def check_experts(lines: list[list[Any]], layout: list[str], *, expert_parallel:
     dense, experts = 2 + 2, 2 + 2 + 2 * (8 // expert_parallel)
     for stage, _, kept in lines:
         has_dense = "t" in layout[stage] and "t" not in "".join(layout[:stage])
-        expected = experts * layout[stage].count("t") + (dense - experts) * has_dense
-        assert len(kept) == expected + layout[stage].count("L")
+        layers, heads, further = (layout[stage].count(kind) for kind in "tLm")
+        expected = experts * (layers + further) + (dense - experts) * has_dense
+        assert len(kept) == expected + heads + 2 * further
 
 
 def training_run(case: Case) -> TrainingRun:
