@@ -1,8 +1,10 @@
 """Rank 0's report of the job, from what `model.megatron_arguments` reads."""
 
 import contextlib
+import re
 from argparse import Namespace
-from collections.abc import Container
+from collections.abc import Callable, Container
+from pathlib import Path
 from typing import Any
 
 from quartet_plugin.errors import ConfigError
@@ -51,13 +53,14 @@ def describe_job(
     no_custom_schedules: str | None = None,
     known_flags: Container[str] | None = None,
     stage_divisor: int = 1,
+    forward_step: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """The `job` of rank-K.json, from the arguments as Megatron resolved them.
 
     What limits plans is read of the command `as_written`: training has what trials leave out.
     `no_custom_schedules` is why there are none, whatever Megatron's functions are. `known_flags` are the
     arguments that a plan can set here, where those are not all of `args`. The trial has `stage_divisor` times
-    fewer stages than the training.
+    fewer stages than the training. `forward_step` is the script's, None where it is not known.
     """
     import torch
     from megatron.core.package_info import __version__
@@ -75,6 +78,8 @@ def describe_job(
     features = [*features_of(written), *missing_flag_features(known)]
     if stage_divisor > 1:
         features.append(FEWER_STAGES)
+    if "mtp" in features and args.pipeline_model_parallel_size == 1 and forward_step is not None:
+        features += [] if knows_further_tokens(forward_step) else ["mtp_without_tokens"]
     changed = () if no_custom_schedules else changed_functions()
     split = None if "hybrid" in features or "encoder_decoder" in features else dump(split_of(args))
     return {
@@ -101,6 +106,19 @@ def describe_job(
         **({"stage_divisor": stage_divisor} if stage_divisor > 1 else {}),
         **_routed(args),
     }
+
+
+def knows_further_tokens(forward_step: Callable[..., Any]) -> bool:
+    """Whether the file of a script's forward step speaks of multi-token prediction.
+
+    Without stages every rank has all of a batch. Of several, the last one gets tokens only from a script that
+    asks for them, as Megatron's do by `mtp_on_this_rank`.
+    """
+    code = getattr(getattr(forward_step, "func", forward_step), "__code__", None)
+    with contextlib.suppress(OSError):
+        text = "" if code is None else Path(code.co_filename).read_text(errors="replace")
+        return "mtp" in re.sub(r"mtp_on_this_rank\s*=\s*False", "", text)
+    return False
 
 
 def _routed(args: Namespace) -> dict[str, Any]:

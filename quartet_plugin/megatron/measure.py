@@ -107,6 +107,7 @@ class MegatronMeter(StepMeter):
             as_written=self._as_written,
             neutralised=self._neutralised,
             stage_divisor=self._stage_divisor,
+            forward_step=self._call.get("forward_step_func"),
         )
 
     def _execution(self) -> Execution | None:

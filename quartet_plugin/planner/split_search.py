@@ -84,7 +84,7 @@ def best_splits(
             continue
         done, splits = pipeline.search(
             start,
-            least_layers(len(start), least_of_ends),
+            least_layers(pipeline.times, least_of_ends),
             incumbent_s=limit,
             max_work=max_work,
             num_splits=num_splits,
@@ -99,10 +99,16 @@ def best_splits(
     return SplitsFound(splits=tuple(ranked), work=work, num_cut_off=num_cut_off)
 
 
-def least_layers(num_stages: int, of_ends: tuple[int, int]) -> IntArray:
-    """The fewest layers a stage may hold, `of_ends` the first and the last one, the others one layer [S]."""
-    least = np.ones(num_stages, dtype=np.int64)
+def least_layers(times: SplitTimes, of_ends: tuple[int, int]) -> IntArray:
+    """The fewest layers a stage may hold, `of_ends` the first and the last one, the others one layer [S].
+
+    Dense layers that are cheaper than the others count on the first stage, which must have as many layers
+    that no time is below 0.
+    """
+    least = np.ones(len(times.placement), dtype=np.int64)
     least[0], least[-1] = of_ends
+    missing_s = np.maximum(0.0, -times.fixed_s[:, 0])
+    least[0] = max(least[0], int(np.ceil(missing_s / np.maximum(times.layer_s[:, 0], 1e-300)).max()))
     return least
 
 
@@ -113,7 +119,7 @@ def balanced_split(
 
     Layers go one by one to the device that then has the least to do, there to its stage with the least to do.
     """
-    counts = least_layers(len(times.placement), least_of_ends)
+    counts = least_layers(times, least_of_ends)
     split_kernel.balance(
         counts, num_layers, times.placement, times.fixed_s.sum(axis=0), times.layer_s.sum(axis=0)
     )
@@ -124,6 +130,7 @@ class Pipeline:
     """`SplitTimes` as the kernel takes them."""
 
     def __init__(self, times: SplitTimes) -> None:
+        self.times = times
         orders = [order for order, _ in times.orders]
         starts = np.cumsum([0, *(len(order.orders) for order in orders)])
         self._arrays = (

@@ -14,8 +14,11 @@ _SCALING = frozenset({Axis.SCALING})
 _MAPPING = frozenset({Axis.MAPPING})
 _NONE: frozenset[Axis] = frozenset()
 
-# The pipeline's degree is kept, too (knobs/pipeline_parallel.py).
-MTP_TIED_HEAD = "mtp_tied_head"
+# Features of multi-token prediction with which the pipeline's degree is kept, too, and why.
+STAGES_KEPT = {
+    "mtp_tied_head": "Megatron saves no stages of multi-token prediction with a tied head",
+    "mtp_without_tokens": "the script gives the last stage no tokens, which multi-token prediction embeds",
+}
 
 # A trial has a part of the training's stages.
 FEWER_STAGES = "fewer_stages"
@@ -55,7 +58,7 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     # stages (models/common/language_module/language_module.py): the last one has a head of its own beside.
     "mtp": _SCALING,
     "mtp_on_inner_stage": _STAGES,
-    MTP_TIED_HEAD: frozenset({Axis.SPLIT, Axis.SCHEDULE}),
+    **dict.fromkeys(STAGES_KEPT, frozenset({Axis.SPLIT, Axis.SCHEDULE})),
     # Layers that are not all alike, or not a list of layers at all.
     "hybrid": _STAGES | _SCALING,
     "heterogeneous": _STAGES | _SCALING,

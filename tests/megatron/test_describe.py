@@ -1,6 +1,9 @@
 """Megatron's arguments as our own types, held against Megatron's own rules."""
 
+import runpy
 from argparse import Namespace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.megatron.describe import knows_further_tokens
 from quartet_plugin.model.megatron_arguments import (
     features_of,
     layout_of,
@@ -189,6 +193,20 @@ MTP = ("--mtp-num-layers", "1")
 )
 def test_where_layers_of_multi_token_prediction_lie(words: list[str], features: list[str]) -> None:
     assert features_of(values(*MTP, *words)) == ["mtp", *features]
+
+
+def test_a_script_that_speaks_of_further_tokens_is_known(tmp_path: Path) -> None:
+    answers = []
+    for name, text in (
+        ("with", "mtp_on_this_rank"),
+        ("without", "tokens"),
+        ("off", "mtp_on_this_rank=False"),
+    ):
+        path = tmp_path / f"{name}.py"
+        path.write_text(f"def forward_step():\n    return {text!r}\n")
+        answers.append(knows_further_tokens(partial(runpy.run_path(str(path))["forward_step"])))
+    assert answers == [True, False, False]
+    assert not knows_further_tokens(print)
 
 
 def test_masked_tokens_do_not_matter_where_the_loss_is_per_token() -> None:

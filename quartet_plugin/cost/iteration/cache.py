@@ -60,13 +60,14 @@ class IterationModelCache:
     def split_model(self, plan: Plan) -> SplitModel:
         """The plan's iteration model as a function of its split and mapping. It has a pipeline.
 
-        Layers with experts and those without count as alike.
+        Layers with experts count as alike. What the dense ones before them take otherwise counts on the first
+        stage, where a stage's share of the layers holds them; else layers of both kinds count as alike.
         """
         model, run = self.of(plan), run_of_plan(plan, self.machine_model)
         num_stages, sharing = plan.layout.num_stages, core_sharing_of(plan, self.machine_model.nodes)
         held = np.zeros((2, num_stages))
         held[0, 0] = held[1, -1] = 1.0
-        share = self._dense_share(plan)
+        share, num_first = self._dense_layers(plan)
         intra_s, inter_s, latency_s = self._links_of(plan, run)
 
         placement, orders = np.array(device_of_stages(run), dtype=np.int64), orders_of(run)
@@ -80,8 +81,11 @@ class IterationModelCache:
             units = self._units_under(plan, run, apart)
             other_fixed = np.einsum("urd,us->rds", units.unslowed[2:], held)
             other_fixed[-1] += units.action[:, None]
+            other_fixed[:, :, 0] += num_first * (units.unslowed[0] - units.unslowed[1])
+            compute_fixed = np.einsum("ucd,us->cds", units.compute[2:], held)
+            compute_fixed[:, :, 0] += num_first * (units.compute[0] - units.compute[1])
             return RawTimes(
-                compute_fixed=np.einsum("ucd,us->cds", units.compute[2:], held),
+                compute_fixed=compute_fixed,
                 compute_layer=share * units.compute[0] + (1 - share) * units.compute[1],
                 other_fixed=other_fixed,
                 other_layer=share * units.unslowed[0] + (1 - share) * units.unslowed[1],
@@ -112,10 +116,14 @@ class IterationModelCache:
             step_terms_of=lambda other: self.of(other).step_seconds,
         )
 
-    def _dense_share(self, plan: Plan) -> float:
-        """The share of the layers that have a dense FFN."""
-        experts = self.machine_model.experts
-        return experts.num_dense_layers / plan.shape.num_layers if experts else 1.0
+    def _dense_layers(self, plan: Plan) -> tuple[float, int]:
+        """The share of dense layers in each, and how many dense layers the first stage has beside."""
+        experts, num_layers = self.machine_model.experts, plan.shape.num_layers
+        if experts is None:
+            return 1.0, 0
+        if experts.num_dense_layers <= num_layers // plan.layout.num_stages:
+            return 0.0, experts.num_dense_layers
+        return experts.num_dense_layers / num_layers, 0
 
     def end_loads(self, plan: Plan, log_coefficients: FloatArray) -> EndLoads:
         """The end loads that balance the plan's pipeline: of embedding and head, and of slower end ranks."""
@@ -127,8 +135,9 @@ class IterationModelCache:
         speed = scale[INDEX[Coefficient.SPEED]]
         computed = speed * np.einsum("c,ucd,d->u", scale[: len(CAUSES)], units.compute, directions)
         dense, routed, first, last = computed + np.einsum("r,urd->u", scale[UNSLOWED], units.unslowed)
-        share = self._dense_share(plan)
+        share, num_first = self._dense_layers(plan)
         layer = share * dense + (1 - share) * routed
+        first += num_first * (dense - routed)
         indices = slowdown_indices(plan, self.machine_model)
         slowdowns = np.ones(plan.layout.pipeline_parallel)
         if indices is not None:

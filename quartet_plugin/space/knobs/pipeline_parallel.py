@@ -2,7 +2,7 @@
 
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.space.features import MTP_TIED_HEAD, Axis
+from quartet_plugin.space.features import STAGES_KEPT, Axis
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.knob import (
     KnobContext,
@@ -40,8 +40,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
 
 
 def _keeps_stages(rules: KnobRules) -> str | None:
-    is_tied = MTP_TIED_HEAD in rules.job.features
-    return "Megatron saves no stages of multi-token prediction with a tied head" if is_tied else None
+    return next((STAGES_KEPT[name] for name in rules.job.features if name in STAGES_KEPT), None)
 
 
 PIPELINE_PARALLEL = LayoutKnob(
