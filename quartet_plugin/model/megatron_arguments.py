@@ -311,6 +311,9 @@ def features_of(args: Namespace) -> list[str]:
         features.append("mtp_on_inner_stage")
     if "mtp" in features and not _is_on(args, "untie_embeddings_and_output_weights"):
         features.append("mtp_tied_head")
+    if {"mtp", "moe"} <= set(features) and _is_last_layer_dense(args):
+        # Of a last stage without layers Megatron would make them with experts (training/models/gpt.py).
+        features.append("bare_last_stage")
     if getattr(args, "num_distributed_optimizer_instances", 1) > 1:
         features.append("distributed_optimizer_instances")
     if _is_on(args, "async_save") and _is_on(args, "use_persistent_ckpt_worker"):
@@ -354,6 +357,14 @@ def _router_features(args: Namespace) -> list[str]:
     if _has_other_expert_shards(args):
         features.append("expert_tensor_parallel")
     return features
+
+
+def _is_last_layer_dense(args: Namespace) -> bool:
+    """Whether the last layer is none of those with experts; layers of multi-token prediction are like it."""
+    pattern, num_layers = _optional(args, "moe_layer_freq"), _optional(args, "num_layers")
+    if isinstance(pattern, int) and num_layers is not None:
+        return bool((num_layers - 1) % pattern)
+    return isinstance(pattern, list) and bool(pattern) and not pattern[-1]
 
 
 def _has_other_expert_shards(args: Namespace) -> bool:

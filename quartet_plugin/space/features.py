@@ -94,7 +94,8 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "clips_by_first_stage": _STAGES,
     "own_data_iterator": _DATA,
     "tensor_parallel_topology": _ALL,
-    # DeepSpeed: nothing lies before the first layer, or behind the last one, so that stage needs a layer.
+    # DeepSpeed: nothing lies before the first layer, or behind the last one, so that stage needs a layer. So
+    # does the last one beside multi-token prediction whose layers are dense in a mixture of experts.
     "bare_first_stage": _NONE,
     "bare_last_stage": _NONE,
     "clips_in_fp32": _NONE,

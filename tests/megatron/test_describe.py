@@ -181,6 +181,13 @@ def test_features_that_limit_plans(words: list[str], feature: str) -> None:
 MTP = ("--mtp-num-layers", "1")
 
 
+def test_dense_layers_of_multi_token_prediction_need_one_beside_them() -> None:
+    experts = ["--num-experts", "4", "--moe-router-load-balancing-type", "none", UNTIED]
+    for pattern, features in ((["2"], ["bare_last_stage"]), (["1"], []), (["([0]*1+[1]*5)"], [])):
+        args = values(*MTP, *experts, "--moe-layer-freq", *pattern)
+        assert features_of(args) == [*features, "moe", "mtp"]
+
+
 @pytest.mark.parametrize(
     ("words", "features"),
     [
