@@ -11,7 +11,7 @@ from tools import reference_pages
 @pytest.mark.parametrize("name", sorted(reference_pages.PAGES_MADE))
 def test_a_page_is_what_the_code_says(name: str) -> None:
     committed = (reference_pages.ROOT / "docs" / name).read_text(encoding="utf-8")
-    assert committed == reference_pages.PAGES_MADE[name](), "run: make reference"
+    assert committed == reference_pages.PAGES_MADE[name](), "run: .venv/bin/python tools/reference_pages.py"
 
 
 def test_every_exit_code_has_a_meaning() -> None:

@@ -26,7 +26,7 @@ from quartet_plugin.errors import MEANINGS, QuartetError  # noqa: E402
 from quartet_plugin.model.sections import Section  # noqa: E402
 from quartet_plugin.schedule.named.registry import NAMED, Offer, named  # noqa: E402
 from quartet_plugin.space.config import ScalingConfig  # noqa: E402
-from quartet_plugin.space.knobs.registry import KNOBS  # noqa: E402
+from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS  # noqa: E402
 from quartet_plugin.tuner.config import TuneConfig  # noqa: E402
 
 WIDTH = 100
@@ -240,9 +240,22 @@ def knobs_page() -> str:
         names = ", ".join(f"`{name}`" for name in (knob.flag, knob.ds_key) if name)
         words = ", ".join(filter(None, (f"class {knob.change_class}", f"default {knob.default}", names)))
         lines += wrapped(
-            f"`{knob.name}` ({words}): {knob.meaning}. *Legal:* {knob.rule}", first="- ", indent="  "
+            f"`{knob.name}` ({words}): {knob.description}. *Legal:* {knob.rule}", first="- ", indent="  "
         )
+    names = ", ".join(f"`{knob.name}`" for knob in SETTINGS)
+    lines += ["", *wrapped(f"The settings of Megatron among them: {names}.")]
     return put_into("knobs.md", lines)
+
+
+def support_page() -> str:
+    """`docs/support.md`: the knobs of each class of change that a search keeps."""
+    kept = [knob for knob in KNOBS if knob.default == "stock"]
+    classes = []
+    for change_class in ("A", "B"):
+        names = ", ".join(f"`{knob.name}`" for knob in kept if knob.change_class == change_class)
+        classes.append(f"class {change_class} {names}")
+    text = f"As the command has it, unless `search` asks for it: {'; '.join(classes)}."
+    return put_into("support.md", wrapped(text))
 
 
 def put_into(name: str, lines: list[str]) -> str:
@@ -257,6 +270,7 @@ PAGES_MADE = {
     "exit-codes.md": exit_codes_page,
     "schedule-table.md": schedule_table_page,
     "knobs.md": knobs_page,
+    "support.md": support_page,
 }
 
 

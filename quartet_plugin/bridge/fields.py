@@ -6,7 +6,9 @@ makes them of. The others are listed here. Nothing of the Bridge is imported.
 
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import fields, is_dataclass
+from enum import Enum, EnumType
+from typing import Any, get_args
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.space.needed_flags import NEEDED_FLAGS
@@ -110,7 +112,10 @@ def known_arguments(config: Any) -> set[str]:
 
 
 def set_argument(config: Any, name: str, value: Any) -> None:
-    """Write an argument to every section that has it. Raises PlanError where none has it."""
+    """Write an argument to every section that has it; of an enumeration, the member with the value's name.
+
+    Raises PlanError where no section has it, or the enumeration has no such member.
+    """
     if name == "group_query_attention":
         return  # the number of groups says it
     if name == "padded_vocab_size":
@@ -121,7 +126,7 @@ def set_argument(config: Any, name: str, value: Any) -> None:
     field = _RENAMED.get(name, name)
     for section in sections_of(config):
         if field in _fields(section):
-            setattr(section, field, value)
+            setattr(section, field, _member(section, field, value))
 
 
 def leave_out(config: Any, name: str) -> None:
@@ -149,6 +154,30 @@ def vocabulary_of(config: Any) -> int | None:
 def _fields(section: Any) -> Mapping[str, Any]:
     fields: Mapping[str, Any] = vars(section)
     return fields
+
+
+def _member(section: Any, field: str, value: Any) -> Any:
+    """The value for a field: a flag takes a member's name where a configuration holds the member."""
+    kind = _enumeration(section, field)
+    if kind is None or not isinstance(value, str) or isinstance(value, Enum):
+        return value
+    if value not in kind.__members__:
+        known = ", ".join(kind.__members__)
+        raise PlanError(f"{field}: {value}; this release's {kind.__name__} has {known}")
+    return kind[value]
+
+
+def _enumeration(section: Any, field: str) -> type[Enum] | None:
+    """The enumeration of a field, by its value or, where that is None, by its type; None without one."""
+    present = getattr(section, field)
+    if isinstance(present, Enum):
+        return type(present)
+    if present is not None or not is_dataclass(section):
+        return None
+    (declared,) = (known.type for known in fields(section) if known.name == field)
+    kinds = [kind for kind in (get_args(declared) or (declared,)) if kind is not type(None)]
+    is_enumeration = len(kinds) == 1 and isinstance(kinds[0], EnumType)
+    return kinds[0] if is_enumeration else None
 
 
 def _layer_impl(spec: Any) -> str:

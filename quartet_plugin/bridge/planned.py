@@ -6,6 +6,7 @@ from typing import Any
 from quartet_plugin.bridge.fields import arguments_of, leave_out, set_argument, vocabulary_of
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.megatron.apply import changes_of, check_fit, check_result
+from quartet_plugin.model.megatron_arguments import value_in_words
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.rank.mapping import assign, gather_processes, table_of
 from quartet_plugin.rank.nccl import keep_devices
@@ -124,7 +125,7 @@ def check_vocabulary(plan: Plan, config: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    return "left out" if value is None else str(value)
+    return "left out" if value is None else str(value_in_words(value))
 
 
 def _check_no_process_group() -> None:

@@ -100,6 +100,8 @@ def _choices(name: str, value: Any) -> str:
         return "as in your command" if name == "scaling" else "auto"
     if name == "forbid":
         return ", ".join(rule.label for rule in value) or "nothing"
+    if value == ("auto",):
+        return "[auto]"
     if isinstance(value, tuple):
         return ", ".join(str(choice) for choice in value)
     if name == "scaling":

@@ -68,7 +68,7 @@ def _lines(row: "KnobRow") -> list[str]:
     named = " · ".join(filter(None, (knob.flag, knob.ds_key)))
     lines = [
         f"{knob.name}{value} (class {knob.change_class}; {row.state}{choices})",
-        f"    {knob.meaning}",
+        f"    {knob.description}",
         f"    {knob.rule}",
     ]
     return [*lines, f"    {named}"] if named else lines

@@ -16,7 +16,14 @@ from quartet_plugin.megatron.describe import FRAMEWORK
 from quartet_plugin.megatron.device_connections import set_connections
 from quartet_plugin.megatron.seams import Wrapper
 from quartet_plugin.megatron.support import tensor_partition_reason
-from quartet_plugin.model.megatron_arguments import layout_of, model_words, schedule_of, shape_of, split_of
+from quartet_plugin.model.megatron_arguments import (
+    layout_of,
+    model_words,
+    schedule_of,
+    shape_of,
+    split_of,
+    value_in_words,
+)
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.rank.mapping import assign, gather_processes, table_of
@@ -162,7 +169,8 @@ def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str
     before = flags.explicit_values(words)
     replaced = []
     for item in {item.dest: item for item in removed}.values():
-        old = "" if isinstance(before[item.dest], bool) else f" {before[item.dest]}"
+        given = value_in_words(before[item.dest])
+        old = "" if isinstance(given, bool) else f" {given}"
         new = values.get(item.dest)
         now = "left out" if new is None else "set" if new is True else str(new)
         replaced.append(f"{item.flag}{old} -> {now}")

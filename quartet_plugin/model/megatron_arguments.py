@@ -7,6 +7,7 @@ is imported, so the tuner's side reads a command's flags with it, too.
 
 import re
 from argparse import Namespace
+from enum import Enum
 from typing import Any
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
@@ -51,6 +52,11 @@ FEATURES = {
     "sharp": ("use_sharp",),
     "gpu_sniff_test": ("gpu_sniff_test_interval",),
 }
+
+
+def value_in_words(value: Any) -> Any:
+    """A value as its flag takes it: of a member of an enumeration the name, any other value as it is."""
+    return value.name if isinstance(value, Enum) else value
 
 
 def shape_of(args: Namespace, *, vocab_size: int | None = None) -> ModelShape:

@@ -455,8 +455,8 @@ def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
         requested = search.requested(knob.name)
         if requested not in (None, (STOCK,)):
             raise ConfigError(
-                f"search.{knob.name}: {knob.text(requested[0])}; a plan without a run has the framework's "
-                "usual one; others are for `quartet tune`"
+                f"search.{knob.name}: {knob.request_text(requested[0])}; a plan without a run has the "
+                "framework's usual one; others are for `quartet tune`"
             )
     check_table_rules(search.forbid)
     unknown = [name for name in search.schedule or () if name not in SCHEDULES]

@@ -7,6 +7,7 @@ command's own value, is a form of the knobs that have it by default, and of sche
 import re
 import types
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -26,7 +27,7 @@ from quartet_plugin.model.sections import Section
 from quartet_plugin.model.tensor_partition import RULE as PARTITION_RULE
 from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.schedule.named import NAMED, Offer
-from quartet_plugin.space.knobs.knob import Kind, Knob
+from quartet_plugin.space.knobs.knob import AUTO, Kind, Knob
 from quartet_plugin.space.knobs.registry import KNOBS
 
 MAX_CHOICES = 64
@@ -59,7 +60,7 @@ def is_schedule_file(name: str) -> bool:
 
 def choices(value: Any) -> Any:
     """The choices of a request: a literal is a single one, `auto` is None, no request."""
-    if value == "auto":
+    if value == AUTO:
         return None
     return tuple(value) if isinstance(value, list) else (value,)
 
@@ -120,6 +121,15 @@ def _form_of(knob: Knob, *, takes_stock: bool, is_rule: bool) -> Any:
         item = Annotated[item, WrapValidator(_stock_or), PlainSerializer(_as_is)]
     items_or_auto: Any = types.GenericAlias(tuple, (item, ...)) | None
     return Annotated[items_or_auto, BeforeValidator(choices), AfterValidator(distinct)]
+
+
+def _rule_of(knob: Knob, value: Any) -> Any:
+    """What a rule says of a knob, where `auto` is a word of the knob. Raises ValueError where it is none."""
+    if value != AUTO:
+        return value
+    if AUTO not in knob.words:
+        raise ValueError("a rule names values; auto is a search of them")
+    return [AUTO]
 
 
 def _stock_or(value: Any, check: Callable[[Any], Any]) -> Any:
@@ -191,7 +201,10 @@ def _axes(name: str, *, knobs: Iterable[Knob], has_defaults: bool) -> Any:
     for knob in knobs:
         is_stock = has_defaults and knob.default == STOCK
         form = _form_of(knob, takes_stock=is_stock, is_rule=not has_defaults)
-        fields[knob.name] = (form, Field(default=(STOCK,) if is_stock else None, description=knob.meaning))
+        if not has_defaults:
+            form = Annotated[form, BeforeValidator(partial(_rule_of, knob))]
+        default = (STOCK,) if is_stock else None
+        fields[knob.name] = (form, Field(default=default, description=knob.description))
     return create_model(name, __base__=Section, **fields)
 
 

@@ -279,7 +279,7 @@ def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: Lay
         wanted = [value for value in rules.search.requested(knob.name) or () if value != STOCK]
         if not wanted or knob.axis in rules.locked or _may_stay_stock(knob, rules):
             continue
-        name = f"search.{knob.name}: {knob.text(wanted[0])}"
+        name = f"search.{knob.name}: {knob.request_text(wanted[0])}"
         if not knob.is_of(rules.job.framework):
             return f"{name}; {capabilities(rules.job.framework).title} has no such knob: leave it out"
         # An option may depend on those that are chosen before it.

@@ -1,5 +1,7 @@
 """A configuration as Megatron's arguments, and arguments written to it."""
 
+from dataclasses import dataclass
+from enum import Enum
 from types import SimpleNamespace
 
 import pytest
@@ -73,6 +75,35 @@ def test_a_value_is_written_to_every_section_that_has_it() -> None:
     assert not arguments_of(config).use_distributed_optimizer
     with pytest.raises(PlanError, match="hidden_knob: no field of this Megatron-Bridge"):
         set_argument(config, "hidden_knob", 1)
+
+
+class Kernels(Enum):
+    """An enumeration as Megatron-Core has them."""
+
+    flash = 1
+    fused = 2
+
+
+@dataclass
+class Section:
+    """A section with a field of an enumeration that may be empty."""
+
+    kernels: Kernels | None = None
+    scope: str | Kernels | None = None
+
+
+@pytest.mark.parametrize("section", [Section(), SimpleNamespace(kernels=Kernels.flash, scope=None)])
+def test_a_field_of_an_enumeration_takes_the_member_that_a_flag_names(section: object) -> None:
+    config = make_config(ddp=section)
+    for value, member in (("fused", Kernels.fused), (Kernels.flash, Kernels.flash)):
+        set_argument(config, "kernels", value)
+        assert config.ddp.kernels is member
+    with pytest.raises(PlanError, match="kernels: other; this release's Kernels has flash, fused"):
+        set_argument(config, "kernels", "other")
+    set_argument(config, "scope", "fused")
+    assert config.ddp.scope == "fused"
+    leave_out(config, "kernels")
+    assert config.ddp.kernels is None
 
 
 def test_a_field_that_the_configuration_lacks_keeps_the_axes_that_need_it() -> None:

@@ -12,7 +12,9 @@ from quartet_plugin.megatron.apply import check_fit, rewrite
 from quartet_plugin.megatron.describe import settings_of
 from quartet_plugin.model.job_description import EqualDevices, JobDescription
 from quartet_plugin.model.layout import SettingValue
+from quartet_plugin.space.knobs import registry
 from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS
+from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, make_plan
 from tests.megatron.native import native_flags
 
@@ -212,6 +214,26 @@ def test_settings_become_flags_and_are_read_back() -> None:
     edited, notes = rewrite(replace(plan, layout=off), flags=native_flags(), words=words)
     assert "--overlap-grad-reduce" not in edited
     assert notes == ["the plan replaces --overlap-grad-reduce -> left out"]
+
+
+def test_a_flag_of_an_enumeration_is_written_by_the_members_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = replace(
+        TOKEN_DISPATCHER,
+        name="kernels",
+        flag="--attention-backend",
+        destination="attention_backend",
+        words=("flash", "unfused"),
+    )
+    monkeypatch.setattr(registry, "SETTINGS", (kernels,))
+    plan = make_plan(split=(6,))
+    words = [*MEGATRON_FLAGS, "--attention-backend", "flash"]
+    unfused = replace(plan, layout=plan.layout.with_setting("kernels", "unfused"))
+    edited, notes = rewrite(unfused, flags=native_flags(), words=words)
+    assert edited == [*MEGATRON_FLAGS, "--attention-backend", "unfused"]
+    assert notes == ["the plan replaces --attention-backend flash -> unfused"]
+    assert kernels.read(native_flags().values(edited)) == "unfused"
+    as_given = replace(plan, layout=plan.layout.with_setting("kernels", "flash"))
+    assert rewrite(as_given, flags=native_flags(), words=words) == (words, [])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """A knob: one quantity that a search chooses, with all that the product knows of it in one place.
 
 Adding a knob takes a file in this folder with its descriptor, a line in `registry`, its price in cost/ and
-its test. Key of q.yaml, parameter of the study, flag, label, rules of `search.forbid`, `quartet knobs` and
-what a rank reads back follow from the descriptor.
+its test (docs/contributing/knob.md). Key of q.yaml, parameter of the study, flag, label, rules of
+`search.forbid`, `quartet knobs` and what a rank reads back follow from the descriptor.
 """
 
 from argparse import Namespace
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.megatron_arguments import value_in_words
 from quartet_plugin.model.plan import STOCK, Plan
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
@@ -20,6 +21,8 @@ type Value = bool | int | str
 # The form of a knob's values in q.yaml.
 Kind = Literal["degree", "size", "switch", "word", "split", "order", "schedule", "shape", "partition"]
 ChangeClass = Literal["A", "B", "D"]
+# In q.yaml it stands for a search of the knob; a knob's word of this name is written as a list.
+AUTO = "auto"
 
 
 class Request(Protocol):
@@ -80,7 +83,8 @@ class Knob:
     legal, with the framework's file that decides it. `flag` and `ds_key` are the names of Megatron and
     DeepSpeed.
     With `default` "stock" the command's own value is kept unless the search asks for another.
-    `words` are the values of a knob of words. `framework` is the only one that has it, "" for all.
+    `words` are the values of a knob of words; `stock` is none of them. `framework` is the only one that has
+    it, "" for all.
     """
 
     name: str
@@ -96,6 +100,11 @@ class Knob:
     words: tuple[str | int, ...] = ()
     framework: str = ""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a word that q.yaml takes for the command's own value."""
+        if STOCK in self.words:
+            raise ValueError(f"{self.name}: the word {STOCK} is the command's own value; take another word")
+
     def is_of(self, framework: str) -> bool:
         """Whether a framework has the knob."""
         return self.framework in ("", framework)
@@ -104,6 +113,12 @@ class Knob:
     def title(self) -> str:
         """The name in a sentence."""
         return self.name.replace("_", " ")
+
+    @property
+    def description(self) -> str:
+        """The meaning, with how a word is written that q.yaml takes for a search of the knob."""
+        note = f"; its value {AUTO} is written [{AUTO}], since {AUTO} tunes it" if AUTO in self.words else ""
+        return f"{self.meaning}{note}"
 
     def value_of(self, plan: Plan) -> Value | None:
         """The plan's value; None where the knob has none there."""
@@ -118,10 +133,14 @@ class Knob:
         return isinstance(value, int) and not isinstance(value, bool)
 
     def text(self, value: Value | None) -> str:
-        """A value as q.yaml and tables have it."""
+        """A value as tables have it."""
         if isinstance(value, bool):
             return "on" if value else "off"
         return STOCK if value is None else str(value)
+
+    def request_text(self, value: Value) -> str:
+        """A value as `search` of q.yaml asks for it alone."""
+        return f"[{AUTO}]" if value == AUTO else self.text(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +226,8 @@ class LayoutKnob(Knob):
 class SettingKnob(LayoutKnob):
     """A setting of the framework that a plan changes; a plan that keeps the command's value does not name it.
 
-    `destination` is the name in Megatron's arguments, `unset` the value that stands for an absent flag.
+    `destination` is the name in Megatron's arguments, `unset` the value that stands for an absent flag. An
+    argument that is a member of an enumeration is known by the member's name, which its flag takes.
     """
 
     destination: str
@@ -238,7 +258,7 @@ class SettingKnob(LayoutKnob):
         """The value in Megatron's arguments; None where this release does not have it."""
         if not hasattr(args, self.destination):
             return None
-        value: Value | None = getattr(args, self.destination)
+        value: Value | None = value_in_words(getattr(args, self.destination))
         return self.unset if value is None else value
 
     def write(self, value: Value) -> Any:

@@ -2,6 +2,7 @@
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.layout import Setting
+from quartet_plugin.model.megatron_arguments import value_in_words
 from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
 from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
 from quartet_plugin.space.knobs.ddp_bucket_size import DDP_BUCKET_SIZE
@@ -61,7 +62,8 @@ BY_NAME: dict[str, Knob] = {knob.name: knob for knob in KNOBS}
 
 def knobs_read_back(live: LiveJob, *, framework: str) -> dict[str, Value]:
     """The values of the framework's knobs in a job that runs, by name; those that it lacks are absent."""
-    values = {knob.name: knob.read_back(live) for knob in LAYOUT_KNOBS if knob.is_of(framework)}
+    known = [knob for knob in LAYOUT_KNOBS if knob.is_of(framework)]
+    values = {knob.name: value_in_words(knob.read_back(live)) for knob in known}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -11,4 +11,4 @@ def test_the_document_has_every_knob_as_its_descriptor_says_it() -> None:
     text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
     for knob in KNOBS:
         assert f"- `{knob.name}` (class {knob.change_class}, default {knob.default}" in text
-        assert f"{knob.meaning}. *Legal:* {knob.rule}" in text
+        assert f"{knob.description}. *Legal:* {knob.rule}" in text
