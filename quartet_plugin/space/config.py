@@ -128,7 +128,7 @@ def _rule_of(knob: Knob, value: Any) -> Any:
     if value != AUTO:
         return value
     if AUTO not in knob.words:
-        raise ValueError("a rule names values; auto is a search of them")
+        raise ValueError("a rule names values that no plan may have; auto is none")
     return [AUTO]
 
 

@@ -172,7 +172,8 @@ def test_the_own_command_is_measured_whatever_is_forbidden(tmp_path: Path) -> No
     ("rules", "words"),
     [
         ({}, "names at least one axis"),
-        ([{"tensor_parallel": "auto"}], "names at least one axis"),
+        ([{"tensor_parallel": "auto"}], "a rule names values that no plan may have; auto is none"),
+        ([{"schedule": "auto", "data_parallel": 2}], "a rule names values"),
         ([{"tensor": 2}], "tensor"),
         ([{"split": "half"}], "counts like 6+2"),
         ([{"shape": "wide"}], "layers x hidden size"),

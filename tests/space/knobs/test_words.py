@@ -86,7 +86,7 @@ def test_the_word_auto_is_written_as_a_list() -> None:
 def test_in_a_rule_auto_is_a_word_or_refused() -> None:
     assert RULE(kernels="auto").kernels == ("auto",)
     for knob, data in (("tensor_parallel", {"data_parallel": 2}), ("schedule", {}), ("recompute", {})):
-        with pytest.raises(ConfigError, match=f"search.forbid.{knob}: 'auto': a rule names values"):
+        with pytest.raises(ConfigError, match=f"search.forbid.{knob}: 'auto': a rule names values that"):
             parse_config({"search": {"forbid": {knob: "auto", **data}}}, where="q.yaml")
 
 
