@@ -1,10 +1,10 @@
 """Repairs the places that Megatron up to 0.19 cuts optimizer state out of, when it saves it.
 
 A gradient buffer is a row of buckets, each padded to a multiple of the data parallel size. With
-`--dist-ckpt-optim-fully-reshardable` the buckets' contents are put together without that padding, but a weight's
-place in them counts it: behind a padded bucket every master weight and moment is saved shifted, and a training
-that resumes starts from them. A plan's split or data parallelism may bring padding about that the command has
-not. Megatron mended it after 0.19 (its pull request 5077).
+`--dist-ckpt-optim-fully-reshardable` the buckets' contents are put together without that padding, but a
+weight's place in them counts it: behind a padded bucket every master weight and moment is saved shifted, and
+a training that resumes starts from them. A plan's split or data parallelism may bring padding about that the
+command has not. Megatron mended it after 0.19 (its pull request 5077).
 """
 
 import ast
@@ -42,7 +42,7 @@ def _with_right_places(sharded_state: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fills_with_zeros(source: str) -> bool:
-    """Whether a function pads what it reads past a buffer's end, as it had to before its places were right."""
+    """Whether a function pads what it reads past a buffer's end, as it must with wrong places."""
     tree = ast.parse(textwrap.dedent(source))
     return any(isinstance(node, ast.Attribute) and node.attr == "pad" for node in ast.walk(tree))
 

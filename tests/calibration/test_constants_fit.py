@@ -24,6 +24,8 @@ from quartet_plugin.errors import ConfigError
 from tests.cost import runs
 from tests.cost.live import cpu_run, varied_runs
 
+pytestmark = pytest.mark.slow
+
 NOISE = 0.01
 
 

@@ -40,6 +40,7 @@ def torchrun(num_processes: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
 
 
+@pytest.mark.slow
 def test_two_ranks_are_profiled_and_calibrate_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

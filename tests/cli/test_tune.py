@@ -155,6 +155,7 @@ def test_a_run_that_exists_is_not_overwritten(tmp_path: Path, capsys: pytest.Cap
     assert "another command" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_a_terminal_stops_cleanly_and_the_run_goes_on(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     process = start(
@@ -200,6 +201,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     assert living(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_killed_tuner_loses_nothing(tmp_path: Path) -> None:
     process = start(tmp_path, fake=SLOW, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     beat = tmp_path / "runs/fake/trials/000002/attempt-1/rank-0.beat.json"

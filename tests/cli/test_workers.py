@@ -296,6 +296,7 @@ def test_row_9_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     assert tuner.ends() == 130
 
 
+@pytest.mark.slow
 def test_row_30_another_process_joins_and_a_second_tuner_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def assert_nothing_is_left_over(run: Path) -> None:
         assert not path.name.startswith(".ballast"), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly)])
 def test_row_15_a_preempted_tuner_leaves_its_trial_to_the_requeued_one(tmp_path: Path, number: int) -> None:
     """Slurm sends SIGTERM to tuner and ranks alike, and starts the very command again."""
@@ -122,6 +123,7 @@ def test_row_10_a_profile_that_is_ended_from_outside_leaves_no_rank(tmp_path: Pa
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_row_29_a_disk_that_fills_up_in_a_trial_is_exit_6_and_nothing_measured_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +166,7 @@ def test_row_30_a_second_tuner_is_refused_and_told_who_holds_the_run(
     assert f"another tuner holds this run: process {os.getpid()} on" in shown[0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_row_32_a_tuner_that_was_stopped_and_replaced_writes_nothing_when_it_wakes(tmp_path: Path) -> None:
     """SIGSTOP, a takeover after the lease ran out, a whole search by the other tuner, SIGCONT."""

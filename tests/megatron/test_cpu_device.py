@@ -113,6 +113,7 @@ def test_megatron_first_is_refused(tmp_path: Path) -> None:
     assert message.startswith("megatron.core is already imported")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_children_have_the_device_and_the_parents_main(tmp_path: Path, method: str) -> None:
     child = answer(
@@ -176,6 +177,7 @@ _SEND_AND_FREE = """
 """
 
 
+@pytest.mark.slow
 def test_a_send_keeps_the_storage_that_megatron_frees(tmp_path: Path) -> None:
     program = tmp_path / "send.py"
     program.write_text(textwrap.dedent(_SEND_AND_FREE))

@@ -28,6 +28,7 @@ def verdicts(*options: str, release: str | None = None) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_megatron_agrees_with_the_rules_on_a_few_plans() -> None:
     result = verdicts("--plans", "40", "--seed", "1")

@@ -40,6 +40,7 @@ def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
     return [(r.number, r.plan.key, r.record.verdict, r.record.value, r.record.repeats) for r in result.trials]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_each_sampler_proposes_the_same_after_a_resume(tmp_path: Path, name: SamplerName) -> None:
     whole = tune(begin(tmp_path / "whole" / "r", **config(name)), a_machine())
@@ -79,6 +80,7 @@ def test_killed_between_any_two_writes_of_a_proposal(
         assert outcome(tune(resume(folder), machine)) == expected, dies_before
 
 
+@pytest.mark.slow
 def test_samplers_propose_differently(tmp_path: Path) -> None:
     found = {}
     for name in NAMES:

@@ -108,6 +108,7 @@ def test_a_run_is_resumed_with_the_password_or_without_it(tmp_path: Path) -> Non
         resume_run(run.folder.path, config=other, command=run.command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["sqlite", "journal"])
 def test_every_file_holds_the_same_study(tmp_path: Path, address: str) -> None:
     import optuna
@@ -126,6 +127,7 @@ def test_every_file_holds_the_same_study(tmp_path: Path, address: str) -> None:
     assert len(optuna.load_study(study_name="r", storage=storage).trials) >= len(result.trials)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["sqlite", "journal"])
 def test_a_killed_tuner_goes_on_where_it_was(tmp_path: Path, address: str) -> None:
     reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
@@ -184,6 +186,7 @@ def test_a_record_that_is_just_being_written_is_no_damage(tmp_path: Path) -> Non
         place.check()
 
 
+@pytest.mark.slow
 def test_a_torn_journal_is_mended_and_its_trial_told_again(tmp_path: Path) -> None:
     reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
     run = begin(tmp_path / "r", study={**STUDY, "storage": "journal"})
@@ -200,6 +203,7 @@ def test_a_torn_journal_is_mended_and_its_trial_told_again(tmp_path: Path) -> No
         assert any("its end was torn" in text for text in watching.messages)
 
 
+@pytest.mark.slow
 def test_damage_inside_a_journal_costs_no_measurement(tmp_path: Path) -> None:
     run = begin(tmp_path / "r", study={**STUDY, "storage": "journal"})
     machine = FakeMachine()
@@ -240,6 +244,7 @@ def test_a_damaged_sqlite_file_is_one_line(tmp_path: Path, content: bytes) -> No
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["overwritten", "cut", "a page"])
 def test_a_damaged_sqlite_file_is_put_aside_and_made_again(tmp_path: Path, damage: str) -> None:
     run = begin(tmp_path / "r", study=STUDY)
@@ -261,6 +266,7 @@ def test_a_damaged_sqlite_file_is_put_aside_and_made_again(tmp_path: Path, damag
     assert any("study.sqlite3 is damaged (" in text for text in watching.messages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["sqlite", "journal"])
 def test_damage_is_refused_where_the_trials_would_be_lost(tmp_path: Path, address: str) -> None:
     """Workers propose by what is under way, so that a second time other plans would be proposed.
@@ -359,6 +365,7 @@ def test_a_file_that_fails_is_not_waited_for(tmp_path: Path) -> None:
     assert slept == []
 
 
+@pytest.mark.slow
 def test_a_storage_that_fails_mid_run_ends_it_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,8 @@ from tests.study.servers import PASSWORD, Postgres, Proxy, postgres
 from tests.study.test_storage import STUDY, outcomes
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Postgres]:

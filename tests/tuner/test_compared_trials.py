@@ -129,6 +129,7 @@ def test_a_command_that_says_too_few_iterations_is_told_so(tmp_path: Path) -> No
     assert int(found[1]) > 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_result", [True, False])
 def test_a_killed_run_goes_on_and_compares_nothing_twice(tmp_path: Path, has_result: bool) -> None:
     expected = tune(begin(tmp_path / "whole" / "r", **OURS), whole := keeping(gate=zb_v_is_wrong))

@@ -122,6 +122,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any, points: r
         assert left(folder) == files, dies_before
 
 
+@pytest.mark.slow
 def test_killed_before_some_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any) -> None:
     check(tmp_path, monkeypatch, whole, range(0, whole[1], 23))
 

@@ -57,6 +57,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 # Row 15 and 17: what is lost costs nothing, and a run that could not go on can
 
 
+@pytest.mark.slow
 def test_row_17_a_run_that_lost_its_trials_goes_on_when_that_is_mended(tmp_path: Path) -> None:
     config = {"study": {"trials": 8}}
     expected = tune(begin(tmp_path / "whole" / "r", **config), FakeMachine())
@@ -143,6 +144,7 @@ def test_row_15_a_plan_that_was_lost_may_be_tried_again(tmp_path: Path) -> None:
 # Row 16: the time of a run
 
 
+@pytest.mark.slow
 def test_row_16_the_time_limit_counts_the_parity_checks_that_are_ahead(tmp_path: Path) -> None:
     """A check runs the command three times before the first timing of a schedule of ours, once later."""
     now = [0.0]
@@ -206,6 +208,7 @@ class FullDisk:
         return called
 
 
+@pytest.mark.slow
 def test_row_29_a_full_disk_ends_the_run_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +253,7 @@ def test_row_32_last_words_are_not_written_into_another_tuners_run(tmp_path: Pat
 # Row 36: other devices
 
 
+@pytest.mark.slow
 def test_row_36_times_of_other_devices_are_not_told(tmp_path: Path) -> None:
     """A run that is resumed elsewhere; where it began it goes on, and measures that trial there."""
     config = {"study": {"trials": 6}}
@@ -308,6 +312,7 @@ def test_row_37_the_winners_scripts_take_secrets_from_the_environment(tmp_path: 
 # Rows 41 and 42: nothing fits, or nothing runs
 
 
+@pytest.mark.slow
 def test_row_41_thirty_that_do_not_fit_show_the_nearest_and_no_best_plan(tmp_path: Path) -> None:
     def outcome(plan: Plan) -> Outcome:
         return Outcome.OK if is_own(plan) else Outcome.INFEASIBLE

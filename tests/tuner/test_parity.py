@@ -223,6 +223,7 @@ def test_a_seam_that_changed_stops_the_study(tmp_path: Path) -> None:
     assert not run.folder.parity_weights.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_killed_in_a_check_the_run_resumes_exactly(tmp_path: Path, is_failing: bool) -> None:
     def machine(**options: Any) -> FakeMachine:

@@ -16,6 +16,7 @@ PROCESSORS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_programs_and_digests_of_all_ranks_agree() -> None:
     running = [

@@ -18,6 +18,8 @@ from tests.tuner.fakes import FakeMachine, Watching, begin, resume, tune
 from tests.tuner.run_folders import WritingMachine, write_run
 from tests.tuner.workers.test_parallel_search import OWN, Shop, killed, run_shared, spent
 
+pytestmark = pytest.mark.slow
+
 STUDY = {"trials": 7, "rounds": 3, "top_k": 1}
 
 
