@@ -292,20 +292,20 @@ def study_lines(result: "TuneResult", *, plan: "Plan | None" = None) -> list[str
     """What the trials were spent on, by class of change, how the machine drifted, and what was missed."""
     from collections import Counter
 
-    from quartet_plugin.report.formatting import speedup_words
+    from quartet_plugin.report.drift_words import drift_lines
     from quartet_plugin.report.shape_curve import shape_lines
-    from quartet_plugin.report.status import regret_lines
+    from quartet_plugin.report.status import COMMAND, STAND_IN, WINNER, regret_lines
     from quartet_plugin.report.tables import changes
 
     tried = [trial.plan for trial in result.trials[1:] if trial.record.repeats is None]
     classes = Counter(max((c.change_class for c in changes(plan)), default="A") for plan in tried)
     parts = [f"class {name} {100 * count / len(tried):.0f} %" for name, count in sorted(classes.items())]
     lines = [f"tried     {len(tried)} plans: {', '.join(parts)}"] if tried else []
-    if result.drift_checks:
-        ratios = ", ".join(speedup_words(check.ratio) for check in result.drift_checks)
-        lines.append(f"control   your own command again during the search: {ratios} of its first measurement")
+    lines += drift_lines(result.drift_checks)
     if result.regret is not None:
-        lines += regret_lines(result.regret)
+        without = COMMAND if result.stand_in is None else STAND_IN
+        compared_with = without if result.winner is None else WINNER
+        lines += regret_lines(result.regret, compared_with=compared_with, checks=result.drift_checks)
     if result.shape_curve is not None:
         lines += shape_lines(result.shape_curve, winner=plan)
     return lines

@@ -79,12 +79,28 @@ class Finalist:
     ratios: tuple[float, ...]
 
 
+# Between two runs of one plan lie a few percent; a smaller change is never a drift of the machine.
+LEAST_DRIFT = 0.1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftMeasurement:
-    """The baseline's objective after `num_tried` trials, over what it was at the start."""
+    """The baseline's objective after `num_tried` trials, over what it was at the start.
+
+    A ratio from `1 / chance_limit` to `chance_limit` is within chance; the limit is None in events of earlier
+    releases, which lack it.
+    """
 
     num_tried: int
     ratio: float
+    chance_limit: float | None = None
+
+    @property
+    def is_within_chance(self) -> bool | None:
+        """Whether the machine counts as unchanged; None where the limit is not known."""
+        if self.chance_limit is None:
+            return None
+        return 1.0 / self.chance_limit <= self.ratio <= self.chance_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

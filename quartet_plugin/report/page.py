@@ -9,6 +9,7 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.report import figures, markup, page_tables
 from quartet_plugin.report.axis_gains import axis_section
 from quartet_plugin.report.document import document
+from quartet_plugin.report.drift_words import drift_paragraph
 from quartet_plugin.report.final_choice import choice_paragraph
 from quartet_plugin.report.formatting import clean, duration, iteration_words, rate, size, speedup_spread
 from quartet_plugin.report.kept_knobs import kept_section
@@ -16,7 +17,7 @@ from quartet_plugin.report.other_model import other_model_words
 from quartet_plugin.report.plan_difference import difference_sentence
 from quartet_plugin.report.search_expense import expense_card
 from quartet_plugin.report.shape_curve import shape_figure
-from quartet_plugin.report.status import counts_words, regret_words, slow_node_words, stamp
+from quartet_plugin.report.status import counts_words, regret_base, regret_words, slow_node_words, stamp
 from quartet_plugin.report.tables import CLASS_MEANING, OBJECTIVE_WORDS, changes, confidence
 from quartet_plugin.report.throughput import peak_of
 
@@ -203,7 +204,10 @@ def _intervals(history: RunHistory) -> str:
 
 
 def _regret(history: RunHistory) -> str:
-    lines = [] if history.regret is None else [regret_words(history.regret)]
+    lines = []
+    if history.regret is not None:
+        base = regret_base(history)
+        lines.append(regret_words(history.regret, compared_with=base, checks=history.controls))
     if history.limits:
         limits = "; ".join(clean(line, limit=200) for line in history.limits)
         lines.append(f"The space was too large to predict all of it: {limits}.")
@@ -219,7 +223,8 @@ def _progress(history: RunHistory) -> str:
     if history.controls:
         caption += (
             " Diamonds are your own command measured again: how the machine drifted. Trials after a drift "
-            "beyond chance are compared with that, so that the same seconds may be another speedup."
+            "beyond chance are compared with that, so that the same seconds may be another speedup. "
+            f"{drift_paragraph(history.controls)}"
         )
     wide, narrow = figures.progress(history), figures.progress(history, width=figures.HALF)
     if wide is None or narrow is None:

@@ -1,11 +1,21 @@
 """The state of a run in a few lines, as data, and what its search may have missed."""
 
+import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from quartet_plugin.model.history import LeaseHolder, RunHistory, RunningLaunch, TrialRow, WorkerRow
+from quartet_plugin.model.history import (
+    LEAST_DRIFT,
+    DriftMeasurement,
+    LeaseHolder,
+    RunHistory,
+    RunningLaunch,
+    TrialRow,
+    WorkerRow,
+)
 from quartet_plugin.model.launch import LaunchPosition
 from quartet_plugin.model.measurement import NOTABLE, Regret
 from quartet_plugin.model.schema import dump
@@ -26,6 +36,9 @@ from quartet_plugin.report.search_expense import expense_lines, expense_of
 from quartet_plugin.report.shape_curve import shape_lines
 from quartet_plugin.report.trial_table import label_of
 from quartet_plugin.space.plan_label import plan_label
+
+# What a regret compares untried plans with.
+WINNER, COMMAND, STAND_IN = "the winner", "your own command", "the stock plan that fits"
 
 _STATES = {
     "running": "running",
@@ -65,7 +78,7 @@ def status_lines(history: RunHistory) -> list[str]:
     elif history.state == "finished":
         lines.append("winner    none: your own command stays as it is")
     if history.regret is not None:
-        lines += regret_lines(history.regret)
+        lines += regret_lines(history.regret, compared_with=regret_base(history), checks=history.controls)
     lines += axis_lines(history)
     lines += kept_lines(history)
     if history.shape_curve is not None:
@@ -212,37 +225,62 @@ def _holder_words(holder: LeaseHolder | None) -> str:
     return f": process {holder.pid} on {holder.host}, {state}, renewed {duration(holder.renewed_s)} ago"
 
 
-def regret_lines(regret: Regret) -> list[str]:
-    """The estimate in up to three lines, the first one the figure."""
+def regret_base(history: RunHistory) -> str:
+    """What the regret of a run compares untried plans with, in words."""
+    if history.winner is not None and history.winner.measurement is not None:
+        return WINNER
+    return STAND_IN if history.winner is not None else COMMAND
+
+
+def regret_lines(regret: Regret, *, compared_with: str, checks: Sequence[DriftMeasurement] = ()) -> list[str]:
+    """The estimate in up to four lines, the first one the figure.
+
+    `compared_with` is WINNER, COMMAND or STAND_IN; `checks` are the run's drift checks.
+    """
     if regret.num_untried == 0:
         return ["regret    none: every plan of the space was tried"]
     return [
-        f"regret    {_figure(regret)}",
+        f"regret    {_figure(regret, compared_with)}",
         f"          most likely {clean(regret.likely or '', limit=200)}: the best in "
         f"{100 * regret.likely_chance:.0f} % of the draws",
         f"          {_basis(regret)}",
+        *(f"          {words}" for words in _doubt(compared_with, checks)),
     ]
 
 
-def regret_words(regret: Regret) -> str:
-    """The estimate as one paragraph."""
+def regret_words(regret: Regret, *, compared_with: str, checks: Sequence[DriftMeasurement] = ()) -> str:
+    """The same estimate as one paragraph."""
     if regret.num_untried == 0:
         return "Every plan of the space was tried, so no other is left to be faster."
     likely = clean(regret.likely or "", limit=200)
-    figure, basis = _figure(regret), _basis(regret)
+    figure, basis = _figure(regret, compared_with), _basis(regret)
+    doubt = "".join(f" {words[:1].upper()}{words[1:]}." for words in _doubt(compared_with, checks))
     return (
         f"{figure[:1].upper()}{figure[1:]}. Most likely it would be {likely}, the best in "
-        f"{100 * regret.likely_chance:.0f} % of the draws. {basis[:1].upper()}{basis[1:]}."
+        f"{100 * regret.likely_chance:.0f} % of the draws. {basis[:1].upper()}{basis[1:]}.{doubt}"
     )
 
 
-def _figure(regret: Regret) -> str:
+def _figure(regret: Regret, compared_with: str) -> str:
     gain = regret.gain
     return (
-        f"an untried plan may be faster by about {100 * gain.median:.1f} % ({100 * gain.low:.1f} to "
-        f"{100 * gain.high:.1f} %), by more than {100 * NOTABLE:.0f} % with a chance of "
-        f"{100 * regret.notable:.0f} %"
+        f"an untried plan may be faster than {compared_with} by about "
+        f"{100 * gain.median:.1f} % ({100 * gain.low:.1f} to {100 * gain.high:.1f} %), by more than "
+        f"{100 * NOTABLE:.0f} % with a chance of {100 * regret.notable:.0f} %"
     )
+
+
+def _doubt(compared_with: str, checks: Sequence[DriftMeasurement]) -> list[str]:
+    """That the command's own speed is uncertain, where a later measurement differs and no plan won."""
+    farthest = max(checks, key=lambda check: abs(math.log(check.ratio)), default=None)
+    if compared_with == WINNER or farthest is None:
+        return []
+    if abs(math.log(farthest.ratio)) <= math.log1p(LEAST_DRIFT):
+        return []
+    return [
+        "the figure rests on the first measurement of your own command, which later ran at "
+        f"{speedup_words(farthest.ratio)} of it: the gain may differ by as much"
+    ]
 
 
 def _basis(regret: Regret) -> str:

@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quartet_plugin.calibration.observations import launch_noise
-from quartet_plugin.model.history import DriftMeasurement
+from quartet_plugin.model.history import LEAST_DRIFT, DriftMeasurement
 from quartet_plugin.model.trial_record import FinishedTrial, score, speedup
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.slow_nodes import MAX_VAIN_LOOKS
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
 
-# Between two runs of one plan lie a few percent; a larger change, and one of more deviations of the scatter
-# between two launches, is the machine's.
-DRIFT, DEVIATIONS = 0.1, 3.0
+# A change of more deviations of the scatter between two launches is the machine's.
+DEVIATIONS = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,20 +100,31 @@ class DriftMonitor:
             return self._drift
         value = score(baseline.plan, iteration_s=result.iteration_s).value(baseline.objective)
         ratio = speedup(value, baseline_value=baseline.value)
-        self.measurements.append(DriftMeasurement(num_tried=due, ratio=ratio))
-        context.events.add("control", trial=BASELINE, after=due, ratio=ratio)
-        if not is_drift(ratio, noise=noise):
-            return 1.0
-        context.observer.message(
-            f"after {due} trials your own command runs at {ratio:.2f}x of its first measurement: "
-            "the machine has changed; what comes now is compared with that"
-        )
-        return ratio
+        limit = chance_limit(noise)
+        check = DriftMeasurement(num_tried=due, ratio=ratio, chance_limit=limit)
+        self.measurements.append(check)
+        context.events.add("control", trial=BASELINE, after=due, ratio=ratio, chance_limit=limit)
+        words = f"after {due} trials your own command runs at {ratio:.2f}x of its first measurement"
+        span = f"({1.0 / limit:.2f}x to {limit:.2f}x)"
+        if not check.is_within_chance:
+            context.observer.message(
+                f"{words}, beyond chance {span}: the machine has changed; "
+                "what comes now is compared with that"
+            )
+            return ratio
+        if abs(math.log(ratio)) > math.log1p(LEAST_DRIFT):
+            context.observer.message(
+                f"{words}, within chance {span}: what comes now is still compared with the first measurement"
+            )
+        return 1.0
 
 
-def is_drift(ratio: float, *, noise: float) -> bool:
-    """Whether the baseline's speed over its first is more than chance where launches lie `noise` apart."""
-    return abs(math.log(ratio)) > max(math.log1p(DRIFT), DEVIATIONS * math.sqrt(2.0) * noise)
+def chance_limit(noise: float) -> float:
+    """The largest ratio of two measurements of one plan that is within chance; the least is its inverse.
+
+    `noise` is the standard deviation of the logarithm of one launch.
+    """
+    return math.exp(max(math.log1p(LEAST_DRIFT), DEVIATIONS * math.sqrt(2.0) * noise))
 
 
 def _noise_after(due: int, trials: Sequence[FinishedTrial]) -> float:

@@ -125,7 +125,12 @@ def drift_checks_of(events: list[dict[str, Any]]) -> tuple[DriftMeasurement, ...
     for event in events:
         after, ratio = event.get("after"), event.get("ratio")
         if event["kind"] == "control" and isinstance(after, int) and isinstance(ratio, int | float):
-            checks[after] = DriftMeasurement(num_tried=after, ratio=float(ratio))
+            limit = event.get("chance_limit")
+            checks[after] = DriftMeasurement(
+                num_tried=after,
+                ratio=float(ratio),
+                chance_limit=float(limit) if isinstance(limit, int | float) else None,
+            )
     return tuple(checks[after] for after in sorted(checks))
 
 

@@ -15,11 +15,13 @@ from quartet_plugin.errors import (
     SeamError,
     StorageError,
 )
+from quartet_plugin.model.history import DriftMeasurement
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
-from quartet_plugin.tuner.drift import is_drift
+from quartet_plugin.tuner.drift import chance_limit
 from quartet_plugin.tuner.finalists import order_of_round
+from quartet_plugin.tuner.history import read_history
 from quartet_plugin.tuner.history_rows import read_events
 from quartet_plugin.tuner.tune_result import TuneResult
 from tests.space.jobs import make_job
@@ -401,6 +403,20 @@ def test_the_baseline_is_measured_again_during_the_search_and_drift_counts(tmp_p
     assert tune(begin(tmp_path / "s", study={"trials": 4, "control": 0}), FakeMachine()).drift_checks == ()
 
 
+def test_a_change_within_chance_is_said_and_the_first_measurement_stays(tmp_path: Path) -> None:
+    machine, watching = FakeMachine(noise=0.2), Watching()
+    steady = machine.seconds
+    machine.seconds = lambda plan: steady(plan) * (1.6 if len(machine.launched) > 5 else 1.0)
+    result = tune(begin(tmp_path / "r", study={"trials": 9, "control": 6}), machine, observer=watching)
+    (check,) = result.drift_checks
+    assert check.is_within_chance
+    (line,) = [line for line in watching.messages if line.startswith("after 6 trials")]
+    assert "within chance" in line
+    assert line.endswith("what comes now is still compared with the first measurement")
+    assert {trial.record.drift for trial in result.trials} == {1.0}
+    assert read_history(tmp_path / "r").controls == result.drift_checks
+
+
 def test_what_is_measured_on_a_machine_that_has_slowed_down_is_compared_with_that(tmp_path: Path) -> None:
     """The same trials, values and limits as on the machine as it was, but for the noise of the control."""
     requests: list[TrialRequest] = []
@@ -435,11 +451,15 @@ def test_what_is_measured_on_a_machine_that_has_slowed_down_is_compared_with_tha
 
 
 def test_drift_within_what_launches_scatter_by_is_none() -> None:
-    assert is_drift(0.85, noise=0.02)
-    assert is_drift(1.2, noise=0.02)
-    assert not is_drift(0.93, noise=0.0)
-    assert not is_drift(0.75, noise=0.08)
-    assert is_drift(0.65, noise=0.08)
+    def is_within(ratio: float, *, noise: float) -> bool | None:
+        return DriftMeasurement(num_tried=1, ratio=ratio, chance_limit=chance_limit(noise)).is_within_chance
+
+    assert not is_within(0.85, noise=0.02)
+    assert not is_within(1.2, noise=0.02)
+    assert is_within(0.93, noise=0.0)
+    assert is_within(0.75, noise=0.08)
+    assert not is_within(0.65, noise=0.08)
+    assert DriftMeasurement(num_tried=1, ratio=2.0).is_within_chance is None
 
 
 def test_what_is_far_behind_the_best_is_cut_short(tmp_path: Path) -> None:
