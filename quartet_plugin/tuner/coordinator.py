@@ -34,7 +34,13 @@ from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.depth_proxy import depth_proxy_for
 from quartet_plugin.tuner.drift import DriftMonitor
 from quartet_plugin.tuner.earlier_run import Prior, read_prior
-from quartet_plugin.tuner.final_rounds import FinalRounds, most_iterations, proven_finalists, winner_of
+from quartet_plugin.tuner.final_rounds import (
+    FinalRounds,
+    finalist_words,
+    most_iterations,
+    proven_finalists,
+    winner_of,
+)
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.full_size import FullSizeNodes, full_size_study
 from quartet_plugin.tuner.launches_left import launches_left
@@ -233,6 +239,12 @@ class Coordinator:
             plan = stand_in.plan
             baseline = replace(baseline, plan=plan, launched_plan=plan)
         finalists = proven_finalists(ranked, context=context, parity=parity)
+        self._show_finalists(
+            [trial for trial in ranked if trial in finalists or parity.refusal_of(trial.plan) is None],
+            finalists=finalists,
+            means=None if full_size is not None else search.posterior_means(trials),
+            baseline=baseline,
+        )
         if self._run.config.trial.measure == "auto":
             launcher.num_measured_finally = most_iterations(trials, finalists=finalists)
         rankings = FinalRounds(context=context, launcher=launcher, baseline=baseline).measure(finalists)
@@ -263,6 +275,33 @@ class Coordinator:
             regret=regret_of(space, tuned, proposer=proposer),
             axis_gains=axis_gains_of(space, tuned, proposer=proposer),
             shape_curve=shape_curve_of(space, tuned, proposer=proposer),
+        )
+
+    def _show_finalists(
+        self,
+        ranked: list[FinishedTrial],
+        *,
+        finalists: list[FinishedTrial],
+        means: dict[int, float] | None,
+        baseline: BaselineScore,
+    ) -> None:
+        """Say and log the finalists, their rank values and the next plan; `means` is None at full size."""
+        values = {trial.number: trial.record.value for trial in ranked if trial.record.value is not None}
+        speedups: dict[int, float] = {}
+        rank_words = "the predicted throughput with all replicas"
+        if means is not None:
+            rank_words = (
+                "the speedup that all measurements together give" if means else "their trials' speedup"
+            )
+            reference = means.get(BASELINE, baseline.value)
+            speedups = {number: value / reference for number, value in {**values, **means}.items()}
+        words = finalist_words(ranked, finalists=finalists, speedups=speedups, rank_words=rank_words)
+        if words:
+            self._say(words)
+        self._context.events.add(
+            "finalists",
+            trials=[trial.number for trial in finalists],
+            ranked=[{"trial": trial.number, "speedup": speedups.get(trial.number)} for trial in ranked],
         )
 
     # A command that does not fit

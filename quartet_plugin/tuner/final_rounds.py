@@ -61,6 +61,37 @@ def proven_finalists(
     return finalists
 
 
+def finalist_words(
+    ranked: Sequence[FinishedTrial],
+    *,
+    finalists: Sequence[FinishedTrial],
+    speedups: Mapping[int, float],
+    rank_words: str,
+) -> str:
+    """One line: the finalists, what they are ranked by, each value, and the next plan, which is left out.
+
+    `ranked` are the candidates without those that the parity gate refused; `speedups` are over the baseline,
+    by trial. Empty without a candidate.
+    """
+    if not finalists:
+        return ""
+
+    def name(trial: FinishedTrial) -> str:
+        speedup = speedups.get(trial.number)
+        return f"trial {trial.number}" if speedup is None else f"trial {trial.number} {speedup:.2f}x"
+
+    numbers = [trial.number for trial in finalists]
+    left = [trial for trial in ranked if trial.number not in numbers]
+    words = f"{len(finalists)} of {len(ranked)} candidates go to the final rounds, by {rank_words}: "
+    words += ", ".join(map(name, finalists))
+    if left:
+        words += f"; next, left out: {name(left[0])}"
+    order = [trial.number for trial in ranked]
+    if left and order.index(left[0].number) < max(map(order.index, numbers)):
+        words += f"; trial {numbers[-1]} has the place of your own model"
+    return words
+
+
 def with_own_model(ranked: Sequence[FinishedTrial], *, count: int) -> list[FinishedTrial]:
     """The trials, the best of the user's own model moved up to the last of the first `count` places.
 

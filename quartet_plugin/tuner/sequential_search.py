@@ -228,8 +228,12 @@ class SequentialSearch:
         """The trials that may win, the best first, by the posterior where there is a cost model."""
         if self.proposer is not None:
             self._show_slow_nodes(self.proposer)
-        means = {} if self.proposer is None else self.proposer.posterior_means(trials)
+        means = self.posterior_means(trials)
         return candidates(trials, baseline_value=self.baseline.value_to_beat, posterior_means=means)
+
+    def posterior_means(self, trials: list[FinishedTrial]) -> dict[int, float]:
+        """The objective of each measured plan by trial, as all measurements give it; {} without a model."""
+        return {} if self.proposer is None else self.proposer.posterior_means(trials)
 
     def num_left(self, trials: list[FinishedTrial], *, num_workers: int = 1) -> int:
         """Launches one after the other that are still to come, checks and final rounds included."""

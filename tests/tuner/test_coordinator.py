@@ -96,6 +96,20 @@ def test_a_small_space_ends_when_nothing_new_is_left(tmp_path: Path) -> None:
     assert any("no others" in text for text in watching.messages)
 
 
+def test_the_finalists_are_said_and_logged_before_the_final_rounds(tmp_path: Path) -> None:
+    watching = Watching()
+    study = {"trials": 10, "top_k": 2}
+    result = tune(begin(tmp_path / "r", study=study), FakeMachine(), observer=watching)
+    (line,) = [line for line in watching.messages if "go to the final rounds" in line]
+    numbers = {ranking.trial.number for ranking in result.rankings}
+    events = read_events(tmp_path / "r" / "events.jsonl")
+    (event,) = [event for event in events if event["kind"] == "finalists"]
+    assert set(event["trials"]) == numbers
+    assert line.startswith(f"2 of {len(event['ranked'])} candidates go to the final rounds, by the speedup")
+    assert all(f"trial {row['trial']} {row['speedup']:.2f}x" in line for row in event["ranked"][:3])
+    assert "; next, left out: trial " in line
+
+
 def test_nothing_better_is_said_plainly(tmp_path: Path) -> None:
     machine = FakeMachine(seconds=lambda plan: 1.0, noise=0.05)
     result = tune(begin(tmp_path / "r", study={"trials": 10}), machine)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.tuner import winner_choice
-from quartet_plugin.tuner.final_rounds import winner_of, with_own_model
+from quartet_plugin.tuner.final_rounds import finalist_words, winner_of, with_own_model
 from quartet_plugin.tuner.finalists import bootstrap_median, rank
 from quartet_plugin.tuner.winner_choice import (
     CLEAR_CHANCE,
@@ -244,3 +244,20 @@ def test_a_plan_of_the_users_own_model_is_a_finalist(
     ordered = [*(replace(other, plan=OTHER_MODEL) for other in trials[:2]), trials[2]]
     assert [one.number for one in with_own_model(ordered, count=count)[:count]] == expected
     assert [one.number for one in with_own_model(ordered[:2], count=count)[:count]] == [1, 2][:count]
+
+
+def test_the_finalists_their_rank_values_and_the_next_plan_are_said() -> None:
+    first, second, third = (finished(number) for number in (1, 3, 2))
+    speedups = {1: 1.95, 3: 1.4, 2: 1.38}
+    words = finalist_words(
+        [first, second, third], finalists=[first, second], speedups=speedups, rank_words="the speedup"
+    )
+    assert words == (
+        "2 of 3 candidates go to the final rounds, by the speedup: trial 1 1.95x, trial 3 1.40x; "
+        "next, left out: trial 2 1.38x"
+    )
+    moved_up = finalist_words(
+        [first, third, second], finalists=[first, second], speedups={}, rank_words="the speedup"
+    )
+    assert moved_up.endswith("; next, left out: trial 2; trial 3 has the place of your own model")
+    assert finalist_words([], finalists=[], speedups={}, rank_words="the speedup") == ""
