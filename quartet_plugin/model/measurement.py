@@ -48,6 +48,8 @@ class FinalChoice:
     were measured in, `chance_better` the probability that the winner is the faster; where they share too few
     rounds, `gain` compares their speedups and `chance_better` is None. `is_runner_up_win` is whether
     the runner-up could have won, `is_runner_up_other_model` whether it has another shape than the user's own.
+    `proof_level` is the largest probability of luck with which the sequential test would have proven the
+    runner-up then; None where it was proven, and in files of earlier releases.
     """
 
     rule: _Words
@@ -57,6 +59,7 @@ class FinalChoice:
     num_rounds: Annotated[int, Bounds(ge=0, le=10**9)] = 0
     is_runner_up_win: bool = False
     is_runner_up_other_model: bool = False
+    proof_level: _Share | None = field(default=None, metadata=ADDED)
 
 
 @record

@@ -38,12 +38,20 @@ def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
         parts[0] += f", by their speedups: they share {choice.num_rounds} rounds only"
     else:
         chance = 1.0 - choice.chance_better if is_ahead else choice.chance_better
-        parts[0] += f" in the same {choice.num_rounds} rounds, faster with a chance of {100 * chance:.0f} %"
+        parts[0] += (
+            f", the median ratio of the same {choice.num_rounds} rounds, faster with a chance of {100 * chance:.0f} %"
+        )
     if not choice.is_runner_up_win and choice.chance_better is None:
         rounds = f"{choice.num_rounds} round{'' if choice.num_rounds == 1 else 's'}"
         parts.append(f"trial {number} left after {rounds}, before it could be proven")
     elif not choice.is_runner_up_win:
-        parts.append(f"trial {number} is not faster than your own command for certain")
+        words = f"trial {number} is not faster than your own command for certain"
+        if choice.proof_level is not None:
+            words += (
+                f": a proof asks for a chance of luck of {100 * choice.proof_level:.2g} % or less, "
+                "a 95 % interval above 1.00x for 2.5 %"
+            )
+        parts.append(words)
     elif is_ahead and choice.is_runner_up_other_model:
         parts.append("too little, or too unsure, for another model")
     return "; ".join(parts)

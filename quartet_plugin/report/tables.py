@@ -178,6 +178,7 @@ def comparison_lines(comparison: Comparison, *, names: Sequence[str] = ("baselin
         f"speedup   {speedup_spread(comparison.speedup)} in {OBJECTIVE_WORDS[comparison.objective]}, "
         f"measured in turns over {comparison.plan.num_launches} rounds "
         f"({100 * confidence(comparison):.0f} % interval)",
+        f"{'':<10}the median of the rounds' ratios, not the ratio of the two lines above",
     ]
 
 

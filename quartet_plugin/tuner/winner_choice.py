@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quartet_plugin.model.measurement import Comparison, FinalChoice
 from quartet_plugin.model.trial_record import FinishedTrial
-from quartet_plugin.tuner.sequential_test import MIN_ROUNDS
+from quartet_plugin.tuner.sequential_test import MIN_ROUNDS, level
 
 # The gain with which another model goes before the user's own. Where launches of one plan lie 3 % apart, the
 # paired median of five rounds of equal plans is below it in 98 of 100 cases. And another model has to be
@@ -21,9 +21,12 @@ CLEAR_GAIN = 1.05
 # The probability that there is a gain at all. One of five rounds may go the other way, not two.
 CLEAR_CHANCE = 0.9
 
-RULE = (
+_RULE = (
     "of the plans that are faster than your own command for certain, the fastest by the median ratio in the "
-    "same rounds; another model only if it is faster than your command and than each such plan of your own "
+    "same rounds"
+)
+_RULE_OF_OTHER_MODELS = (
+    "; another model only if it is faster than your command and than each such plan of your own "
     f"model by {100 * (CLEAR_GAIN - 1):.0f} % or more, with a chance of at least {100 * CLEAR_CHANCE:.0f} %"
 )
 
@@ -82,21 +85,28 @@ def in_order_of_choice(results: Sequence[FinalistResult], *, seed: int) -> list[
     return [*ordered, *others]
 
 
+def rule_of(results: Sequence[FinalistResult]) -> str:
+    """The rule by which the winner is chosen among these finalists, in words."""
+    has_other_model = any(result.is_other_model for result in results)
+    return f"{_RULE}{_RULE_OF_OTHER_MODELS if has_other_model else ''}"
+
+
 def choice_of(ordered: Sequence[FinalistResult], *, seed: int) -> FinalChoice | None:
     """The choice in numbers, of finalists as `in_order_of_choice` has them; None where none wins."""
     if not ordered or not ordered[0].is_win:
         return None
     winner, second = ordered[0], ordered[1] if len(ordered) > 1 else None
     if second is None:
-        return FinalChoice(rule=RULE)
+        return FinalChoice(rule=rule_of(ordered))
     return FinalChoice(
-        rule=RULE,
+        rule=rule_of(ordered),
         runner_up=second.trial.number,
         gain=math.exp(log_gain(winner, second)),
         chance_better=chance_better(winner, second, seed=seed),
         num_rounds=len(_log_ratios(winner, second)),
         is_runner_up_win=second.is_win,
         is_runner_up_other_model=second.is_other_model,
+        proof_level=None if second.proven_after is not None else level(len(second.rounds)),
     )
 
 

@@ -39,6 +39,7 @@ def test_seconds_and_speedup_name_their_intervals() -> None:
     assert lines[0].startswith("baseline  0.500 (0.450 to 0.550, in 5 launches) s/iteration, ")
     assert lines[1].startswith("plan      0.400 (0.360 to 0.440, in 5 launches) s/iteration, ")
     assert lines[2].endswith("measured in turns over 5 rounds (94 % interval)")
+    assert lines[3].strip() == "the median of the rounds' ratios, not the ratio of the two lines above"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.tuner import winner_choice
 from quartet_plugin.tuner.final_rounds import finalist_words, winner_of, with_own_model
 from quartet_plugin.tuner.finalists import bootstrap_median, rank
+from quartet_plugin.tuner.sequential_test import level
 from quartet_plugin.tuner.winner_choice import (
     CLEAR_CHANCE,
     CLEAR_GAIN,
@@ -261,3 +262,15 @@ def test_the_finalists_their_rank_values_and_the_next_plan_are_said() -> None:
     )
     assert moved_up.endswith("; next, left out: trial 2; trial 3 has the place of your own model")
     assert finalist_words([], finalists=[], speedups={}, rank_words="the speedup") == ""
+
+
+def test_the_rule_names_other_models_only_where_one_was_a_finalist() -> None:
+    times = {1: [0.5, 0.51, 0.5, 0.49], 2: [0.9, 1.3, 0.8, 1.1]}
+    choice = choice_of(after_rounds([1.0] * 4, times), seed=0)
+    assert choice is not None
+    assert "another model" not in choice.rule
+    assert not choice.is_runner_up_win
+    assert choice.proof_level == pytest.approx(level(4))
+    with_other = choice_of(after_rounds([1.0] * 4, times, other_models=(2,)), seed=0)
+    assert with_other is not None
+    assert "; another model only if it is faster" in with_other.rule
