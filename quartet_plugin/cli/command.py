@@ -49,6 +49,10 @@ PlanOrRun = Annotated[
         show_default=False,
     ),
 ]
+TrialOfRun = Annotated[
+    int | None,
+    typer.Option("--trial", metavar="N", min=0, help="The plan of that trial of a run, not its winner."),
+]
 RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name.")]
 RunsFolder = Annotated[Path, typer.Option("--run-dir", help="The folder that holds the runs.")]
 RUNS = Path("runs")
@@ -174,9 +178,16 @@ def _no_winner_words(run: Path) -> str:
     from quartet_plugin.tuner.history import read_history
 
     shown = path_here(run)
-    match read_history(run).state:
+    history = read_history(run)
+    nearest = history.finalists[0].number if history.finalists else None
+    match history.state:
         case "running" | "elsewhere":
             return f"the run has no winner yet; see how far it is with `quartet status {shown}`"
+        case "finished" if nearest is not None:
+            return (
+                "the run ended without a winner: no plan was faster than your own command for certain; "
+                f"the nearest is trial {nearest}: add --trial {nearest}"
+            )
         case "finished":
             return (
                 "the run ended without a winner: no plan was faster than your own command for certain; "

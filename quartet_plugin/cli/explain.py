@@ -17,6 +17,7 @@ from quartet_plugin.cli.command import (
     HardwareFolder,
     PlanOrRun,
     RunsFolder,
+    TrialOfRun,
     constants_of,
     devices_of,
     find_plan,
@@ -43,6 +44,7 @@ def explain_command(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trial: TrialOfRun = None,
     hardware: HardwareFolder = None,
     calibration: CalibrationFile = None,
     run_dir: RunsFolder = RUNS,
@@ -50,12 +52,14 @@ def explain_command(
     """Show what the predicted time and memory of a plan and your command are made of, and the next best."""
     from rich.console import Console
 
+    from quartet_plugin.cli.trial_plan import plan_of_trial
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.planner.explain import explained
     from quartet_plugin.report.explain import show
 
-    path = find_plan(plan, run_dir=run_dir)
-    content = read_plan(path)
+    of_trial = None if trial is None else plan_of_trial(plan, trial, run_dir=run_dir)
+    path = find_plan(plan, run_dir=run_dir) if of_trial is None else of_trial.best_plan
+    content = read_plan(path) if of_trial is None else of_trial.plan
     is_described = not (cluster is None and hardware is None and calibration is None)
     basis = _Basis(words=_NOT_CALIBRATED) if is_described else _basis(path, content)
     if calibration is not None:
@@ -69,8 +73,10 @@ def explain_command(
         prediction = explained(
             content, job, assumed={}, constants=learned.constants, predictor=learned.predictor
         )
+    measured = _measured_of(content) if of_trial is None else (of_trial.measured_s, of_trial.baseline_s)
     explanation = replace(
-        _explanation(content, job, prediction, basis), shape_curve=_shapes(path, prediction)
+        _explanation(content, job, prediction, basis, measured=measured),
+        shape_curve=_shapes(path, prediction),
     )
     if as_json:
         typer.echo(json.dumps(explanation.as_data(), indent=1, allow_nan=False))
@@ -79,6 +85,9 @@ def explain_command(
     console = Console(highlight=False)
     show(explanation, console=console if console.is_terminal else Console(highlight=False, width=160))
 
+
+# Seconds an iteration of a plan and of what it is compared with; None of what was not measured.
+type _Measured = tuple[float | None, float | None]
 
 _NOT_CALIBRATED = "not calibrated by trials: shares and ratios are what these figures show"
 
@@ -141,11 +150,21 @@ def _job(
     return read_job(cluster, devices=devices), {}
 
 
-def _explanation(plan: "Plan", job: "PlanRequest", explained: "Explained", basis: _Basis) -> "Explanation":
+def _measured_of(plan: "Plan") -> _Measured:
+    """The measured seconds that a plan file has."""
+    measurement = plan.measurement
+    if measurement is None:
+        return None, None
+    return measurement.plan.iteration_s.median, measurement.baseline.iteration_s.median
+
+
+def _explanation(
+    plan: "Plan", job: "PlanRequest", explained: "Explained", basis: _Basis, *, measured: _Measured
+) -> "Explanation":
     from quartet_plugin.report.explain import Explanation, StageMemory
     from quartet_plugin.report.planned import cost_of_job, rates_of
 
-    prediction, measurement = explained.prediction, plan.measurement
+    prediction = explained.prediction
     counts, ranks = plan.split.transformer_layers_per_stage, plan.layout.pipeline_parallel
     placement = plan.schedule.placement or tuple(k % ranks for k in range(len(counts)))
     layers = [
@@ -173,8 +192,8 @@ def _explanation(plan: "Plan", job: "PlanRequest", explained: "Explained", basis
         cost=cost_of_job(job, rates),
         basis=basis.words,
         num_trials=None if basis.learned is None else len(basis.learned.predictor.measured),
-        measured_s=None if measurement is None else measurement.plan.iteration_s.median,
-        baseline=_baseline(plan, explained, basis),
+        measured_s=measured[0],
+        baseline=_baseline(plan, explained, measured_s=None if basis.is_stand_in else measured[1]),
     )
 
 
@@ -193,11 +212,11 @@ def _runner_up(other: "OtherPlan | None") -> "RunnerUp | None":
     )
 
 
-def _baseline(plan: "Plan", explained: "Explained", basis: _Basis) -> "BaselineTerms | None":
+def _baseline(plan: "Plan", explained: "Explained", *, measured_s: float | None) -> "BaselineTerms | None":
     """The iteration of what the plan is compared with, beside the plan's."""
     from quartet_plugin.report.explain import PLAIN_BASELINE, YOUR_COMMAND, BaselineTerms
 
-    prediction, measurement = explained.baseline, plan.measurement
+    prediction = explained.baseline
     if prediction is None:
         return None
     return BaselineTerms(
@@ -207,9 +226,7 @@ def _baseline(plan: "Plan", explained: "Explained", basis: _Basis) -> "BaselineT
         terms=prediction.terms,
         compute_terms=prediction.compute_terms,
         bubble_fraction=prediction.bubble_fraction,
-        measured_s=(
-            None if measurement is None or basis.is_stand_in else measurement.baseline.iteration_s.median
-        ),
+        measured_s=measured_s,
     )
 
 

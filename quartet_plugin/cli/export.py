@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quartet_plugin.cli.command import RUNS, JsonSwitch, PlanFile, PlanOrRun, RunsFolder, find_plan
+from quartet_plugin.cli.command import (
+    RUNS,
+    JsonSwitch,
+    PlanFile,
+    PlanOrRun,
+    RunsFolder,
+    TrialOfRun,
+    find_plan,
+)
 from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ConfigError, PlanError, QuartetError, UsageError
 
@@ -111,11 +119,17 @@ def _in_notation(plan: "Plan", notations: list[str], form: str | None) -> dict[s
     )
 
 
-def show_command(plan: PlanOrRun, run_dir: RunsFolder = RUNS) -> None:
-    """Show a plan or a run's winner: the job that it is for, what it changes, how much faster it was."""
+def show_command(plan: PlanOrRun, trial: TrialOfRun = None, run_dir: RunsFolder = RUNS) -> None:
+    """Show a plan, a run's winner or a trial: the job, what the plan changes, how much faster it was."""
     from quartet_plugin.model.plan import read_plan
-    from quartet_plugin.report.tables import plan_lines
+    from quartet_plugin.report.tables import plan_lines, trial_lines
 
+    if trial is not None:
+        from quartet_plugin.cli.trial_plan import plan_of_trial
+
+        known = plan_of_trial(plan, trial, run_dir=run_dir)
+        show(*trial_lines(known.plan, iteration_s=known.row.iteration_s, comparison=known.comparison))
+        return
     show(*plan_lines(read_plan(find_plan(plan, run_dir=run_dir))))
 
 

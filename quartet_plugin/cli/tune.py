@@ -258,6 +258,8 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
     from quartet_plugin.report.final_choice import choice_lines
     from quartet_plugin.report.plan_difference import difference_lines
     from quartet_plugin.report.tables import change_lines, comparison_lines
+    from quartet_plugin.space.plan_label import plan_label
+    from quartet_plugin.tuner.winner_choice import NEAREST_RULE
 
     if plan is None or result.winner is None:
         tried = [trial for trial in result.trials if trial.record.repeats is None][1:]
@@ -266,9 +268,14 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         lines = [
             f"no better plan was found: {len(tried)} plans were tried{note}, your own command stays as it is"
         ]
+        explained = []
         if result.rankings:
-            lines += comparison_lines(result.rankings[0].comparison, names=("your own", "nearest"))
-        return [*lines, *study_lines(result)]
+            number = result.rankings[0].trial.number
+            lines.append(f"nearest   trial {number}, {plan_label(result.rankings[0].trial.plan)}")
+            lines.append(f"          {NEAREST_RULE}")
+            lines += comparison_lines(result.rankings[0].comparison, names=("your own", f"trial {number}"))
+            explained = [explain_line(run, trial=number)]
+        return [*lines, *study_lines(result), *explained]
     proof = []
     if result.receipt is not None:
         proof = [
@@ -283,9 +290,16 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         *change_lines(plan),
         *study_lines(result, plan=plan),
         *proof,
+        explain_line(run),
         f"plan      {path_here(run.folder.best_plan)}",
         *(full_size or [f"train     sh {path_here(run.folder.best_command)}"]),
     ]
+
+
+def explain_line(run: "TuningRun", *, trial: int | None = None) -> str:
+    """The command that shows which part of an iteration a plan makes shorter."""
+    words = [path_here(run.folder.path), *(() if trial is None else ("--trial", str(trial)))]
+    return f"explain   quartet explain {shlex.join(words)}"
 
 
 def study_lines(result: "TuneResult", *, plan: "Plan | None" = None) -> list[str]:

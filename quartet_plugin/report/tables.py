@@ -101,6 +101,18 @@ def plan_lines(plan: Plan) -> list[str]:
     return lines
 
 
+def trial_lines(plan: Plan, *, iteration_s: float | None, comparison: Comparison | None) -> list[str]:
+    """The plan of a trial, with its trial's seconds an iteration and its comparison of the final rounds."""
+    lines = plan_lines(plan)
+    if iteration_s is not None:
+        rates = throughput_of(plan, iteration_s)
+        lines += [
+            "",
+            f"trial     {iteration_words(iteration_s)} s/iteration in its single trial, {rates.words}",
+        ]
+    return lines if comparison is None else [*lines, *comparison_lines(comparison)]
+
+
 def _origin(plan: Plan) -> str:
     """Where a plan is from; a plan of a described job was never a trial."""
     made = plan.provenance
@@ -196,7 +208,7 @@ def confidence(comparison: Comparison) -> float:
 
 def _measurement_line(name: str, measured: Measurement) -> str:
     return (
-        f"{name:<10}{iteration_spread(measured)} s/iteration, "
+        f"{name:<9} {iteration_spread(measured)} s/iteration, "
         f"{measured.tokens_per_s:,.0f} tokens/s, "
         f"{rate(measured.model_flops_per_s_per_device)} a device, peak {size(measured.peak_memory_bytes)}"
     )

@@ -30,6 +30,9 @@ _RULE_OF_OTHER_MODELS = (
     f"model by {100 * (CLEAR_GAIN - 1):.0f} % or more, with a chance of at least {100 * CLEAR_CHANCE:.0f} %"
 )
 
+# The order of `in_order_of_choice` where none may win.
+NEAREST_RULE = "the finalist whose speedup's 95 % interval has the highest lower end"
+
 NUM_RESAMPLES = 10_000
 
 

@@ -339,7 +339,7 @@ def test_a_run_without_a_winner_says_so_and_what_to_do(
     (copy / "best" / "plan.json").unlink()
     events = (copy / "events.jsonl").read_text(encoding="utf-8")
     capsys.readouterr()
-    for text, words in ((events, "quartet trials"), (events.splitlines()[0] + "\n", "quartet tune --resume")):
+    for text, words in ((events, "add --trial "), (events.splitlines()[0] + "\n", "quartet tune --resume")):
         (copy / "events.jsonl").write_text(text, encoding="utf-8")
         assert main([command, str(copy)]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
@@ -347,6 +347,50 @@ def test_a_run_without_a_winner_says_so_and_what_to_do(
         assert words in line
     assert main([command, "nowhere", "--run-dir", str(tmp_path)]) == 2
     assert "nowhere: no plan file and no run" in capsys.readouterr().err
+
+
+def test_the_plan_of_a_trial_is_shown_and_explained_beside_the_command(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same as of the winner's file, and without a winner too."""
+    winner = read_plan(run / "best" / "plan.json")
+    number, measured = str(winner.provenance.trial), winner.measurement
+    assert measured is not None
+    of_winner = explained(capsys, str(run))
+    copy = tmp_path / "r"
+    shutil.copytree(run, copy)
+    (copy / "best" / "plan.json").unlink()
+    assert main(["explain", str(copy)]) == 2
+    nearest = re.search(r"add --trial (\d+)", capsys.readouterr().err)
+    assert nearest is not None
+    assert nearest[1] == number
+    of_trial = explained(capsys, str(copy), "--trial", number)
+    assert {**of_trial, "measured_s": None, "baseline": None} == {
+        **of_winner,
+        "measured_s": None,
+        "baseline": None,
+    }
+    assert of_trial["measured_s"] == measured.plan.iteration_s.median
+    assert main(["show", str(copy), "--trial", number]) == 0
+    text = capsys.readouterr().out
+    assert "s/iteration in its single trial, " in text
+    assert "speedup " in text
+    rows = {row["trial"]: row for row in read_trials(capsys, str(copy))}
+    other = next(row for row in rows.values() if row["trial"] and row["iteration_s"] and not row["repeats"])
+    data = explained(capsys, str(copy), "--trial", str(other["trial"]))
+    assert data["num_calibrating_trials"] == of_winner["num_calibrating_trials"]
+    assert data["baseline"]["measured_s"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("command", ["explain", "show"])
+def test_a_trial_that_is_not_there_is_one_line(
+    command: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main([command, str(run), "--trial", "999"]) == 2
+    assert "--trial 999: the run has no such plan; `quartet trials " in capsys.readouterr().err
+    assert main([command, str(run / "best" / "plan.json"), "--trial", "1"]) == 2
+    assert "is a plan file; name a run" in capsys.readouterr().err
 
 
 def test_show_takes_a_run(
