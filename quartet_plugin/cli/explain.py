@@ -75,7 +75,14 @@ def explain_command(
         )
     measured = _measured_of(content) if of_trial is None else (of_trial.measured_s, of_trial.baseline_s)
     explanation = replace(
-        _explanation(content, job, prediction, basis, measured=measured),
+        _explanation(
+            content,
+            job,
+            prediction,
+            basis,
+            measured=measured,
+            is_measured_in_rounds=of_trial is None or of_trial.comparison is not None,
+        ),
         shape_curve=_shapes(path, prediction),
     )
     if as_json:
@@ -159,7 +166,13 @@ def _measured_of(plan: "Plan") -> _Measured:
 
 
 def _explanation(
-    plan: "Plan", job: "PlanRequest", explained: "Explained", basis: _Basis, *, measured: _Measured
+    plan: "Plan",
+    job: "PlanRequest",
+    explained: "Explained",
+    basis: _Basis,
+    *,
+    measured: _Measured,
+    is_measured_in_rounds: bool,
 ) -> "Explanation":
     from quartet_plugin.report.explain import Explanation, StageMemory
     from quartet_plugin.report.planned import cost_of_job, rates_of
@@ -193,6 +206,7 @@ def _explanation(
         basis=basis.words,
         num_trials=None if basis.learned is None else len(basis.learned.predictor.measured),
         measured_s=measured[0],
+        is_measured_in_rounds=is_measured_in_rounds,
         baseline=_baseline(plan, explained, measured_s=None if basis.is_stand_in else measured[1]),
     )
 

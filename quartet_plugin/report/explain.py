@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 BAR_WIDTH = 40
 # What a plan is compared with: the command that a run tuned, or the layout that `quartet plan` compares with.
 YOUR_COMMAND, PLAIN_BASELINE = BASELINE_NAMES = ("your command", "baseline")
+# The head of the column with the plan's seconds less its baseline's.
+DIFFERENCE = "difference"
 MAX_RANKS = 32
-# The least columns of a terminal with room for two iterations' seconds and the meaning of their terms.
-MEANING_COLUMNS = 110
+# The least columns of a terminal with room for bars and meanings beside two iterations' seconds.
+MEANING_COLUMNS = 120
 # A term below this share of the step is summed up with others of its kind.
 LEAST_SHARE = 0.002
 # What would be shown as 0.0 %.
@@ -42,7 +44,7 @@ _MEANING = {
     "step_overhead": "between steps: data, logging",
     "straggler": "the slowest of many nodes",
     "action": "around each action of a stage",
-    "residual": "measured over predicted, unexplained",
+    "residual": "the trials' measured time beyond the other terms",
 }
 
 
@@ -84,8 +86,9 @@ class Explanation:
     `available_bytes` is a device's usable memory, None where it is not known. `rates` are the iteration's,
     `cost` is the job's, None where nothing says its tokens. `shape_curve` is there where several shapes
     compete. `basis` says what calibrated the figures, `num_trials` by how many trials of the run, None where
-    by none. `measured_s` is the plan's measured iteration, None where it was not measured, and `baseline` the
-    iteration of what the plan is compared with.
+    by none. `measured_s` is the plan's measured iteration, None where it was not measured: of the final
+    rounds, or of its single trial without `is_measured_in_rounds`. `baseline` is the iteration of what the
+    plan is compared with.
     """
 
     title: Sequence[tuple[str, str]]
@@ -104,7 +107,13 @@ class Explanation:
     basis: str
     num_trials: int | None = None
     measured_s: float | None = None
+    is_measured_in_rounds: bool = True
     baseline: BaselineTerms | None = None
+
+    @property
+    def word(self) -> str:
+        """What the seconds are called: `fitted` by a run's trials, or `predicted`."""
+        return "predicted" if self.num_trials is None else "fitted"
 
     def as_data(self) -> dict[str, object]:
         """The explanation as JSON data."""
@@ -171,8 +180,8 @@ def show(explanation: Explanation, *, console: "Console") -> None:
     stated = explanation.stated_s
     words = f"{explanation.iteration_s:.4g} s an iteration"
     if stated is not None and abs(stated / explanation.iteration_s - 1) > 1e-3:
-        words += f" (the plan says {stated:.4g} s, as predicted when it was made)"
-    parts: list[RenderableType] = [*head, Text(f"{'predicted':<10}{words}")]
+        words += f" (predicted before its launch: {stated:.4g} s)"
+    parts: list[RenderableType] = [*head, Text(f"{explanation.word:<10}{words}")]
     parts += [Text(terminal_line(f"{name:<10}{line}")) for name, line in _grounds(explanation)]
     parts.append(Text(f"{'rates':<10}{explanation.rates.words}"))
     parts += [] if explanation.cost is None else [Text(f"{'cost':<10}{explanation.cost.words}")]
@@ -187,49 +196,78 @@ def _grounds(explanation: Explanation) -> list[tuple[str, str]]:
     """The measured times beside the predicted ones, and what calibrated these."""
     lines = []
     if explanation.measured_s is not None:
-        lines.append(("measured", _measured_words(explanation.measured_s, explanation.iteration_s)))
+        words = _measured_words(explanation.measured_s, explanation.iteration_s, word=explanation.word)
+        lines.append(("measured", words))
     other = explanation.baseline
     if other is not None:
-        words = f"{other.name}: {other.iteration_s:.4g} s an iteration predicted"
+        words = f"{other.name}: {other.iteration_s:.4g} s an iteration {explanation.word}"
         if other.measured_s is not None:
-            words += f", measured {_measured_words(other.measured_s, other.iteration_s)}"
+            ratio = _measured_words(other.measured_s, other.iteration_s, word=explanation.word)
+            words += f", measured {ratio}"
         lines.append(("before", words))
-    return [*lines, ("basis", explanation.basis)]
+    lines.append(("basis", explanation.basis))
+    if explanation.num_trials is not None and explanation.measured_s is not None:
+        lines.append(("", _FITTED_TO_ROUNDS if explanation.is_measured_in_rounds else _FITTED_TO_TRIALS))
+    return lines
 
 
-def _measured_words(measured_s: float, predicted_s: float) -> str:
-    return f"{measured_s:.4g} s an iteration, {measured_s / predicted_s:.2f}x the predicted time"
+_FITTED_TO_ROUNDS = (
+    "the fit, residual included, has seen single trials, not the final rounds that gave the measured times"
+)
+_FITTED_TO_TRIALS = (
+    "the fit, residual included, has seen this trial and all others, so that a sum need not be a trial's time"
+)
+
+
+def _measured_words(measured_s: float, modelled_s: float, *, word: str) -> str:
+    return f"{measured_s:.4g} s an iteration, {measured_s / modelled_s:.2f}x the {word} time"
 
 
 def _time_table(explanation: Explanation, *, columns: int) -> "RenderableType":
-    """The terms of the plan's iteration, with those of its baseline beside them, the longest first.
+    """The terms of the plan's iteration, the longest first.
 
-    Where the baseline's leave too few of the terminal's `columns`, what a term means is left out.
+    With a baseline its terms stand beside them, with the difference, the largest first. Where these leave too
+    few of the terminal's `columns`, bars and meanings are left out.
     """
     other = explanation.baseline
     theirs: Mapping[str, float] = {} if other is None else other.terms
     rows = sorted(
         {**explanation.terms, **theirs},
-        key=lambda name: (-explanation.terms.get(name, 0.0), -theirs.get(name, 0.0)),
+        key=lambda name: (
+            -abs(_difference(explanation, name)),
+            -explanation.terms.get(name, 0.0),
+            -theirs.get(name, 0.0),
+        ),
     )
-    heads = ("term", "seconds", "share", *(() if other is None else (other.name, "share")), "", "")
-    table = _table(heads)
     has_meaning = other is None or columns >= MEANING_COLUMNS
-    width = BAR_WIDTH if other is None else BAR_WIDTH // 2
+    beside = () if other is None else (other.name, "share", DIFFERENCE)
+    table = _table(("term", "seconds", "share", *beside, *(("", "") if has_meaning else ())))
+    width = BAR_WIDTH if other is None else BAR_WIDTH // 4
+
+    def add(name: str, cells: Sequence[str], share: float = 0.0, meaning: str = "") -> None:
+        table.add_row(name, *cells, *((bar(share, width=width), meaning) if has_meaning else ()))
+
     shown = [name for name in rows if _is_shown(explanation, name)]
     for name in shown:
         plain = name.removesuffix("_s")
         share = explanation.terms.get(name, 0.0) / explanation.iteration_s
-        meaning = _MEANING.get(plain, "") if has_meaning else ""
-        table.add_row(plain, *_cells(explanation, name), bar(share, width=width), meaning)
+        add(plain, _cells(explanation, name), share, _MEANING.get(plain, ""))
         if name == "compute_s":
-            _add_compute_rows(table, explanation)
+            for inner, inner_cells in _compute_rows(explanation):
+                add(f"  {inner}", inner_cells)
     small = [name for name in rows if name not in shown]
     seconds = sum(explanation.terms.get(name, 0.0) for name in small)
     if abs(seconds) >= LEAST_SHOWN * explanation.iteration_s:
-        cells = _pairs(explanation, seconds, sum(theirs.get(name, 0.0) for name in small))
-        table.add_row("others", *cells, "", "")
+        add("others", _pairs(explanation, seconds, sum(theirs.get(name, 0.0) for name in small)))
+    if other is not None:
+        add("sum", _pairs(explanation, explanation.iteration_s, other.iteration_s))
     return table
+
+
+def _difference(explanation: Explanation, name: str) -> float:
+    """A term's seconds of the plan less those of its baseline; 0 without a baseline."""
+    other = explanation.baseline
+    return 0.0 if other is None else explanation.terms.get(name, 0.0) - other.terms.get(name, 0.0)
 
 
 def _is_shown(explanation: Explanation, name: str) -> bool:
@@ -240,14 +278,19 @@ def _is_shown(explanation: Explanation, name: str) -> bool:
     return other is not None and abs(other.terms.get(name, 0.0)) >= LEAST_SHARE * other.iteration_s
 
 
-def _add_compute_rows(table: "Table", explanation: Explanation) -> None:
-    """Add the parts of the compute term, each under it."""
+def _compute_rows(explanation: Explanation) -> list[tuple[str, list[str]]]:
+    """The name and the cells of each part of the compute term."""
     other = explanation.baseline
     theirs: Mapping[str, float] = {} if other is None else other.compute_terms
-    for inner, seconds in sorted(explanation.compute_terms.items(), key=lambda item: -item[1]):
+    rows = []
+    by_size = sorted(
+        explanation.compute_terms.items(),
+        key=lambda item: (-abs(item[1] - theirs.get(item[0], item[1])), -item[1]),
+    )
+    for inner, seconds in by_size:
         if seconds >= LEAST_SHARE * explanation.iteration_s:
-            cells = _pairs(explanation, seconds, theirs.get(inner, 0.0))
-            table.add_row(f"  {inner.removesuffix('_s')}", *cells, "", "")
+            rows.append((inner.removesuffix("_s"), _pairs(explanation, seconds, theirs.get(inner, 0.0))))
+    return rows
 
 
 def _cells(explanation: Explanation, name: str) -> list[str]:
@@ -257,10 +300,11 @@ def _cells(explanation: Explanation, name: str) -> list[str]:
 
 
 def _pairs(explanation: Explanation, seconds: float, theirs: float) -> list[str]:
-    """Seconds and share of the plan's iteration, then those of its baseline's where there is one."""
+    """Seconds and share of the plan's iteration; with a baseline also its own, and the difference."""
     cells = [f"{seconds:.4g}", f"{100 * seconds / explanation.iteration_s:.1f} %"]
     if explanation.baseline is not None:
         cells += [f"{theirs:.4g}", f"{100 * theirs / explanation.baseline.iteration_s:.1f} %"]
+        cells.append(f"{1e3 * (seconds - theirs):+,.1f} ms")
     return cells
 
 
@@ -289,6 +333,11 @@ def _closing(explanation: Explanation) -> list[str]:
     if explanation.baseline is not None:
         bubble += f"; {explanation.baseline.name}: {bubble_words(explanation.baseline.bubble_fraction)}"
     lines = [bubble]
+    bubbles = (0.0 if explanation.baseline is None else explanation.baseline.bubble_fraction,)
+    if max(explanation.bubble_fraction, *bubbles) > 0.0:
+        lines.append(
+            "          from a pipeline's first action to its last; pp_bubble: the busiest rank's waiting"
+        )
     other = explanation.runner_up
     if other is None:
         lines.append("next best predicted layout: none, no other is legal and fits")
@@ -322,6 +371,15 @@ def _table(heads: Sequence[str]) -> "Table":
 
     table = Table(box=None, pad_edge=False, show_edge=False)
     for column, head in enumerate(heads):
-        numeric = head in ("seconds", "share", "GiB", "of usable", "rank", "layers", *BASELINE_NAMES)
+        numeric = head in (
+            "seconds",
+            "share",
+            "GiB",
+            "of usable",
+            "rank",
+            "layers",
+            DIFFERENCE,
+            *BASELINE_NAMES,
+        )
         table.add_column(head, justify="right" if numeric else "left", no_wrap=column < len(heads) - 1)
     return table

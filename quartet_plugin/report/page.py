@@ -264,7 +264,10 @@ def _importance(extras: Extras) -> str:
 def _predictions(history: RunHistory) -> str:
     svg = figures.predicted_measured(history)
     words = "" if svg is None else figures.prediction_words(history)
-    caption = f"On the dashed line a prediction was right. {words}."
+    caption = (
+        "Each plan's prediction before its launch against its single trial, not against the final rounds. On "
+        f"the dashed line a prediction was right. {words}."
+    )
     return _drawn("Predicted against measured", svg, caption)
 
 

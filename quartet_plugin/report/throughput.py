@@ -36,10 +36,10 @@ class Throughput:
 
     @property
     def words(self) -> str:
-        """The rates of one device in words."""
+        """The rates in words: the job's tokens/s, then those of one device."""
         mfu = "" if self.mfu is None else f", MFU {100 * self.mfu:.1f} %"
         return (
-            f"{self.tokens_per_s_per_device:,.0f} tokens/s a device, "
+            f"{self.tokens_per_s:,.0f} tokens/s, {self.tokens_per_s_per_device:,.0f} tokens/s a device, "
             f"{rate(self.model_flops_per_s_per_device)} a device{mfu}"
         )
 

@@ -37,7 +37,11 @@ def simulated_plan(plan: Plan, *, iteration_s: float) -> "tuple[Schedule, Simula
         return None
     schedule = _scheduled(plan, _num_drawn(plan))
     simulation = simulate(schedule, relative.scaled(unit_s=iteration_s / makespan))
-    origin = "are those the plan carries" if custom is not None else "are in proportion to FLOPs"
+    origin = (
+        "are those the plan carries"
+        if custom is not None
+        else "are in proportion to FLOPs (`quartet explain` has the fitted ones)"
+    )
     step = step_words(iteration_s, bubble_fraction=bubble)
     words = f"{step}: stage times {origin}, scaled to the measured iteration"
     if schedule.num_microbatches < plan.num_microbatches:

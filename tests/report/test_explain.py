@@ -76,7 +76,8 @@ def test_every_part_is_there() -> None:
     assert "measured" not in text
     assert "your command" not in text
     assert "assumed   precision bf16" in text
-    assert "the plan says" not in text
+    assert "before its launch" not in text
+    assert "difference" not in text
     longest = text.index("compute"), text.index("pp_bubble"), text.index("tp_comm")
     assert longest == tuple(sorted(longest))
 
@@ -108,8 +109,8 @@ def test_a_memory_that_is_not_known_is_said() -> None:
 
 
 def test_another_prediction_than_the_plans_own_is_said() -> None:
-    assert "the plan says 1 s" in shown(replace(EXPLANATION, stated_s=1.0))
-    assert "the plan says" not in shown(replace(EXPLANATION, stated_s=None))
+    assert "(predicted before its launch: 1 s)" in shown(replace(EXPLANATION, stated_s=1.0))
+    assert "before its launch" not in shown(replace(EXPLANATION, stated_s=None))
 
 
 def test_no_runner_up_is_said() -> None:
@@ -137,6 +138,32 @@ def test_your_command_stands_beside_the_plan() -> None:
         in text
     )
     assert "bubble    20.0 % of all device time; your command: 40.0 %" in text
+    assert "pp_bubble: the busiest rank's waiting" in text
+
+
+def test_the_differences_say_where_the_time_is_saved() -> None:
+    lines = shown(replace(EXPLANATION, baseline=COMMAND)).splitlines()
+    head = next(index for index, line in enumerate(lines) if line.startswith("term"))
+    assert "difference" in lines[head]
+    rows = [line.split() for line in lines[head + 1 : lines.index("", head)]]
+    assert [row[0] for row in rows][:6] == ["compute", "gemm", "attention", "ep_comm", "pp_bubble", "tp_comm"]
+    assert [" ".join(row[7:9]) for row in rows][:5] == [
+        "-1,500.0 ms",
+        "-800.0 ms",
+        "-700.0 ms",
+        "-800.0 ms",
+        "+200.0 ms",
+    ]
+    assert rows[-1][:9] == ["sum", "2", "100.0", "%", "4", "100.0", "%", "-2,000.0", "ms"]
+
+
+def test_what_trials_calibrated_is_fitted_and_says_what_it_has_seen() -> None:
+    calibrated = replace(EXPLANATION, baseline=COMMAND, measured_s=1.0, num_trials=7, stated_s=1.0)
+    text = shown(calibrated)
+    assert "fitted    2 s an iteration (predicted before its launch: 1 s)" in text
+    assert "measured  1 s an iteration, 0.50x the fitted time" in text
+    assert "has seen single trials, not the final rounds that gave the measured times" in text
+    assert "has seen this trial and all others" in shown(replace(calibrated, is_measured_in_rounds=False))
 
 
 def test_a_narrow_terminal_has_every_number_of_both() -> None:
