@@ -158,7 +158,8 @@ class LaunchSeconds:
 
     `gate_s` are whole launches of the parity gate and the iterations of trials that it compares; `warmup_s`
     and `measured_s` are the other iterations. Of all launches `num_warm` were forked from a trial server, and
-    `num_cold` were started anew.
+    `num_cold` were started anew. `num_measured` were measured, `num_unstable` of them with iterations that
+    vary too much.
     """
 
     gate_s: float = 0.0
@@ -166,6 +167,8 @@ class LaunchSeconds:
     measured_s: float = 0.0
     num_warm: int = 0
     num_cold: int = 0
+    num_measured: int = 0
+    num_unstable: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

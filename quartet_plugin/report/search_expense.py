@@ -8,6 +8,9 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.formatting import duration
 from quartet_plugin.report.other_model import NO_PAYBACK
 
+# From this share of unstable launches on a machine is called busy.
+BUSY_SHARE = 0.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchExpense:
@@ -77,7 +80,19 @@ def expense_lines(history: RunHistory) -> list[str]:
     expense = expense_of(history)
     if expense.launch_s <= 0:
         return []
-    return [f"spent     {expense_words(expense, history.winner)}", f"time      {time_words(expense)}"]
+    lines = [f"spent     {expense_words(expense, history.winner)}", f"time      {time_words(expense)}"]
+    unstable = unstable_words(history)
+    return [*lines, f"unstable  {unstable}"] if unstable else lines
+
+
+def unstable_words(history: RunHistory) -> str:
+    """The number of launches whose iterations vary too much, and what follows; empty without one."""
+    num, num_measured = history.launch_parts.num_unstable, history.launch_parts.num_measured
+    if not num:
+        return ""
+    words = f"{num} of {num_measured} measured launches: their iteration times vary too much; each was made "
+    words += "once more, and what is unstable again counts by its median"
+    return words + ("; the machine was too busy" if num >= BUSY_SHARE * num_measured else "")
 
 
 def time_words(expense: SearchExpense) -> str:

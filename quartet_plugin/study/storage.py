@@ -134,7 +134,7 @@ class StudyStorage:
         if self.address.startswith("grpc:"):
             return f"study {self.study_name} at {self.shown}: optuna-dashboard opens the proxy's own storage"
         named = "" if self.file else f"study {self.study_name}: "
-        return f"{named}optuna-dashboard {self.shown}"
+        return f"{named}`optuna-dashboard {self.shown}` shows the study in a browser"
 
     @property
     def study_name(self) -> str:

@@ -26,7 +26,7 @@ from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.study.tune_study import labels_of
 from quartet_plugin.study.view import StudyView
 from quartet_plugin.trial.attempt import PREFIX, read_result
-from quartet_plugin.trial.request import TrialResult
+from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.attempts import AttemptState, holder_of, read_launch, workers_of
 from quartet_plugin.tuner.finalists import BASELINE, rank
 from quartet_plugin.tuner.history_rows import (
@@ -192,6 +192,8 @@ class _Reader:
                         parts,
                         num_warm=parts.num_warm + (result.start == "warm"),
                         num_cold=parts.num_cold + (result.start == "cold"),
+                        num_measured=parts.num_measured + result.is_measured,
+                        num_unstable=parts.num_unstable + (result.outcome is Outcome.UNSTABLE),
                     )
                     if place == folder.parity:
                         parts = replace(parts, gate_s=parts.gate_s + result.wall_s)

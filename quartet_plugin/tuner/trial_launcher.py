@@ -1,11 +1,12 @@
 """One launch of a tuning run: taken from its folder or made now by the backend, shown, logged and timed."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quartet_plugin.calibration.observations import spread_of
-from quartet_plugin.errors import InfrastructureError
+from quartet_plugin.errors import InfrastructureError, QuartetError
 from quartet_plugin.model.launch import LaunchPosition, LaunchRecord, Phase
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
@@ -13,7 +14,7 @@ from quartet_plugin.model.trial_record import FinishedTrial, Score, TrialRecord,
 from quartet_plugin.protocol.measured_window import EarlyEnd
 from quartet_plugin.protocol.training_start import read_starts, words_of
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
-from quartet_plugin.trial.attempt import PREFIX
+from quartet_plugin.trial.attempt import PREFIX, read_result
 from quartet_plugin.trial.compared_start import ComparedStart
 from quartet_plugin.trial.request import (
     DEVICE_WARMUP_S,
@@ -142,9 +143,17 @@ class TrialLauncher:
     def _progress_of(self, launch: TrialLaunch) -> Callable[[Progress], None]:
         """Show the progress; and of a command that only its own start tells of, what training it starts."""
         context, shown = self.context, False
+        attempt: int | None = None
 
         def show(progress: Progress) -> None:
-            nonlocal shown
+            nonlocal shown, attempt
+            if attempt is not None and progress.attempt > attempt:
+                earlier = None
+                with contextlib.suppress(QuartetError):
+                    earlier = read_result(launch.folder / f"{PREFIX}{attempt}")
+                reason = "" if earlier is None else f": {earlier.reason}"
+                context.observer.message(f"trial {launch.label} is launched once more{reason}")
+            attempt = progress.attempt
             if not shown and launch.phase == "baseline" and context.command.starter == "other":
                 words = words_of(read_starts(launch.folder / f"{PREFIX}{progress.attempt}"))
                 if words is not None:

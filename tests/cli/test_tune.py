@@ -15,13 +15,13 @@ import pytest
 
 from quartet_plugin.cli import tune as tune_command
 from quartet_plugin.cli.main import main
-from quartet_plugin.cli.tune import summary_lines
+from quartet_plugin.cli.tune import noise_lines, summary_lines
 from quartet_plugin.errors import ExitCode, SeamError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.plan_difference import difference_lines
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.tune_result import write_best
-from quartet_plugin.tuner.winner_choice import RULE
+from quartet_plugin.tuner.winner_choice import rule_of
 from tests.cli.tuning import CONFIG, environment, living, prepare, wait_until
 from tests.tuner.fakes import FakeMachine, begin
 from tests.tuner.fakes import tune as search
@@ -133,7 +133,7 @@ def test_the_closing_lines_say_how_the_winner_was_chosen(
     lines = summary_lines(result, plan=plan, run=run)
     chosen = [line for line in lines if line.startswith(("chosen ", "runner-up "))]
     assert lines[1 : 1 + len(difference_lines(plan))] == difference_lines(plan)
-    assert chosen[0] == f"chosen    {RULE}"
+    assert chosen[0] == f"chosen    {rule_of([])}"
     assert chosen[1].startswith(f"runner-up trial {result.rankings[1].trial.number}")
     assert f"trial {result.winner.trial.number} is " in chosen[1]
     assert main(["show", str(run.folder.best_plan)]) == 0
@@ -320,3 +320,23 @@ def test_tune_refuses_before_anything_is_started(
     assert main(["tune", "--run-dir", str(tmp_path / "runs"), "--", "torchrun", "x.py"]) == 4
     assert "optuna 4.9: not supported" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_closing_lines_without_a_winner_name_the_nearest_trial_and_the_noise(tmp_path: Path) -> None:
+    run = begin(tmp_path / "r", study={"trials": 10})
+    result = search(run, FakeMachine(seconds=lambda plan: 1.0, noise=0.2))
+    assert result.winner is None
+    lines = summary_lines(result, plan=None, run=run)
+    nearest = result.rankings[0]
+    assert lines[1].startswith(f"nearest   trial {nearest.trial.number}, ")
+    assert "highest lower end" in lines[2]
+    assert lines[4].startswith(f"trial {nearest.trial.number} ")
+    assert lines[-1].startswith("explain   quartet explain ")
+    assert lines[-1].endswith(f" --trial {nearest.trial.number}")
+    baseline = nearest.comparison.baseline
+    seconds = baseline.iteration_s
+    noisy = replace(baseline, iteration_s=replace(seconds, high=2 * seconds.low))
+    (noise,) = noise_lines(replace(nearest.comparison, baseline=noisy))
+    assert "2.00x apart: the machine was too busy to prove a small gain" in noise
+    quiet = replace(baseline, iteration_s=replace(seconds, high=1.1 * seconds.low))
+    assert noise_lines(replace(nearest.comparison, baseline=quiet)) == []

@@ -90,3 +90,14 @@ def test_a_run_counts_every_launch_of_its_folder(tmp_path: Path) -> None:
     assert expense_of(run).device_hours == pytest.approx(2 * run.launch_s / 3600.0)
     assert 0.0 < run.launch_parts.measured_s < run.launch_s
     assert run.launch_parts.gate_s == 0.0
+
+
+def test_unstable_launches_are_counted_and_a_busy_machine_is_said() -> None:
+    few = history(launch_s=100.0, launch_parts=LaunchSeconds(num_measured=31, num_unstable=2))
+    (line,) = [line for line in expense_lines(few) if line.startswith("unstable")]
+    assert line.startswith("unstable  2 of 31 measured launches: their iteration times vary too much")
+    assert "busy" not in line
+    many = history(launch_s=100.0, launch_parts=LaunchSeconds(num_measured=31, num_unstable=4))
+    assert expense_lines(many)[-1].endswith("; the machine was too busy")
+    none = history(launch_s=100.0, launch_parts=LaunchSeconds(num_measured=31))
+    assert not any(line.startswith("unstable") for line in expense_lines(none))

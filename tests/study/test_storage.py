@@ -118,7 +118,8 @@ def test_every_file_holds_the_same_study(tmp_path: Path, address: str) -> None:
     result = tune(run, FakeMachine(), observer=watching)
     reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
     assert outcomes(result) == outcomes(reference)
-    assert f"optuna-dashboard {run.storage.shown}" in watching.messages
+    words = f"`optuna-dashboard {run.storage.shown}` shows the study in a browser"
+    assert words in watching.messages
     storage: Any = run.storage.shown
     if address == "journal":
         storage = optuna.storages.JournalStorage(

@@ -18,7 +18,7 @@ from quartet_plugin.errors import (
 from quartet_plugin.model.history import DriftMeasurement
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
-from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
+from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.drift import chance_limit
 from quartet_plugin.tuner.finalists import order_of_round
 from quartet_plugin.tuner.history import read_history
@@ -108,6 +108,20 @@ def test_the_finalists_are_said_and_logged_before_the_final_rounds(tmp_path: Pat
     assert line.startswith(f"2 of {len(event['ranked'])} candidates go to the final rounds, by the speedup")
     assert all(f"trial {row['trial']} {row['speedup']:.2f}x" in line for row in event["ranked"][:3])
     assert "; next, left out: trial " in line
+
+
+def test_a_second_attempt_of_a_launch_is_said(tmp_path: Path) -> None:
+    class Repeating(FakeMachine):
+        def run(self, request: TrialRequest, **others: Any) -> TrialResult:
+            for attempt in (1, 1, 2):
+                others["on_progress"](
+                    Progress(attempt=attempt, phase="init", iteration=0, num_iterations=9, elapsed_s=1.0)
+                )
+            return super().run(request, **{**others, "on_progress": lambda _: None})
+
+    watching = Watching()
+    tune(begin(tmp_path / "r", study={"trials": 2, "rounds": 3}), Repeating(), observer=watching)
+    assert watching.messages.count("trial 1 is launched once more") == 1
 
 
 def test_nothing_better_is_said_plainly(tmp_path: Path) -> None:
