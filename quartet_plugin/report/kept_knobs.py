@@ -85,17 +85,50 @@ def _row_of(
     if not others:
         return
     (other, plan), (best, _) = max(others, key=_speed), max(measured, key=_speed)
-    words = f"with {knob.text(knob.value_of(plan))}, trial {other.number}"
     if other is not best:
-        share = 100 * (other.value or 0.0) / (best.value or math.inf)
-        words += f" reached {share:.0f} % of the speed of trial {best.number}"
-    elif history.winner is not None:
+        yield f"{knob.title} {knob.text(command)}", _pair_words(knob, others, measured, command=command)
+        return
+    words = f"with {knob.text(knob.value_of(plan))}, trial {other.number}"
+    if history.winner is not None:
         words += (
             f" was the fastest single trial; the final rounds chose trial {history.winner.provenance.trial}"
         )
     else:
         return
     yield f"{knob.title} {knob.text(command)}", words
+
+
+def _pair_words(
+    knob: Knob,
+    others: list[tuple[TrialRow, Plan]],
+    measured: list[tuple[TrialRow, Plan]],
+    *,
+    command: object,
+) -> str:
+    """The best trial that changed the knob beside the best one that differs from it in the knob alone."""
+    as_command = [(trial, plan) for trial, plan in measured if knob.value_of(plan) == command]
+    pairs = [
+        (changed, kept)
+        for changed in others
+        for kept in as_command
+        if _differs_alone(knob, changed[1], kept[1])
+    ]
+    if not pairs:
+        return f"no two measured plans differ in it alone; {len(others)} of {len(measured)} changed it"
+    (other, plan), (twin, _) = max(pairs, key=lambda pair: (_speed(pair[0]), _speed(pair[1])))
+    share = 100 * (other.value or 0.0) / (twin.value or math.inf)
+    words = f"with {knob.text(knob.value_of(plan))}, trial {other.number}"
+    return f"{words} reached {share:.0f} % of the speed of trial {twin.number}"
+
+
+def _differs_alone(knob: Knob, plan: Plan, other: Plan) -> bool:
+    """Whether two plans are equal in every part but the knob's."""
+    layout = plan.layout
+    if isinstance(knob, LayoutKnob):
+        layout = knob.put(layout, knob.in_layout(other.layout))
+    axes = [axis for axis in (SPLIT, SCHEDULE, MAPPING) if axis is not knob]
+    is_same = (plan.shape, layout) == (other.shape, other.layout)
+    return is_same and all(axis.value_of(plan) == axis.value_of(other) for axis in axes)
 
 
 def _is_choice(knob: Knob, plan: Plan, *, of_command: Plan) -> bool:

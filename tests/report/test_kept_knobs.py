@@ -38,6 +38,13 @@ def test_a_knob_that_gained_nothing_names_the_best_trial_that_changed_it() -> No
     assert tried(RECOMPUTED, other_s=0.5, winner=PLAN) == [line]
 
 
+def test_only_plans_that_differ_in_the_knob_alone_are_compared() -> None:
+    unlike = replace(RECOMPUTED, split=Split(transformer_layers_per_stage=(5, 3)))
+    lines = tried(unlike, other_s=0.5)
+    words = "recompute none: no two measured plans differ in it alone; 2 of 4 changed it"
+    assert any(line.endswith(words) for line in lines)
+
+
 def test_nothing_is_said_of_a_knob_that_the_winner_changes_or_the_best_trial_has() -> None:
     assert tried(RECOMPUTED, other_s=0.5, winner=RECOMPUTED) == ["kept      nothing that a trial changed"]
     assert tried(RECOMPUTED, other_s=0.3) == []
