@@ -29,10 +29,10 @@ def axis_lines(history: RunHistory) -> list[str]:
     for row, gain in enumerate(_sorted(gains)):
         head = "axes" if row == 0 else ""
         lines.append(
-            f"{head:<10}{NAMES[gain.axis]:<{width}}  {_words(gain)} predicted; "
-            f"best without it {clean(gain.best_without, limit=200)}"
+            f"{head:<10}{NAMES[gain.axis]:<{width}}  {_words(gain)} over the best plan without it, "
+            f"fitted: {clean(gain.best_without, limit=200)}"
         )
-    return lines
+    return lines + [f"{'':<10}{words}" for words in _without_row(history)]
 
 
 def axis_section(history: RunHistory) -> str:
@@ -48,9 +48,18 @@ def axis_section(history: RunHistory) -> str:
     note = markup.note(
         "The winner over the best plan known that has the axis as your own command has it, both predicted "
         "by the cost model as the trials calibrated it. Axes help one another: their gains do not multiply "
-        "to the speedup."
+        "to the speedup, and none is a share of it."
     )
+    note += "".join(markup.note(f"{words[0].upper()}{words[1:]}.") for words in _without_row(history))
     return markup.section(_HEADING, f"{table}\n{note}")
+
+
+def _without_row(history: RunHistory) -> list[str]:
+    """Why the split and the schedule, which a plan without a pipeline changes too, have no row."""
+    winner = history.winner
+    if winner is None or not winner.layout.num_stages == 1 < winner.made_for.baseline.layout.num_stages:
+        return []
+    return ["split and schedule have no row: they follow from PP 1, a degree of parallelism"]
 
 
 def _has_winner(history: RunHistory) -> bool:
