@@ -17,12 +17,13 @@ import numpy as np
 from quartet_plugin.calibration.map_fit import Array, Posterior, fit
 from quartet_plugin.calibration.observations import Direction, Observation, Quantity
 from quartet_plugin.cost import communication, compute
-from quartet_plugin.cost.compute import Rates, Times
+from quartet_plugin.cost.compute import Rates
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.iteration.step import clearing_s, held_layers, held_weights, optimizer_s
 from quartet_plugin.cost.iteration.terms import layer_parts, stage_parts
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ON_CPU, TrainingRun
+from quartet_plugin.cost.times import Times
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import Positive
 from quartet_plugin.model.files import write_json_atomic

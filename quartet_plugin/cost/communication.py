@@ -6,11 +6,12 @@ scale-up domain, or several with some ranks in each.
 
 from dataclasses import dataclass
 
-from quartet_plugin.cost.compute import LayerTimes, Times
+from quartet_plugin.cost.compute import LayerTimes
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import device_of_stages
 from quartet_plugin.cost.layer_partition import exposed_times, stock_share
 from quartet_plugin.cost.run import Overlap, TrainingRun, UniformCluster
+from quartet_plugin.cost.times import Times
 from quartet_plugin.model.job_description import Experts
 
 

@@ -6,13 +6,13 @@ and kernel starts.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
+from quartet_plugin.cost import host_operations
 from quartet_plugin.cost.constants import NEUTRAL, ClusterConstants, Constants
 from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.cost.times import Times
 from quartet_plugin.model.cluster import Precision
 from quartet_plugin.model.job_description import Experts
 
@@ -28,41 +28,6 @@ FUSED_KERNELS, PLAIN_KERNELS = 14, 30
 # A fused attention's backward multiplies five matrices where its forward multiplies two, a bit slower.
 FLASH_BACKWARD = 2.5 / 0.85
 ELEMENTWISE_BACKWARD = 1.5
-
-
-class Times(NamedTuple):
-    """Seconds of a forward, an input gradient and a weight gradient."""
-
-    forward: float = 0.0
-    input_grad: float = 0.0
-    weight_grad: float = 0.0
-
-    def scaled(self, count: float) -> "Times":
-        """The seconds of `count` such computations."""
-        return Times(self.forward * count, self.input_grad * count, self.weight_grad * count)
-
-    def plus(self, other: "Times") -> "Times":
-        """The sums of forwards, of input gradients and of weight gradients."""
-        return Times(
-            self.forward + other.forward,
-            self.input_grad + other.input_grad,
-            self.weight_grad + other.weight_grad,
-        )
-
-    @classmethod
-    def sum_of(cls, times: Iterable["Times"]) -> "Times":
-        """The sums of forwards, of input gradients and of weight gradients."""
-        forward = input_grad = weight_grad = 0.0
-        for part_forward, part_input_grad, part_weight_grad in times:
-            forward += part_forward
-            input_grad += part_input_grad
-            weight_grad += part_weight_grad
-        return cls(forward, input_grad, weight_grad)
-
-    @property
-    def total(self) -> float:
-        """The sum of forward, input gradient and weight gradient."""
-        return self.forward + self.input_grad + self.weight_grad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +63,7 @@ class Rates:
         self.units = device.compute_units
         graphed = 1.0 if run.software.graphs else run.software.graphed_share
         self.launch_s = constants.launch_s * (1.0 - graphed)
+        self.host_operation_s = 0.0 if self.units == 1 else constants.host_operation_s
         self.ratios = constants if isinstance(constants, ClusterConstants) else NEUTRAL
 
     def gemm(self, m: float, n: float, k: float, *, gradient: bool = False) -> float:
@@ -231,6 +197,10 @@ def layer_times(
     if cut is not None:
         gemm, launch = cut[0], launch.plus(cut[1])
     times = LayerTimes(gemm=gemm, attention=attention, elementwise=elementwise, launch=launch)
+    if experts is not None:
+        host = host_operations.operations(run, experts).scaled(rates.host_operation_s)
+        wait = host_operations.exposed_times(host, times.total)
+        times = replace(times, launch=launch.plus(wait))
     last = rates.gemm(t, shape.hidden_size, hidden_ffn) if run.software.early_stop else 0.0
     return replace(times, recompute=_recompute(run, times, last))
 

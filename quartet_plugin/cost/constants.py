@@ -50,6 +50,7 @@ class Constants:
     cast: float = _constant(1.0, 0.2, 3.0, 0.4, "memory passes of casts to fp8")
     logits: float = _constant(1.0, 0.2, 3.0, 0.4, "memory passes of logits and loss", is_fitted=True)
     launch_s: float = _constant(4e-6, 1e-6, 1.5e-5, 0.4, "a kernel's start and tail")
+    host_operation_s: float = _constant(1e-5, 2e-6, 3e-5, 0.3, "the host's time to start an operation")
     scale_up: float = _constant(0.7, 0.3, 1.0, 0.2, "collectives over scale-up links, of nominal")
     scale_out: float = _constant(
         0.7, 0.3, 1.0, 0.2, "collectives over the network, of nominal", is_fitted=True

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from quartet_plugin.cost.compute import Rates, Times
+from quartet_plugin.cost.compute import Rates
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.partition_loads import SCALE_OUT, SCALE_UP, PartitionLoads, planned_loads
 from quartet_plugin.cost.partitions import (
@@ -18,6 +18,7 @@ from quartet_plugin.cost.partitions import (
     price_loads,
 )
 from quartet_plugin.cost.run import Overlap, TrainingRun
+from quartet_plugin.cost.times import Times
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.tensor_partition import BlockPartition, TensorPartition
 from quartet_plugin.partition.layer import BLOCK_OF, Linear, linears_of

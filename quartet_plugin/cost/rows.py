@@ -33,6 +33,9 @@ from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.partition.layer import fault_of_sizes
 from quartet_plugin.split.layers import even_split, even_split_with_ends
 
+# Formats whose blocks of elements have a scale each, by parts of their names.
+BLOCK_SCALED = ("mxfp8", "nvfp4", "mxfp4")
+
 _Count = Annotated[int, Bounds(ge=1, le=2**31)]
 _Devices = Annotated[int, Bounds(ge=1, le=2**20)]
 _Rate = Annotated[float, Bounds(gt=0, le=1e9)]
@@ -219,6 +222,7 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
         experts=experts,
         latent=latent,
         has_whole_experts=(row.knobs or {}).get("expert_tensor_parallel_size") == 1,
+        has_block_scales=any(name in (row.precision or "").lower() for name in BLOCK_SCALED),
         mtp_layers=row.mtp_layers or 0,
         imbalance=FORCED_IMBALANCE if row.forced_balance else IMBALANCE,
     )

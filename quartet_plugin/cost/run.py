@@ -211,6 +211,7 @@ class TrainingRun:
     custom: CustomSchedule | None = None
     mtp_layers: int = 0
     has_whole_experts: bool = False
+    has_block_scales: bool = False
     imbalance: float = IMBALANCE
     normalization: str | None = None
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quartet_plugin.cost import communication
-from quartet_plugin.cost.compute import MEMORY_RATE, Times
+from quartet_plugin.cost.compute import MEMORY_RATE
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.step import OPTIMIZER_BYTES
 from quartet_plugin.cost.iteration.terms import COMPUTE, unit_parts
 from quartet_plugin.cost.memory import HALF, bytes_per_weight, layer_activation_bytes, weights_of_stages
 from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.cost.times import Times
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape

@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.iteration.orders import device_of_stages
@@ -20,6 +19,7 @@ from quartet_plugin.cost.iteration.terms import stage_parts
 from quartet_plugin.cost.memory import available_bytes, memory_by_device, peak_memory, stage_activations
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ScheduleKind, TrainingRun, schedule_group, schedule_kind
+from quartet_plugin.cost.times import Times
 from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.costs import Costs, FloatArray, LayerCost, StageCosts, stage_costs

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.terms import stage_parts
 from quartet_plugin.cost.memory import Memory, memory_by_device, peak_memory
 from quartet_plugin.cost.predict import predict
+from quartet_plugin.cost.times import Times
 from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Split

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from quartet_plugin.cost import communication
-from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ON_CPU, Software
 from quartet_plugin.cost.software import with_settings
+from quartet_plugin.cost.times import Times
 from quartet_plugin.model.layout import SettingValue
 from tests.cost.runs import EXPERTS, PIPELINE, ROW, run
 

@@ -8,7 +8,6 @@ from quartet_plugin.cost import communication
 from quartet_plugin.cost.compute import (
     LayerTimes,
     Rates,
-    Times,
     embedding_times,
     head_times,
     layer_times,
@@ -19,6 +18,7 @@ from quartet_plugin.cost.iteration.step import clearing_s, contention_gain, held
 from quartet_plugin.cost.iteration.terms import stage_parts
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import Software
+from quartet_plugin.cost.times import Times
 from quartet_plugin.errors import ConfigError
 from tests.cost.live import cpu_run
 

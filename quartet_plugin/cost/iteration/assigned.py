@@ -12,7 +12,6 @@ import numpy as np
 
 from quartet_plugin.cost import communication
 from quartet_plugin.cost.cluster import view_from
-from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import device_of_stages, stages_of_devices
 from quartet_plugin.cost.iteration.replicas import ArrangedSlots, Replica, arranged_slots
@@ -30,6 +29,7 @@ from quartet_plugin.cost.iteration.step import (
 from quartet_plugin.cost.iteration.terms import COLLECTIVES, StageParts, stage_parts, stage_sums
 from quartet_plugin.cost.memory import weights_of_stages
 from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.cost.times import Times
 from quartet_plugin.mapping.topology import GroupLink, Topology, group_link
 from quartet_plugin.model.costs import FloatArray
 

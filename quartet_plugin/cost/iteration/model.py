@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from quartet_plugin.cost.coefficients import INDEX, Coefficient, MachineModel
-from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.constants import ClusterConstants
 from quartet_plugin.cost.core_sharing import core_sharing_of
 from quartet_plugin.cost.iteration.kernel import (
@@ -47,6 +46,7 @@ from quartet_plugin.cost.iteration.terms import StageParts, layer_counts
 from quartet_plugin.cost.run import (
     TrainingRun,
 )
+from quartet_plugin.cost.times import Times
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import Plan

@@ -6,7 +6,7 @@ A collective's time is that of its traffic alone; what `predict` counts of it is
 from dataclasses import replace
 
 from quartet_plugin.cost import communication, compute
-from quartet_plugin.cost.compute import Rates, Times
+from quartet_plugin.cost.compute import Rates
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.orders import stages_of_devices
 from quartet_plugin.cost.iteration.replay import blocks_on_sends
@@ -20,6 +20,7 @@ from quartet_plugin.cost.iteration.step import (
 from quartet_plugin.cost.iteration.terms import stage_parts
 from quartet_plugin.cost.memory import weights_of_stages
 from quartet_plugin.cost.run import Overlap, TrainingRun
+from quartet_plugin.cost.times import Times
 
 
 def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet_plugin.cost.coefficients import CAUSES, INDEX, Coefficient, MachineModel
-from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.iteration.kernel import UNSLOWED
 from quartet_plugin.cost.iteration.orders import (
     device_of_stages,
@@ -27,6 +26,7 @@ from quartet_plugin.cost.run import (
     schedule_kind,
 )
 from quartet_plugin.cost.software import with_settings
+from quartet_plugin.cost.times import Times
 from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.plan import Plan

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.iteration.orders import device_of_stages, orders_of, stages_of_devices
 from quartet_plugin.cost.run import ScheduleKind, TrainingRun
+from quartet_plugin.cost.times import Times
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule import kernel

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quartet_plugin.cost import communication, compute, layer_partition
-from quartet_plugin.cost.compute import LayerTimes, Rates, Times
+from quartet_plugin.cost.compute import LayerTimes, Rates
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.cost.times import Times
 from quartet_plugin.model.job_description import Experts
 
 # Causes of a stage's time that are compute, and those that are collectives, by the key of `StageParts`.

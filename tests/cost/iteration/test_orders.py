@@ -8,7 +8,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.iteration.orders import (
     activation_peak,
@@ -28,6 +27,7 @@ from quartet_plugin.cost.iteration.replay import (
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ScheduleKind, TrainingRun, run_of
+from quartet_plugin.cost.times import Times
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import FloatArray, StageCosts
 from quartet_plugin.schedule.named import NAMED, named
