@@ -337,7 +337,7 @@ def _eager_sum_s(run: TrainingRun, rates: Rates) -> float:
 def _recompute(run: TrainingRun, times: LayerTimes, last_product_s: float) -> float:
     mode = run.layout.recompute
     if mode == "full":
-        return times.total.forward - last_product_s
+        return (times.total.forward - last_product_s) * run.recomputed_share
     if mode == "selective":
         other = times.gemm.forward + times.elementwise.forward
         return times.attention.forward + run.software.selective_fraction * other

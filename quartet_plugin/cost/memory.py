@@ -281,7 +281,7 @@ def loss_bytes(run: TrainingRun) -> float:
 def _kept_bytes(run: TrainingRun, layer: float, boundary: float) -> float:
     """Bytes that recompute leaves of a layer's activations; full recompute keeps the layer's input."""
     if run.layout.recompute == "full":
-        return boundary
+        return boundary * run.recomputed_share + layer * (1.0 - run.recomputed_share)
     if run.layout.recompute == "selective":
         share = run.software.selective_fraction
         return (layer - _recomputed_bytes(run)) * (1 - share) + boundary * share

@@ -223,6 +223,7 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
         latent=latent,
         has_whole_experts=(row.knobs or {}).get("expert_tensor_parallel_size") == 1,
         has_block_scales=any(name in (row.precision or "").lower() for name in BLOCK_SCALED),
+        recomputed_layers=_recomputed_layers(row),
         mtp_layers=row.mtp_layers or 0,
         imbalance=FORCED_IMBALANCE if row.forced_balance else IMBALANCE,
     )
@@ -368,6 +369,12 @@ def _recompute(row: Row, assumed: dict[str, Any]) -> Recompute:
         if words.startswith(mode):
             return mode
     raise ConfigError(f"recompute: {words!r}; must be none, selective or full")
+
+
+def _recomputed_layers(row: Row) -> int | None:
+    """The layers of each stage that full recompute repeats (block method), where the row states them."""
+    count = (row.knobs or {}).get("recompute_num_layers")
+    return count if isinstance(count, int) and count >= 0 else None
 
 
 def _check_partition(shape: ModelShape, layout: Layout, *, is_plain: bool) -> None:

@@ -190,7 +190,8 @@ class TrainingRun:
     `optimizer_group` those that share optimizer states (stage 1 and 2). `group`: microbatches a chunk before
     the next chunk in interleaved schedules, None for one a pipeline rank. `custom`: the order that a plan
     carries for the plugin's runtime, None for a framework's. `normalization`: the norms by Megatron's name,
-    None where it is not known.
+    None where it is not known. `has_block_scales`: narrow formats have a scale a block of elements, not a
+    tensor. `recomputed_layers`: the layers of each stage that full recompute repeats, None for all.
     """
 
     shape: ModelShape
@@ -212,6 +213,7 @@ class TrainingRun:
     mtp_layers: int = 0
     has_whole_experts: bool = False
     has_block_scales: bool = False
+    recomputed_layers: int | None = None
     imbalance: float = IMBALANCE
     normalization: str | None = None
 
@@ -219,6 +221,13 @@ class TrainingRun:
     def expert_shards(self) -> int:
         """Devices that share each expert's products."""
         return 1 if self.has_whole_experts else self.layout.tensor_parallel
+
+    @property
+    def recomputed_share(self) -> float:
+        """The share of layers that full recompute repeats; stages count as if they had equally many."""
+        if self.recomputed_layers is None:
+            return 1.0
+        return min(1.0, self.recomputed_layers * len(self.layers_per_stage) / self.shape.num_layers)
 
     @property
     def has_rms_norms(self) -> bool:

@@ -70,6 +70,10 @@ def test_recompute_repeats_what_it_says() -> None:
     assert none.recompute == 0
     assert selective.recompute == selective.attention.forward
     assert full.recompute == pytest.approx(full.total.forward)
+    # 12 of a stage's 48 layers.
+    part = layer(recompute="full", knobs={"recompute_num_layers": 12})
+    assert part.recompute == pytest.approx(full.recompute / 4)
+    assert layer(recompute="full", knobs={"recompute_num_layers": 50}).recompute == full.recompute
 
 
 def test_early_stop_spares_the_last_product() -> None:

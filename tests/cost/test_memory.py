@@ -62,6 +62,8 @@ def test_published_peak_with_experts() -> None:
 def test_recompute_and_sharding_save_memory() -> None:
     none, selective, full = (peak_memory(run(recompute=m)).activations for m in ("none", "selective", "full"))
     assert none > selective > full
+    part = peak_memory(run(recompute="full", knobs={"recompute_num_layers": 12})).activations
+    assert full < part < none
     base: dict[str, Any] = {"tp": 1, "dp": 8, "gbs": 32, "sp": False, "recompute": "full"}
     states = [peak_memory(run(**base, zero=stage)) for stage in (0, 1, 3)]
     assert states[0].optimizer == pytest.approx(8 * states[1].optimizer)

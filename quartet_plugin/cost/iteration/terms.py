@@ -130,7 +130,9 @@ def layer_parts(
     layer = compute.layer_times(run, constants, rates, experts=experts, cut=cut)
     tensor, repeated = communication.tensor_parallel(run, constants)
     if run.layout.recompute == "full":
-        tensor = Times(tensor.forward, tensor.input_grad + repeated, tensor.weight_grad)
+        tensor = Times(
+            tensor.forward, tensor.input_grad + repeated * run.recomputed_share, tensor.weight_grad
+        )
     return {
         "gemm": layer.gemm,
         "attention": layer.attention,
