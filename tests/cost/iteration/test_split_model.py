@@ -22,26 +22,28 @@ from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
 EXPERTS = Experts(num_experts=4, experts_per_token=2, ffn_hidden_size=4096)
 
 
+DENSE = [
+    ({"pipeline_parallel": 4}, "1f1b"),
+    ({"pipeline_parallel": 2, "data_parallel": 2}, "1f1b"),
+    ({"pipeline_parallel": 2, "tensor_parallel": 2}, "zb-h1"),
+    ({"pipeline_parallel": 2, "virtual_stages": 2, "data_parallel": 2}, "interleaved"),
+    ({"pipeline_parallel": 4, "virtual_stages": 2}, "zb-v"),
+    ({"pipeline_parallel": 2, "context_parallel": 2}, "1f1b"),
+]
+WITH_EXPERTS = [
+    ({"pipeline_parallel": 2, "data_parallel": 2, "expert_parallel": 2}, "1f1b"),
+    ({"pipeline_parallel": 4, "expert_parallel": 1}, "1f1b"),
+]
+
+
 @pytest.mark.parametrize(
-    ("layout", "schedule"),
-    [
-        ({"pipeline_parallel": 4}, "1f1b"),
-        ({"pipeline_parallel": 2, "data_parallel": 2}, "1f1b"),
-        ({"pipeline_parallel": 2, "tensor_parallel": 2}, "zb-h1"),
-        ({"pipeline_parallel": 2, "virtual_stages": 2, "data_parallel": 2}, "interleaved"),
-        ({"pipeline_parallel": 4, "virtual_stages": 2}, "zb-v"),
-        ({"pipeline_parallel": 2, "context_parallel": 2}, "1f1b"),
-        ({"pipeline_parallel": 2, "data_parallel": 2, "expert_parallel": 2}, "1f1b"),
-        ({"pipeline_parallel": 4, "expert_parallel": 1}, "1f1b"),
-    ],
+    ("layout", "schedule", "num_dense"),
+    [(*case, 0) for case in (*DENSE, *WITH_EXPERTS)] + [(*case, 2) for case in WITH_EXPERTS],
 )
-@pytest.mark.parametrize("num_dense", [0, 2])
 def test_it_is_the_iteration_model(layout: dict[str, int], schedule: str, num_dense: int) -> None:
     nodes = make_nodes(2, 2)
     search: dict[str, Any] = {**layout, "schedule": schedule, "micro_batch_size": 2}
     experts = replace(EXPERTS, num_dense_layers=num_dense) if "expert_parallel" in layout else None
-    if experts is None and num_dense:
-        pytest.skip("all layers are dense")
     space = build_space(
         make_job(
             layout=make_layout(micro_batch_size=2, **layout),
