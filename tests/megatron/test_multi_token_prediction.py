@@ -62,7 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, L
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in FIRST),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(FIRST)),
         *(pytest.param(name, marks=pytest.mark.nightly) for name in sorted(PLANS.keys() - FIRST)),
     ],
 )
