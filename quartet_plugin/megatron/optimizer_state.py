@@ -1,4 +1,4 @@
-"""Repairs the places that Megatron up to 0.19 cuts optimizer state out of, when it saves it.
+"""Saves optimizer state from its right places in the gradient buffers, which Megatron up to 0.19 misses.
 
 A gradient buffer is a row of buckets, each padded to a multiple of the data parallel size. With
 `--dist-ckpt-optim-fully-reshardable` the buckets' contents are put together without that padding, but a
@@ -21,7 +21,7 @@ from quartet_plugin.megatron.support import has_known_parameters
 
 
 def wrappers() -> dict[Seam, Wrapper]:
-    """The repair; nothing where Megatron saves no such state, or in a way that no known release has."""
+    """The repair; nothing where Megatron saves no such state, or by other values than any known release."""
     if not has_known_parameters(OPTIMIZER_STATE) or known_function(OPTIMIZER_STATE) is None:
         return {}
     return {OPTIMIZER_STATE: _with_right_places}
@@ -42,7 +42,7 @@ def _with_right_places(sharded_state: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fills_with_zeros(source: str) -> bool:
-    """Whether a function pads what it reads past a buffer's end, as it must with wrong places."""
+    """Whether a function fills what it reads past a buffer's end with zeros, which only wrong places need."""
     tree = ast.parse(textwrap.dedent(source))
     return any(isinstance(node, ast.Attribute) and node.attr == "pad" for node in ast.walk(tree))
 

@@ -1,14 +1,11 @@
 """A whole tuning run on real Megatron whose only schedules are custom: each is proven in its own trial."""
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quartet_plugin.cli.main import main
 from quartet_plugin.cli.plan_checks import check_receipt
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.receipt import needs_receipt, read_receipt, worst_of
@@ -18,8 +15,14 @@ from quartet_plugin.trial.parity import STEPS
 from quartet_plugin.trial.request import Outcome
 from tests.megatron.entry_launch import MEGATRON_FLAGS
 from tests.short_rounds import short_rounds as short_rounds
+from tests.tuner.live_studies import launch_settings as launch_settings
+from tests.tuner.live_studies import tune
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("short_rounds")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("short_rounds", "launch_settings"),
+]
 
 # Two that train as stock does, and a third, with two stages a rank, in whose model there is a fault.
 CONFIG = """\
@@ -55,22 +58,17 @@ def attempts(run: Path) -> dict[str, Path]:
 
 
 def test_every_custom_plan_is_proven_in_its_trial_and_a_wrong_one_is_refused_there(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "q.yaml").write_text(CONFIG)
     # Dropout is on, as Megatron has it by default: the compared iterations are without.
     command = ["torchrun", "--nproc-per-node", "2", str(SCRIPT), *MEGATRON_FLAGS]
     # The local layers are those whose backward is split.
     pipeline = ["--pipeline-model-parallel-size", "2"]
-    options = ["--config", str(tmp_path / "q.yaml"), "--run-dir", str(tmp_path)]
-    assert main(["tune", *options, "--", *command, *pipeline]) == 0
+    run = tune(tmp_path, CONFIG, [*command, *pipeline])
     printed = capfd.readouterr().out
     assert "parity check of zb-h1 (linear): trains as stock does" in printed
     assert "zb-v (v) is left out from now on: step 2: loss" in printed
 
-    run = tmp_path / "own"
     assert not list((run / "parity").rglob("attempt-*"))
     assert not (run / "parity" / "weights").exists()
     reference = losses(latest_attempt(run, 0))

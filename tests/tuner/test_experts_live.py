@@ -1,20 +1,23 @@
 """`quartet tune` of a mixture of experts on real Megatron: degrees, dispatcher and a split backward."""
 
-import os
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-from quartet_plugin.cli.main import main
 from quartet_plugin.model.receipt import read_receipt
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.history import read_history
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT
 from tests.short_rounds import short_rounds as short_rounds
+from tests.tuner.live_studies import launch_settings as launch_settings
+from tests.tuner.live_studies import tune
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600), pytest.mark.usefixtures("short_rounds")]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("short_rounds", "launch_settings"),
+]
 
 CONFIG = """\
 run: own
@@ -33,18 +36,10 @@ EXPERTS = """
 """
 
 
-def test_every_plan_of_experts_is_measured_and_a_split_backward_is_proven(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "q.yaml").write_text(CONFIG)
+def test_every_plan_of_experts_is_measured_and_a_split_backward_is_proven(tmp_path: Path) -> None:
     command = ["torchrun", "--nproc-per-node", "2", str(SCRIPT), *MEGATRON_FLAGS, *shlex.split(EXPERTS)]
-    assert (
-        main(["tune", "--config", str(tmp_path / "q.yaml"), "--run-dir", str(tmp_path), "--", *command]) == 0
-    )
+    run = tune(tmp_path, CONFIG, command)
 
-    run = tmp_path / "own"
     trials = [trial for trial in read_history(run).trials if trial.number > 0]
     assert {trial.outcome for trial in trials} <= {Outcome.OK, Outcome.UNSTABLE}
     plans = [trial.plan for trial in trials if trial.plan is not None]

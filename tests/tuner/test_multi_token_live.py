@@ -1,8 +1,6 @@
 """`quartet tune` of a model with multi-token prediction on real Megatron: split, schedule and degrees."""
 
-import os
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,14 @@ from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.history import read_history
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT
 from tests.short_rounds import short_rounds as short_rounds
+from tests.tuner.live_studies import launch_settings as launch_settings
+from tests.tuner.live_studies import tune
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600), pytest.mark.usefixtures("short_rounds")]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("short_rounds", "launch_settings"),
+]
 
 CONFIG = """\
 run: own
@@ -30,19 +34,11 @@ FURTHER_TOKENS = """
 """
 
 
-def test_plans_of_every_schedule_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "q.yaml").write_text(CONFIG)
+def test_plans_of_every_schedule_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*MEGATRON_FLAGS, *shlex.split(FURTHER_TOKENS)]
     command = ["torchrun", "--nproc-per-node", "2", str(SCRIPT), *words]
-    assert (
-        main(["tune", "--config", str(tmp_path / "q.yaml"), "--run-dir", str(tmp_path), "--", *command]) == 0
-    )
+    run = tune(tmp_path, CONFIG, command)
 
-    run = tmp_path / "own"
     trials = [trial for trial in read_history(run).trials if trial.number > 0]
     assert {trial.outcome for trial in trials} <= {Outcome.OK, Outcome.UNSTABLE}
     plans = [trial.plan for trial in trials if trial.plan is not None]

@@ -1,9 +1,7 @@
 """Studies of real trainings on four processes whose tensor partition is free; what their winner trains."""
 
 import json
-import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,10 @@ from quartet_plugin.report.kept_knobs import kept_lines
 from quartet_plugin.tuner.history import read_history
 from tests.megatron import support
 from tests.short_rounds import short_rounds as short_rounds
+from tests.tuner.live_studies import launch_settings as launch_settings
+from tests.tuner.live_studies import tune
 
-pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("short_rounds")]
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("short_rounds", "launch_settings")]
 
 FREE = """\
 run: study
@@ -49,13 +49,6 @@ CHECKPOINTS = (
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return tmp_path
-
-
 def command(folder: Path, *flags: str) -> list[str]:
     """The user's own command: four processes on real text."""
     length = ("--train-iters", str(NUM_STEPS), "--data-path", str(support.dataset(folder)))
@@ -63,14 +56,6 @@ def command(folder: Path, *flags: str) -> list[str]:
         *("torchrun", "--nproc-per-node", "4", str(support.PRETRAIN_SCRIPT)),
         *(*support.MODEL_FLAGS, *support.TRAINING_FLAGS, *length, *CHECKPOINTS, *flags),
     ]
-
-
-def tune(folder: Path, config: str, words: Sequence[str]) -> Path:
-    """The folder of a study's run."""
-    (folder / "q.yaml").write_text(config)
-    options = ("--config", str(folder / "q.yaml"), "--run-dir", str(folder))
-    assert main(["tune", *options, "--", *words]) == 0
-    return folder / "study"
 
 
 def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -104,21 +89,21 @@ def choices_of(run: Path) -> set[str]:
 
 @pytest.mark.timeout(1800)
 def test_a_winner_of_all_axes_trains_and_stock_resumes_it(
-    folder: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Shape, split, schedule, mapping and partition are free; stock goes on in one process."""
     words = command(
-        folder,
+        tmp_path,
         *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"),
     )
-    run = tune(folder, FREE, words)
+    run = tune(tmp_path, FREE, words)
     assert {"stock", "rings"} <= choices_of(run)
     best = run / "best" / "plan.json"
     assert best.exists(), capfd.readouterr().out[-3000:]
     plan = read_plan(best)
     assert main(["check", str(best), "--device", "cpu", "--", *words]) == 0
     assert read_receipt(receipt_path(best)).verdict == "passed"
-    assert_stock_resumes(plan, best, folder, words, capfd)
+    assert_stock_resumes(plan, best, tmp_path, words, capfd)
 
 
 def assert_stock_resumes(
@@ -145,9 +130,11 @@ def assert_stock_resumes(
 
 
 @pytest.mark.timeout(900)
-def test_a_grid_is_timed_beside_stock(folder: Path) -> None:
+def test_a_grid_is_timed_beside_stock(tmp_path: Path) -> None:
     """The grid passes the gate in its trial; the run ends with the faster, and says why that is stock."""
-    run = tune(folder, TWO_PLANS, command(folder, "--tensor-model-parallel-size", "4", "--sequence-parallel"))
+    run = tune(
+        tmp_path, TWO_PLANS, command(tmp_path, "--tensor-model-parallel-size", "4", "--sequence-parallel")
+    )
     told = events_of(run, "told")
     assert {event["verdict"] for event in told} == {"measured"}
     (receipt,) = map(read_receipt, (run / "parity").glob("plan-*/plan.parity.json"))
