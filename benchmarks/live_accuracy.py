@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "pretrain_gpt.py"
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 GOAL = 0.04
 RUN_LIMIT_S = 60.0
 LEAST_SPREAD = 0.01
@@ -53,7 +53,7 @@ IMPORTED = (
     "megatron.core.tokenizers.utils.build_tokenizer",
     "quartet_plugin.megatron.profiling",
     "quartet_plugin.megatron.runtime.install",
-    "live_cases",
+    "benchmarks.live_cases",
 )
 
 
@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
 
 def _missing(number: int, results: dict[str, Any], *, seed: int) -> list[tuple[str, bool]]:
     """The runs that round `number` (from 0) still has to launch, in order; True for profiled ones."""
-    from live_cases import CASES, PROFILED
+    from benchmarks.live_cases import CASES, PROFILED
 
     names = [(name, False) for name in CASES]
     names += [(case.name, True) for case in PROFILED if number < PROFILE_REPEATS]
@@ -257,21 +257,21 @@ def _become_rank(rank: int, order: dict[str, Any]) -> None:
 
 def run_rank(rank: int, order: dict[str, Any]) -> None:
     """Train the case with its steps timed; ends the process."""
-    from live_cases import CASES
-
+    from benchmarks.live_cases import CASES
     from quartet_plugin.megatron import cpu_device, seams
     from quartet_plugin.megatron.runtime.install import prepare
+    from quartet_plugin.megatron.seams.declared import TRAIN_STEP
 
     case = CASES[order["name"]]
     steps = Steps(rank, order)
-    wrappers: dict[Any, Any] = {seams.TRAIN_STEP: steps.wrap}
+    wrappers: dict[Any, Any] = {TRAIN_STEP: steps.wrap}
     if case.is_custom:
         prepared = prepare(_schedule_spec(case), num_microbatches=case.num_microbatches)
         for seam, wrapper in prepared.wrappers.items():
             wrappers[seam] = seams.chain(wrappers.get(seam), wrapper)
     if order["is_profiled"]:
-        inner = wrappers[seams.TRAIN_STEP]
-        wrappers[seams.TRAIN_STEP] = seams.chain(inner, steps.profiled())
+        inner = wrappers[TRAIN_STEP]
+        wrappers[TRAIN_STEP] = seams.chain(inner, steps.profiled())
     seams.install(wrappers)
     sys.argv = [str(SCRIPT), *case.flags, *cpu_device.required_flags(set(case.flags))]
     runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -341,7 +341,7 @@ class Steps:
         )
         files = RankFileWriter(spec, RankEnv.of(os.environ))
         profiler = LayerProfiler(files)
-        profiler.prepare()
+        profiler.prepare(delays_te=False)
         return profiler.wrap
 
     def _finish(self) -> None:
@@ -356,8 +356,8 @@ class Steps:
 def report(results: dict[str, Any]) -> int:
     """Calibrate, predict, compare."""
     import numpy as np
-    from live_cases import CALIBRATING, PREDICTED, two_cores
 
+    from benchmarks.live_cases import CALIBRATING, PREDICTED, two_cores
     from quartet_plugin.calibration.constants_fit import calibrate
 
     machines = two_cores()
@@ -380,7 +380,7 @@ def report(results: dict[str, Any]) -> int:
     for case in PREDICTED:
         result = results.get(case.name)
         line = _line(case, result, calibration.interval(case.run(machines)))
-        if line is not None:
+        if result is not None and line is not None:
             errors.setdefault(case.how if case.how != "pp2" else f"pp2 {case.schedule}", []).append(line[0])
             inside += line[1]
             spreads.append(median_of(result["launches"])[1])

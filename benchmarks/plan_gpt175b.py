@@ -31,7 +31,7 @@ from quartet_plugin.planner.order_search import planned_ranking
 from quartet_plugin.planner.ranking import Ranking
 from quartet_plugin.split.layers import even_split_with_ends
 
-JOB = {
+JOB: dict[str, Any] = {
     "model": {
         "num_layers": 96,
         "hidden_size": 12288,

@@ -153,7 +153,8 @@ def run_rank(options: argparse.Namespace, scenario: Scenario) -> None:
     from megatron.training import training
 
     from quartet_plugin.megatron import seams
-    from quartet_plugin.megatron.runtime.install import SCHEDULES, prepare
+    from quartet_plugin.megatron.runtime.install import prepare
+    from quartet_plugin.megatron.seams.declared import SCHEDULES
     from quartet_plugin.runtime.records import NullRecorder, Recorder
 
     prepared = prepare(spec_of(scenario), num_microbatches=scenario.num_microbatches)

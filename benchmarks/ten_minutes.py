@@ -71,7 +71,7 @@ def search(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     events = [json.loads(line) for line in lines]
     told = [event["record"] for event in events if event["kind"] == "told"]
     measured = [record for record in told if record["verdict"] == "measured" and record["repeats"] is None]
-    end = next((event for event in events if event["kind"] == "end"), {})
+    end: dict[str, Any] = next((event for event in events if event["kind"] == "end"), {})
     rounds = [event["round"] for event in events if event["kind"] == "final-round"]
     return {
         "exit_code": done.returncode,

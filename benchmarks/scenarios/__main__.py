@@ -150,7 +150,7 @@ def search(options: argparse.Namespace) -> SearchRun:
         trials=tuple(
             {
                 "number": row.number,
-                "plan": row.label,
+                "plan": ", ".join(row.labels.values()),
                 "outcome": row.outcome,
                 "iterations_s": list(row.iterations_s),
                 "peak_memory_bytes": row.peak_memory_bytes,

@@ -159,7 +159,7 @@ SCENARIOS: dict[str, Scenario] = {
         about="recompute or micro-batch under a memory limit that the default exceeds, PP2",
         num_processes=2,
         cores="0,1",
-        memory_limit_bytes=900 * 2**20,
+        memory_limit_bytes=1000 * 2**20,
         flags="--num-layers 8 --hidden-size 256 --vocab-size 4096 --pipeline-model-parallel-size 2 "
         "--micro-batch-size 16 --global-batch-size 64",
         search={**_ONE_PIPELINE, "pipeline_parallel": 2, "micro_batch_size": "auto", "recompute": "auto"},

@@ -10,7 +10,7 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +30,14 @@ from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.model.trial_record import score
 from quartet_plugin.space.plan_space import Space, baseline_plan, build_space
+from quartet_plugin.trial.compared_start import ComparedSteps
+from quartet_plugin.trial.node_speed import NodeSpeed
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.coordinator import Coordinator
 from quartet_plugin.tuner.run_folder import create_run
-from quartet_plugin.tuner.trial_backend import ParityCheck, ShouldStop
+from quartet_plugin.tuner.trial_backend import ComparedTrial, ParityCheck, ShouldStop
 from quartet_plugin.tuner.tune_result import TuneResult
 
 # How near to the best plan a search is to come.
@@ -83,7 +85,7 @@ class ReplayingLaunches:
         """Trials until a plan near the best was measured, its own included; None where none was."""
         return next((count for count, plan in enumerate(self.launched, 1) if self.ground.is_near(plan)), None)
 
-    def recover(self, folder: Path, *, should_stop: ShouldStop, **others: Any) -> None:
+    def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
         """Nothing runs."""
 
     def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
@@ -96,6 +98,26 @@ class ReplayingLaunches:
         del result
         return self.ground.nodes
 
+    def node_speeds(self, result: TrialResult) -> tuple[NodeSpeed, ...]:
+        """No rank was timed."""
+        del result
+        return ()
+
+    def adopt(self, request: ParityCheck, result: TrialResult, *, should_stop: ShouldStop) -> ComparedSteps:
+        """Trial 0 keeps no weights here, so this is never asked."""
+        raise NotImplementedError
+
+    def compare(
+        self,
+        request: ParityCheck,
+        result: TrialResult,
+        *,
+        on_progress: Callable[[Progress], None],
+        should_stop: ShouldStop,
+    ) -> ComparedTrial:
+        """No trial starts from kept weights here, so this is never asked."""
+        raise NotImplementedError
+
     def modules(self, result: TrialResult) -> None:
         """Nothing is known of them."""
 
@@ -105,10 +127,9 @@ class ReplayingLaunches:
         *,
         on_progress: Callable[[Progress], None],
         should_stop: ShouldStop,
-        **share: Any,
     ) -> TrialResult:
         """One launch, from the oracle."""
-        del on_progress, should_stop, share
+        del on_progress, should_stop
         plan = request.plan or baseline_plan(self.ground.job, nodes=self.ground.nodes, run="r", seed=0)
         if request.plan is not None and request.folder.parent.name == "trials":
             self.launched.append(plan)
@@ -302,10 +323,10 @@ class _Choosing:
         return str(self._trial.suggest_categorical(name, list(choices)))
 
     def integer(self, name: str, low: int, high: int) -> int:
-        return self._trial.suggest_int(name, low, high)
+        return int(self._trial.suggest_int(name, low, high))
 
     def unit_float(self, name: str) -> float:
-        return self._trial.suggest_float(name, -1.0, 1.0)
+        return float(self._trial.suggest_float(name, -1.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

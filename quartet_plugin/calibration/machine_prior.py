@@ -15,6 +15,7 @@ from quartet_plugin.cost.cluster import ResolvedCluster, look_up, uniform_cluste
 from quartet_plugin.cost.coefficients import COEFFICIENTS, Coefficient, MachineModel
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, library
+from quartet_plugin.cost.memory import PROCESS_BYTES, capacity_of
 from quartet_plugin.cost.run import HalfPrecision, UniformCluster, uniform_cluster_of_device
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.orders import slots_of
@@ -93,6 +94,15 @@ class KnownMachine:
         """The calibration's constants."""
         return None if self.calibration is None else self.calibration.constants
 
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The least `memory_bytes` that the cluster file gives a device of its nodes; None without one."""
+        if self.cluster is None:
+            return None
+        names = {name for node in self.cluster.nodes for name in node.devices}
+        sizes = (values.memory_bytes for name, values in self.cluster.devices.items() if name in names)
+        return min((size for size in sizes if size is not None), default=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KnownDevices:
@@ -119,6 +129,10 @@ def devices_of(nodes: Sequence[NodeInfo], *, precision: HalfPrecision, machine: 
     if resolved is not None:
         constants = constants if machine.calibration else with_measured_hop(constants, resolved.cluster)
         machines = uniform_cluster_of(resolved, constants)
+        if on_cpu:
+            # The limit is the whole process's: what the process holds beside its tensors is no driver's.
+            available = max(0.0, machines.memory_bytes - PROCESS_BYTES)
+            machines = replace(machines, memory_bytes=int(capacity_of(available)))
     return KnownDevices(machines=machines, cluster=resolved, constants=constants, is_known=is_known)
 
 
@@ -162,6 +176,7 @@ def machine_model_of(
             + [_slowdown_spread(resolved, on_cpu=on_cpu)] * (int(slowdowns.max(initial=-1)) + 1)
         ),
         slowdown_index_of_slot=np.where(slowdowns >= 0, slowdowns + len(COEFFICIENTS), -1),
+        memory_limit_bytes=machine.memory_limit_bytes,
         settings=settings,
         experts=experts,
         latent=latent,

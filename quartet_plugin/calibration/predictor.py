@@ -137,6 +137,7 @@ class PlanPredictor:
         self._trials: dict[int, FinishedTrial] = {}
         self._times: dict[int, tuple[_Time, ...]] = {}
         self._learned: set[int] = set()
+        self._above_limit: set[int] = set()
         self._num_learned = 0
         self._depth_proxies: dict[int, tuple[Plan, _Time]] = {}
         self._samples: list[PosteriorSample] = []
@@ -171,6 +172,8 @@ class PlanPredictor:
             self._learned.add(trial.number)
             self._num_learned += 1
             self.feasibility.learn(trial)
+            if record.verdict == "measured" and self.feasibility.exceeds_limit(trial):
+                self._above_limit.add(trial.number)
             is_full = record.verdict == "measured" and not record.is_depth_proxy
             if is_full and record.iteration_s is not None and self.knows(trial.plan):
                 self._trials[trial.number] = trial
@@ -214,6 +217,11 @@ class PlanPredictor:
     def measured(self) -> dict[int, Plan]:
         """The measured plans by the numbers of their trials, in order."""
         return {number: self._trials[number].plan for number in sorted(self._trials)}
+
+    @property
+    def above_limit(self) -> frozenset[int]:
+        """The measured trials whose peak is above the user's memory limit: the command's own, trial 0."""
+        return frozenset(self._above_limit)
 
     def predict(self, plans: Sequence[Plan]) -> list[PlanPrediction]:
         """The predicted iterations of plans for which `knows` holds. Something must have been measured."""

@@ -49,8 +49,9 @@ class MachineModel:
     `intra_node` has every link inside a node, `inter_node` none. `spreads` [num_coefficients] are the prior
     standard deviations of the coefficients' logarithms: of the named ones, then of the slowdowns of slots or
     nodes. `slowdown_index_of_slot` [num_slots] is the index of a slot's slowdown among the coefficients, -1
-    where slots are not distinguished. `is_known`: the library has the device. `settings`: the command's own.
-    `experts`, `latent` and `normalization` are the model's, which no plan changes.
+    where slots are not distinguished. `is_known`: the library has the device. `memory_limit_bytes` is the
+    least that a user gives a device. `settings`: the command's own. `experts`, `latent` and `normalization`
+    are the model's, which no plan changes.
     """
 
     nodes: tuple[NodeInfo, ...]
@@ -62,6 +63,7 @@ class MachineModel:
     is_known: bool
     spreads: FloatArray
     slowdown_index_of_slot: IntArray
+    memory_limit_bytes: int | None = None
     settings: tuple[Setting, ...] = ()
     experts: Experts | None = None
     latent: LatentAttention | None = None

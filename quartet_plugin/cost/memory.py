@@ -23,6 +23,10 @@ HALF = 2.0
 OPTIMIZER_BYTES = 12.0
 # Bytes of the driver, its contexts and the collective library, beside the allocator.
 CONTEXT_BYTES = 1.5 * 2**30
+# Bytes of a training process on the CPU beside its tensors: libraries, the interpreter, the framework.
+PROCESS_BYTES = 0.8 * 2**30
+# What a process of a custom schedule holds beside these: the generator of schedules and its compiler.
+RUNTIME_BYTES = 0.14 * 2**30
 # The share of a data sheet's memory that programs can allocate.
 USABLE = 0.985
 # Holes that caching allocators before expandable segments leave between activations.

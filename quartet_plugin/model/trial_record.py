@@ -10,6 +10,8 @@ from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 
 Verdict = Literal["measured", "infeasible", "wrong", "lost"]
+# A refused configuration is worse than any excess of memory, in bytes.
+REFUSED_EXCESS = 2.0**50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

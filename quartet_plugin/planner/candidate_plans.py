@@ -51,12 +51,13 @@ MAX_KEPT = 20_000
 QUANTUM = 0.25
 _LAYOUT_KINDS = ("shape", "layout", *map(kind_of, BEFORE_SCHEDULE))
 
-# Predicted seconds for equal work; a plan's loads; its model for any split and mapping; whether a plan can be
-# predicted.
+# What is least for the best plan, such as seconds for equal work; a plan's loads; its model for any split and
+# mapping; whether a plan can be predicted; whether it may fit in memory.
 Rate = Callable[[Sequence[Plan]], list[float]]
 EndsOf = Callable[[Plan], EndLoads]
 SplitsOf = Callable[[Plan], CalibratedSplits | None]
 Knows = Callable[[Plan], bool]
+MayFit = Callable[[Plan], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,9 @@ class PlanCandidates:
         # Paths of layouts whose choices are more than the limit.
         self._cut: set[tuple[int, ...]] = set()
 
-    def best(self, *, rate: Rate, ends_of: EndsOf, splits_of: SplitsOf) -> list[Candidate]:
+    def best(
+        self, *, rate: Rate, ends_of: EndsOf, splits_of: SplitsOf, may_fit: MayFit = lambda _: True
+    ) -> list[Candidate]:
         """Distinct plans, the baseline among them where the space holds it; the same for the same answers."""
         layouts = _in_order(self.layouts, rate)
         opened = [
@@ -103,9 +106,10 @@ class PlanCandidates:
         ]
         allowed = self._allowed(self._distinct([*layouts, *opened, *custom]))
         ranked = _in_order(allowed, rate)
-        moves = best_moves(
-            self._space, [best for best in ranked if not _is_searched(best)], splits_of=splits_of
-        )
+        named = [best for best in ranked if not _is_searched(best)]
+        # What hardly fits says nothing about which moves of others are too slow.
+        fitting = [best for best in named if may_fit(best.plan)]
+        moves = best_moves(self._space, fitting or named, splits_of=splits_of)
         self._limits = (*self._limits_of(layouts), *moves.limits)
         moved_plans = [
             replace(ranked_plan, params=params, plan=plan) for ranked_plan, params, plan in moves.plans

@@ -22,6 +22,10 @@ from quartet_plugin.space.plan_space import Space
 
 # A plan counts as an improvement only beyond this part of the best one.
 LEAST_GAIN = 0.002
+# Plans that fit with a smaller chance get no search of splits and mappings.
+LEAST_CHANCE = 0.1
+# By how much the logarithm of an objective is below others that do not count.
+FAR_BELOW = 1.0
 # Plans that are tried while nothing is measured.
 NUM_FIRST = 20
 
@@ -88,7 +92,10 @@ class PlanScorer:
     def scored_plans(self, pending: Sequence[Plan] = ()) -> list[ScoredPlan]:
         """Every candidate, the most promising first. Something must have been measured."""
         candidates = self._candidates.best(
-            rate=self._rates, ends_of=self.predictor.end_loads, splits_of=self.predictor.split_model
+            rate=self._rates,
+            ends_of=self.predictor.end_loads,
+            splits_of=self.predictor.split_model,
+            may_fit=self._may_fit,
         )
         plans = [candidate.plan for candidate in candidates]
         predictions = self.predictor.predict(plans)
@@ -131,8 +138,13 @@ class PlanScorer:
         return self._log_value(plan, prediction.iteration_s) - self._best()
 
     def _best(self) -> float:
-        """The logarithm of the best measured plan's objective, as the posterior has it: without its luck."""
-        return max(self._log_posterior_means().values())
+        """The logarithm of the best objective of a measured plan that fits, as the posterior has it.
+
+        While no measured plan fits, far below the worst of them: whatever fits is an improvement.
+        """
+        means, above = self._log_posterior_means(), self.predictor.above_limit
+        fitting = [value for number, value in means.items() if number not in above]
+        return max(fitting) if fitting else min(means.values()) - FAR_BELOW
 
     def _log_posterior_means(self) -> dict[int, float]:
         """The logarithm of every measured plan's objective by its trial."""
@@ -156,8 +168,16 @@ class PlanScorer:
         return total * self.predictor.feasibility.chance(plan)
 
     def _rates(self, plans: Sequence[Plan]) -> list[float]:
+        """The logarithm of each plan's likeliest seconds for equal work over its chance to fit in memory."""
         likeliest = self.predictor.most_likely_s(plans)
-        return [-self._log_value(plan, seconds) for plan, seconds in zip(plans, likeliest, strict=True)]
+        chance = self.predictor.feasibility.chance_of_memory
+        return [
+            -self._log_value(plan, seconds) - math.log(chance(plan))
+            for plan, seconds in zip(plans, likeliest, strict=True)
+        ]
+
+    def _may_fit(self, plan: Plan) -> bool:
+        return self.predictor.feasibility.chance_of_memory(plan) >= LEAST_CHANCE
 
     def _log_value(self, plan: Plan, iteration_s: float) -> float:
         return math.log(score_of_median(plan, iteration_s=iteration_s).value(self._objective))

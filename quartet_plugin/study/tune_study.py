@@ -15,7 +15,7 @@ from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.plan_axes import plan_axes
-from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
+from quartet_plugin.model.trial_record import REFUSED_EXCESS, FinishedTrial, TrialRecord
 from quartet_plugin.space.param_sources import FixedParams, Params, RandomParams
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.samplers import DEFAULT, SamplerName, make
@@ -24,8 +24,6 @@ from quartet_plugin.study.study_log import StudyLog
 from quartet_plugin.study.trial_params import TrialParams
 
 MAX_FRESH_TRIES = 400
-# A refused configuration is worse than any excess of memory, in bytes.
-REFUSED_EXCESS = 2.0**50
 
 # What a restored study has in the place of a trial that its log does not name: it repeats nothing new.
 _UNKNOWN = TrialRecord(

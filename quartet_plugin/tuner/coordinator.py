@@ -44,7 +44,7 @@ from quartet_plugin.tuner.final_rounds import (
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.full_size import FullSizeNodes, full_size_study
 from quartet_plugin.tuner.launches_left import launches_left
-from quartet_plugin.tuner.memory_limit import LimitedBackend, above_limit, limit_bytes_of, stand_in_of
+from quartet_plugin.tuner.memory_limit import LimitedBackend, above_limit, stand_in_of
 from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.proposer import kept_machine, proposer_of
 from quartet_plugin.tuner.regret import regret_of
@@ -81,7 +81,7 @@ class Coordinator:
         make_room: Callable[[], None] = lambda: None,
         full_size: FullSizeNodes | str = "no nodes are given for it",
     ) -> None:
-        limit_bytes = limit_bytes_of(kept_machine(context.run.folder))
+        limit_bytes = kept_machine(context.run.folder).memory_limit_bytes
         if limit_bytes is not None:
             context = replace(context, backend=LimitedBackend(context.backend, limit_bytes))
         self._limit_bytes = limit_bytes

@@ -14,12 +14,11 @@ from quartet_plugin.errors import QuartetError, StorageError
 from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Mapping, Plan
-from quartet_plugin.model.trial_record import Score, TrialRecord, score_of_median
+from quartet_plugin.model.trial_record import REFUSED_EXCESS, Score, TrialRecord, score_of_median
 from quartet_plugin.space.param_sources import Params
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.split.layers import even_split
 from quartet_plugin.split.shifts import scaled_split
-from quartet_plugin.study.tune_study import REFUSED_EXCESS
 
 MAX_TRIALS = 200
 MAX_STARTS = 5

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quartet_plugin.calibration.machine_prior import KnownMachine
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
 from quartet_plugin.model.trial_record import FinishedTrial
@@ -17,16 +16,6 @@ from quartet_plugin.trial.compared_start import ComparedSteps
 from quartet_plugin.trial.node_speed import NodeSpeed
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.trial_backend import ComparedTrial, ParityCheck, ShouldStop, TrialBackend
-
-
-def limit_bytes_of(machine: KnownMachine) -> int | None:
-    """The least `memory_bytes` that the cluster file gives a device of its nodes; None without one."""
-    cluster = machine.cluster
-    if cluster is None:
-        return None
-    names = {name for node in cluster.nodes for name in node.devices}
-    sizes = (values.memory_bytes for name, values in cluster.devices.items() if name in names)
-    return min((size for size in sizes if size is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)

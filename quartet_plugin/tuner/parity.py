@@ -31,10 +31,9 @@ from quartet_plugin.model.receipt import (
     write_receipt,
 )
 from quartet_plugin.model.training_job import TrainingJob
-from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, Verdict
+from quartet_plugin.model.trial_record import REFUSED_EXCESS, FinishedTrial, TrialRecord, Verdict
 from quartet_plugin.schedule.placement import PlacementKind, kind_of, loop
 from quartet_plugin.space.config import SEARCHED
-from quartet_plugin.study.tune_study import REFUSED_EXCESS
 from quartet_plugin.trial.compared_start import ComparedStart
 from quartet_plugin.trial.parity import NotAsPlannedError, ParityUnavailableError
 from quartet_plugin.trial.request import TrialResult

@@ -55,11 +55,13 @@ def estimate_regret(
     *,
     untried: Sequence[Plan] | None = None,
     forecasts: Forecasts | None = None,
+    chance_of_memory: Callable[[Plan], float] = lambda _: 1.0,
 ) -> Regret | None:
     """The estimate; None where too little was measured.
 
     `untried` are the plans to look at (the space is walked by chance without them), `forecasts` predicts
-    calibrated seconds; without it a process is fitted to what was measured.
+    calibrated seconds; without it a process is fitted to what was measured. `chance_of_memory` predicts
+    whether a plan fits in memory.
     """
     measured = {
         trial.plan.key
@@ -88,7 +90,8 @@ def estimate_regret(
         draws, best = _by_process(search, plans, generator)
     else:
         draws, best = _by_forecasts(search, plans, forecasts, generator)
-    draws = np.where(_fits(search, plans, generator), draws, -np.inf)
+    chances = np.array([chance_of_memory(plan) for plan in plans])
+    draws = np.where(_fits(search, plans, chances, generator), draws, -np.inf)
     return _summary(
         draws,
         best,
@@ -113,7 +116,13 @@ def regret_of(space: Space, search: TuneResult, *, proposer: "Proposer | None") 
     def predict(plans: Sequence[Plan]) -> list[tuple[float, float]]:
         return [(prediction.iteration_s, prediction.spread) for prediction in predictor.predict(plans)]
 
-    return estimate_regret(space, search, untried=untried, forecasts=predict)
+    return estimate_regret(
+        space,
+        search,
+        untried=untried,
+        forecasts=predict,
+        chance_of_memory=predictor.feasibility.chance_of_memory,
+    )
 
 
 def _summary(
@@ -242,10 +251,13 @@ def _relative_work(plan: Plan, search: TuneResult) -> float:
     return math.log(plan.shape.model_flops_per_sequence / baseline_flops)
 
 
-def _fits(search: TuneResult, plans: Sequence[Plan], generator: np.random.Generator) -> NDArray[np.bool_]:
+def _fits(
+    search: TuneResult, plans: Sequence[Plan], chances: FloatArray, generator: np.random.Generator
+) -> NDArray[np.bool_]:
     """Whether each plan can run, in each draw [draws, plans]: as often as plans like it could.
 
-    What one layout lacks all of its plans do, so they fit together or not at all.
+    `chances` [plans] are those to fit in memory, where that is predicted. What one layout lacks all of its
+    plans do, so they fit together or not at all.
     """
     trials = search.trials
     tried = [trial for trial in trials if trial.record.repeats is None and not trial.record.is_depth_proxy]
@@ -256,7 +268,7 @@ def _fits(search: TuneResult, plans: Sequence[Plan], generator: np.random.Genera
     rows = PlanFeatures(codes=together.codes[len(tried) :], end_layers=together.end_layers[len(tried) :])
     columns = PlanFeatures(codes=together.codes[: len(tried)], end_layers=together.end_layers[: len(tried)])
     alike = rows.fit_similarity(columns)
-    chance = (HOPE + alike @ could) / (HOPE + alike @ (could + could_not))
+    chance = chances * (HOPE + alike @ could) / (HOPE + alike @ (could + could_not))
     layouts: dict[object, int] = {}
     index = [layouts.setdefault((plan.shape, plan.layout), len(layouts)) for plan in plans]
     luck = generator.random((NUM_DRAWS, len(layouts)))

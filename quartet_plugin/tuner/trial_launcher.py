@@ -10,10 +10,17 @@ from quartet_plugin.errors import InfrastructureError, QuartetError
 from quartet_plugin.model.launch import LaunchPosition, LaunchRecord, Phase
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.trial_record import FinishedTrial, Score, TrialRecord, Verdict, score, speedup
+from quartet_plugin.model.trial_record import (
+    REFUSED_EXCESS,
+    FinishedTrial,
+    Score,
+    TrialRecord,
+    Verdict,
+    score,
+    speedup,
+)
 from quartet_plugin.protocol.measured_window import EarlyEnd
 from quartet_plugin.protocol.training_start import read_starts, words_of
-from quartet_plugin.study.tune_study import REFUSED_EXCESS
 from quartet_plugin.trial.attempt import PREFIX, read_result
 from quartet_plugin.trial.compared_start import ComparedStart
 from quartet_plugin.trial.request import (

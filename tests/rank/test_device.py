@@ -1,5 +1,8 @@
 """A rank's CUDA memory: tensors, the pool around them, and the rest of the device."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +43,8 @@ def test_the_pool_is_not_what_training_needs() -> None:
 def test_a_processor_has_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_state", {"name": "cpu"})
     assert device.device_memory() is None
-    assert device.peak_memory_bytes() == device.peak_resident_bytes()
+    # The kernel counts pages of other threads late.
+    assert device.peak_memory_bytes() == pytest.approx(device.peak_resident_bytes(), rel=0.02)
 
 
 @pytest.mark.usefixtures("_cuda")
@@ -70,7 +74,42 @@ def test_the_kernel_forgets_a_processes_peak(monkeypatch: pytest.MonkeyPatch) ->
     size = len(large)
     del large
     device.reset_peak_memory()
-    assert before <= device.peak_memory_bytes() < before + size // 2
+    assert 0.98 * before <= device.peak_memory_bytes() < before + size // 2
+
+
+_KEEPS_ITS_HEAP = {
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TOP_PAD_": "67108864",
+    "MALLOC_TRIM_THRESHOLD_": "17179869184",
+}
+_FREED = """
+import ctypes
+from quartet_plugin.rank import device
+
+device.declare_cpu()
+malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
+malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+device.reset_peak_memory()
+before = device.peak_memory_bytes()
+blocks = [malloc(2**20) for _ in range(256)]
+for block in blocks:
+    ctypes.memset(block, 1, 2**20)
+held = device.peak_memory_bytes()
+for block in blocks:
+    free(block)
+device.reset_peak_memory()
+print(before, held, device.peak_memory_bytes())
+"""
+
+
+def test_freed_memory_that_a_heap_keeps_is_not_counted_after_a_reset() -> None:
+    environment = {**os.environ, **_KEEPS_ITS_HEAP}
+    words = subprocess.run(
+        [sys.executable, "-c", _FREED], env=environment, check=True, capture_output=True, text=True
+    ).stdout.split()
+    before, held, after = (int(word) for word in words)
+    assert held >= before + 2**27
+    assert after < before + 2**27
 
 
 def test_a_cold_device_is_warmed_by_time(monkeypatch: pytest.MonkeyPatch) -> None:

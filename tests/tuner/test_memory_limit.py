@@ -12,7 +12,7 @@ from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.report.status import status_record
 from quartet_plugin.trial.request import TrialRequest, TrialResult
 from quartet_plugin.tuner.history import read_history
-from quartet_plugin.tuner.memory_limit import limit_bytes_of, stand_in_of
+from quartet_plugin.tuner.memory_limit import stand_in_of
 from quartet_plugin.tuner.proposer import keep_machine, kept_machine
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.tune_result import write_best
@@ -62,8 +62,8 @@ def replace_cluster(run: TuningRun) -> Any:
 
 def test_the_limit_is_the_least_of_the_files_devices(tmp_path: Path) -> None:
     run = limited(tmp_path, 2 * GIB)
-    assert limit_bytes_of(kept_machine(run.folder)) == 2 * GIB
-    assert limit_bytes_of(kept_machine(begin(tmp_path / "other").folder)) is None
+    assert kept_machine(run.folder).memory_limit_bytes == 2 * GIB
+    assert kept_machine(begin(tmp_path / "other").folder).memory_limit_bytes is None
 
 
 def test_a_stock_plan_that_fits_becomes_the_baseline_of_a_command_that_does_not(tmp_path: Path) -> None:
