@@ -146,7 +146,7 @@ class FeasibilityModel:
         return need, math.sqrt(_variance(memory, need) + float(features @ self._covariance @ features))
 
     def _learn_peak(self, plan: Plan, memory: Memory, peak_bytes: float) -> None:
-        """Condition the Gaussian on one more peak."""
+        """Update the Gaussian with one more peak."""
         features = _features(plan, memory)
         gain = self._covariance @ features
         variance = _variance(memory, peak_bytes) + float(features @ gain)

@@ -175,6 +175,7 @@ def _explanation(
     is_measured_in_rounds: bool,
 ) -> "Explanation":
     from quartet_plugin.report.explain import Explanation, StageMemory
+    from quartet_plugin.report.final_choice import choice_lines
     from quartet_plugin.report.planned import cost_of_job, rates_of
 
     prediction = explained.prediction
@@ -189,6 +190,7 @@ def _explanation(
     )
     return Explanation(
         title=_title(plan, explained.num_microbatches),
+        choice=choice_lines(plan),
         iteration_s=prediction.iter_time_s,
         stated_s=None if plan.prediction is None else plan.prediction.iteration_s,
         terms=prediction.terms,
@@ -222,6 +224,7 @@ def _runner_up(other: "OtherPlan | None") -> "RunnerUp | None":
     return RunnerUp(
         label=plan_label(other.plan),
         equal_work_s=other.equal_work_s,
+        trial=other.trial,
         terms={name: value * scale for name, value in other.prediction.terms.items()},
     )
 
@@ -246,6 +249,7 @@ def _baseline(plan: "Plan", explained: "Explained", *, measured_s: float | None)
 
 def _title(plan: "Plan", num_microbatches: int) -> list[tuple[str, str]]:
     from quartet_plugin.report.explain import layout_words
+    from quartet_plugin.report.formatting import microbatch_words
     from quartet_plugin.space.plan_label import plan_label
 
     shape, mtp_layers = plan.shape, plan.made_for.mtp_layers
@@ -254,7 +258,7 @@ def _title(plan: "Plan", num_microbatches: int) -> list[tuple[str, str]]:
         ("plan", f"{plan.digest[:12]} for {plan.made_for.world_size} devices"),
         ("parts", plan_label(plan)),
         ("shape", f"{shape.num_layers} layers, hidden {shape.hidden_size}, sequences of {shape.seq_length}"),
-        ("layout", f"{layout_words(plan.layout)}, {num_microbatches} microbatches"),
+        ("layout", f"{layout_words(plan.layout)}, {microbatch_words(num_microbatches)}"),
         ("split", f"{split}, multi-token prediction ({mtp_layers}) last" if mtp_layers else split),
         ("schedule", plan.schedule.label),
         ("mapping", plan.mapping.label),

@@ -72,11 +72,10 @@ class TrialRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finalist:
-    """A plan after the final rounds; `ratios` are its objective over the baseline's, one a round."""
+    """A plan after the final rounds."""
 
     number: int
     comparison: Comparison
-    ratios: tuple[float, ...]
 
 
 # Between two runs of one plan lie a few percent; a smaller change is never a drift of the machine.

@@ -68,6 +68,7 @@ class Comparison:
 
     `choice` goes with a winner: how it was chosen among the plans that were measured so. `confidence` is that
     of the speedup's interval; None in files of earlier releases, whose interval is a bootstrap's.
+    `round_ratios` are the speedups of the rounds in their order; empty in files of earlier releases.
     """
 
     objective: Objective
@@ -76,6 +77,7 @@ class Comparison:
     speedup: Interval
     choice: FinalChoice | None = field(default=None, metadata=ADDED)
     confidence: _Share | None = field(default=None, metadata=ADDED)
+    round_ratios: tuple[Annotated[float, Bounds(gt=0.0)], ...] = field(default=(), metadata=ADDED)
 
 
 @record

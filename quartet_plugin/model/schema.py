@@ -39,8 +39,8 @@ Number = float | Literal["nan", "inf", "-inf"]
 _Decoder = Callable[[Any], Any]
 _PLAIN = frozenset({int, float, str, bool, NoneType})
 _TYPE_NAMES = {int: "integer", float: "number", str: "string", bool: "boolean"}
-# Metadata of fields that were added to files which have digests: left out where they are None, so that the
-# digest of older content stays what it was.
+# Metadata of fields that were added to files which have digests: left out where they are None or an empty
+# tuple, so that the digest of older content stays what it was.
 ADDED = {"is_added": True}
 
 
@@ -160,7 +160,11 @@ def read_record[T](kind: type[T], path: str | os.PathLike[str], *, max_bytes: in
 def dump(value: "DataclassInstance") -> dict[str, Any]:
     """A record as plain data, nested ones included: the inverse of `parse`."""
     content = ((name, getattr(value, name), is_added) for name, is_added in _fields_of(type(value)))
-    return {name: _plain(item) for name, item, is_added in content if item is not None or not is_added}
+    return {
+        name: _plain(item)
+        for name, item, is_added in content
+        if not is_added or (item is not None and item != ())
+    }
 
 
 @functools.cache

@@ -48,11 +48,15 @@ LEAST_CHANCE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherPlan:
-    """The best other layout as a plan; `equal_work_s` is its time for the FLOPs of the explained plan."""
+    """The best other layout as a plan; `equal_work_s` is its time for the FLOPs of the explained plan.
+
+    `trial` is the number of the run's trial that measured it, None where none did.
+    """
 
     plan: Plan
     equal_work_s: float
     prediction: RowPrediction
+    trial: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,9 +331,14 @@ def _learned_other(
         predicted.iteration_s * flops / other.shape.model_flops_per_sequence
         for other, predicted in zip(others, predictor.predict(others), strict=True)
     ]
-    equal_work_s, best = min(zip(seconds, range(len(others)), strict=True))
+    equal_work_s, index = min(zip(seconds, range(len(others)), strict=True))
+    best = others[index]
+    trials = {measured.execution: number for number, measured in predictor.measured.items()}
     return OtherPlan(
-        plan=others[best], equal_work_s=equal_work_s, prediction=predictor.predict_terms(others[best])
+        plan=best,
+        equal_work_s=equal_work_s,
+        prediction=predictor.predict_terms(best),
+        trial=trials.get(best.execution),
     )
 
 

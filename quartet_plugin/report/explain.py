@@ -21,6 +21,7 @@ BAR_WIDTH = 40
 YOUR_COMMAND, PLAIN_BASELINE = BASELINE_NAMES = ("your command", "baseline")
 # The head of the column with the plan's seconds less its baseline's.
 DIFFERENCE = "difference"
+RANK_NOTE = "the seconds of the busiest pipeline rank"
 MAX_RANKS = 32
 # The least columns of a terminal with room for bars and meanings beside two iterations' seconds.
 MEANING_COLUMNS = 120
@@ -45,6 +46,14 @@ _MEANING = {
     "straggler": "the slowest of many nodes",
     "action": "around each action of a stage",
     "residual": "the trials' measured time beyond the other terms",
+}
+# Of the parts of `compute`.
+_PART_MEANING = {
+    "gemm": "matrix products of the layers",
+    "attention": "scores and their products with values",
+    "elementwise": "norms, activations, additions: bound by memory",
+    "launch": "the host's start of each kernel",
+    "head": "the product with the vocabulary, and the loss",
 }
 
 
@@ -72,10 +81,14 @@ class BaselineTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """The next best predicted layout: seconds for equal work, and its terms."""
+    """The next best predicted layout: seconds for equal work, and its terms.
+
+    `trial` is the number of the run's trial that measured it, None where none did.
+    """
 
     label: str
     equal_work_s: float
+    trial: int | None
     terms: Mapping[str, float]
 
 
@@ -88,10 +101,11 @@ class Explanation:
     compete. `basis` says what calibrated the figures, `num_trials` by how many trials of the run, None where
     by none. `measured_s` is the plan's measured iteration, None where it was not measured: of the final
     rounds, or of its single trial without `is_measured_in_rounds`. `baseline` is the iteration of what the
-    plan is compared with.
+    plan is compared with. `choice` has the lines that say how the final rounds chose it, none where none did.
     """
 
     title: Sequence[tuple[str, str]]
+    choice: Sequence[str] = ()
     iteration_s: float
     stated_s: float | None
     terms: Mapping[str, float]
@@ -138,6 +152,7 @@ class Explanation:
             else {
                 "label": self.runner_up.label,
                 "equal_work_s": self.runner_up.equal_work_s,
+                "trial": self.runner_up.trial,
                 "slower_by": self.runner_up.equal_work_s / self.iteration_s - 1,
                 "terms": dict(self.runner_up.terms),
             },
@@ -185,7 +200,7 @@ def show(explanation: Explanation, *, console: "Console") -> None:
     parts += [Text(terminal_line(f"{name:<10}{line}")) for name, line in _grounds(explanation)]
     parts.append(Text(f"{'rates':<10}{explanation.rates.words}"))
     parts += [] if explanation.cost is None else [Text(f"{'cost':<10}{explanation.cost.words}")]
-    parts.append(Text(""))
+    parts += [Text(""), Text(f"{RANK_NOTE}; compute is the sum of its parts")]
     parts += [_time_table(explanation, columns=console.width), Text(""), _memory_table(explanation), Text("")]
     parts += [Text(terminal_line(line)) for line in _closing(explanation)]
     for part in parts:
@@ -226,8 +241,8 @@ def _measured_words(measured_s: float, modelled_s: float, *, word: str) -> str:
 def _time_table(explanation: Explanation, *, columns: int) -> "RenderableType":
     """The terms of the plan's iteration, the longest first.
 
-    With a baseline its terms stand beside them, with the difference, the largest first. Where these leave too
-    few of the terminal's `columns`, bars and meanings are left out.
+    With a baseline its terms stand beside them, with the difference, the largest first, and bars are as long
+    as differences. Where these leave too few of the terminal's `columns`, bars and meanings are left out.
     """
     other = explanation.baseline
     theirs: Mapping[str, float] = {} if other is None else other.terms
@@ -243,6 +258,13 @@ def _time_table(explanation: Explanation, *, columns: int) -> "RenderableType":
     beside = () if other is None else (other.name, "share", DIFFERENCE)
     table = _table(("term", "seconds", "share", *beside, *(("", "") if has_meaning else ())))
     width = BAR_WIDTH if other is None else BAR_WIDTH // 4
+    largest = max((abs(_difference(explanation, name)) for name in rows), default=0.0)
+
+    def share_of(name: str) -> float:
+        """The length of a term's bar, of 1."""
+        if other is None:
+            return explanation.terms[name] / explanation.iteration_s
+        return abs(_difference(explanation, name)) / max(largest, 1e-30)
 
     def add(name: str, cells: Sequence[str], share: float = 0.0, meaning: str = "") -> None:
         table.add_row(name, *cells, *((bar(share, width=width), meaning) if has_meaning else ()))
@@ -250,11 +272,10 @@ def _time_table(explanation: Explanation, *, columns: int) -> "RenderableType":
     shown = [name for name in rows if _is_shown(explanation, name)]
     for name in shown:
         plain = name.removesuffix("_s")
-        share = explanation.terms.get(name, 0.0) / explanation.iteration_s
-        add(plain, _cells(explanation, name), share, _MEANING.get(plain, ""))
+        add(plain, _cells(explanation, name), share_of(name), _MEANING.get(plain, ""))
         if name == "compute_s":
             for inner, inner_cells in _compute_rows(explanation):
-                add(f"  {inner}", inner_cells)
+                add(f"  {inner}", inner_cells, meaning=f"  {_PART_MEANING.get(inner, '')}".rstrip())
     small = [name for name in rows if name not in shown]
     seconds = sum(explanation.terms.get(name, 0.0) for name in small)
     if abs(seconds) >= LEAST_SHOWN * explanation.iteration_s:
@@ -344,11 +365,14 @@ def _closing(explanation: Explanation) -> list[str]:
     else:
         by = 100 * (other.equal_work_s / explanation.iteration_s - 1)
         verdict = f"{by:.1f} % slower" if by >= 0 else f"{-by:.1f} % faster than this plan"
+        if other.trial is not None:
+            verdict += f", measured in trial {other.trial}"
         terms = differences(other.terms, explanation.terms)
         lines.append(
             f"next best predicted layout: {other.label}: {other.equal_work_s:.4g} s, "
             f"{verdict}{': ' + terms if terms else ''}"
         )
+    lines += explanation.choice
     if explanation.shape_curve is not None:
         lines += shape_lines(explanation.shape_curve)
     if explanation.assumed:

@@ -68,7 +68,7 @@ def speedups(history: RunHistory) -> str | None:
     x = Scale.over(
         [
             *_ends_of([finalist.comparison.speedup for finalist in finalists]),
-            *(ratio for finalist in finalists for ratio in finalist.ratios),
+            *(ratio for finalist in finalists for ratio in finalist.comparison.round_ratios),
         ],
         start=_NAMES_END + 12,
         end=HALF - 20,
@@ -86,7 +86,7 @@ def speedups(history: RunHistory) -> str | None:
         parts.append(text(_NAMES_END, y + 4, name, cls="label", anchor="end"))
         parts += [
             element("line", x1=x(ratio), x2=x(ratio), y1=y + 9, y2=y + 14, cls="rug")
-            for ratio in finalist.ratios
+            for ratio in finalist.comparison.round_ratios
         ]
         parts.append(_whisker(x, interval, y, style=style, words=f"{name}: {speedup_spread(interval)}"))
     return drawing(HALF, bottom + 44, *parts, label="Best plans' speedup over the baseline")

@@ -74,7 +74,8 @@ def _row_of(
     knob: Knob, history: RunHistory, measured: list[tuple[TrialRow, Plan]]
 ) -> Iterator[tuple[str, str]]:
     command = knob.value_of(measured[0][1])
-    if history.winner is not None and knob.value_of(history.winner) != command:
+    winner = history.winner
+    if winner is not None and (knob.value_of(winner) != command or _is_moot(knob, winner)):
         return
     # Only a layout that leaves the knob a choice says something of it.
     others = [
@@ -96,6 +97,11 @@ def _row_of(
     else:
         return
     yield f"{knob.title} {knob.text(command)}", words
+
+
+def _is_moot(knob: Knob, winner: Plan) -> bool:
+    """Whether no value of the knob would change anything in the winner."""
+    return knob is MAPPING and not _is_choice(knob, winner, of_command=winner)
 
 
 def _pair_words(
@@ -134,12 +140,15 @@ def _differs_alone(knob: Knob, plan: Plan, other: Plan) -> bool:
 def _is_choice(knob: Knob, plan: Plan, *, of_command: Plan) -> bool:
     """Whether another value of the knob would do anything in the plan.
 
-    Plans with other stages than the command's have another split and schedule in any case.
+    Plans with other stages than the command's have another split and schedule in any case. Copies of a model
+    that is in no pipeline may lie on a node's devices in any order.
     """
     if isinstance(knob, LayoutKnob):
         return knob.applies(plan.layout)
+    if knob is MAPPING:
+        return plan.layout.pipeline_parallel > 1 or len(plan.made_for.nodes) > 1
     stages, layers = plan.layout.num_stages, plan.shape.num_layers
-    return knob is MAPPING or (stages, layers) == (of_command.layout.num_stages, of_command.shape.num_layers)
+    return (stages, layers) == (of_command.layout.num_stages, of_command.shape.num_layers)
 
 
 def _speed(measured: tuple[TrialRow, Plan]) -> float:

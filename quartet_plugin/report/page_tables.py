@@ -129,6 +129,7 @@ def left_out(history: RunHistory) -> str:
         items.append("Features of the job that keep no further axis: " + ", ".join(others))
     if history.config.get("search", {}).get("scaling") is None:
         items.append("Width and depth were not searched: another shape is another model.")
+    items.append(f"Knobs beside these, and why each is kept: quartet knobs {history.name}")
     return markup.section(
         "What was left out", "<ul>" + "".join(f"<li>{markup.text(item)}</li>" for item in items) + "</ul>"
     )

@@ -184,13 +184,15 @@ def change_lines(plan: Plan) -> list[str]:
 
 def comparison_lines(comparison: Comparison, *, names: Sequence[str] = ("baseline", "plan")) -> list[str]:
     """Baseline against plan: seconds with their launches' range, and the speedup with its interval."""
+    ratios = ", ".join(f"{ratio:.2f}x" for ratio in comparison.round_ratios)
     return [
         _measurement_line(names[0], comparison.baseline),
         _measurement_line(names[1], comparison.plan),
         f"speedup   {speedup_spread(comparison.speedup)} in {OBJECTIVE_WORDS[comparison.objective]}, "
         f"measured in turns over {comparison.plan.num_launches} rounds "
         f"({100 * confidence(comparison):.0f} % interval)",
-        f"{'':<10}the median of the rounds' ratios, not the ratio of the two lines above",
+        f"{'':<10}the median of the rounds' ratios{f' ({ratios})' if ratios else ''}, "
+        "not the ratio of the two lines above",
     ]
 
 

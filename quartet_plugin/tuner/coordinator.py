@@ -62,6 +62,11 @@ from quartet_plugin.tuner.workers.parallel_search import ParallelSearch
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker_pool import WorkerPool, end_earlier
 
+_OTHER_MODELS = (
+    "models of several shapes compete: a speedup is in model FLOP/s per device; "
+    "s/iteration and tokens/s are each model's own"
+)
+
 
 class Coordinator:
     """Runs one tuning run, from its baseline to its winner.
@@ -149,6 +154,8 @@ class Coordinator:
         )
         if not baseline.fits:
             self._show_excess(result)
+        if baseline.objective == "model_flops_per_s_per_device":
+            self._say(_OTHER_MODELS)
         timeouts = Timeouts.within(deadline_s).learned(
             start_s=result.start_s, first_step_s=result.first_step_s
         )

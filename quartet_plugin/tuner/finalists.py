@@ -143,12 +143,12 @@ def rank(
             baseline=_measurement(baseline, [result for _, result in pairs], seed=seed),
             speedup=_speedup(effects, trial.number, ratios),
             confidence=CONFIDENCE,
+            round_ratios=ratios,
         )
         result = FinalistResult(
             trial=trial,
             comparison=comparison,
             rounds=tuple(rounds),
-            ratios=ratios,
             proven_after=test.proven.get(trial.number),
         )
         ranked.append(result)

@@ -320,8 +320,7 @@ class _Reader:
             num_asked=self._run.config.study.rounds,
         )
         return tuple(
-            Finalist(number=ranking.trial.number, comparison=ranking.comparison, ratios=ranking.ratios)
-            for ranking in rankings
+            Finalist(number=ranking.trial.number, comparison=ranking.comparison) for ranking in rankings
         )
 
     def _read_if_there[Content](self, read: Callable[[Path], Content], path: Path) -> Content | None:

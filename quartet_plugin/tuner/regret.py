@@ -211,13 +211,16 @@ def _observations(search: TuneResult, index_of: dict[str, int]) -> GpObservation
 
 def ranking_error(ranking: FinalistResult) -> float:
     """The deviation of the logarithm of a final speedup: a median of a few ratios."""
-    logs = [math.log(ratio) for ratio in ranking.ratios]
+    logs = [math.log(ratio) for ratio in ranking.comparison.round_ratios]
     return max(LEAST, MEDIAN_ERROR * statistics.stdev(logs) / math.sqrt(len(logs)))
 
 
 def noise_of_rounds(rankings: Sequence[FinalistResult]) -> float | None:
     """The deviation of the logarithm of one launch, from the final rounds; None without them."""
-    pooled = [statistics.variance([math.log(ratio) for ratio in ranking.ratios]) for ranking in rankings]
+    pooled = [
+        statistics.variance([math.log(ratio) for ratio in ranking.comparison.round_ratios])
+        for ranking in rankings
+    ]
     # A ratio is of two launches.
     return max(LEAST, math.sqrt(statistics.fmean(pooled) / 2.0)) if pooled else None
 

@@ -38,7 +38,7 @@ NUM_RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalistResult:
-    """A candidate after the final rounds. `ratios` are its objective over the baseline's in each of `rounds`.
+    """A candidate after the final rounds. It was measured in `rounds`, as its `comparison` says.
 
     `proven_after` is the number of rounds after which the sequential test had it faster than the baseline,
     None where it never did.
@@ -47,7 +47,6 @@ class FinalistResult:
     trial: FinishedTrial
     comparison: Comparison
     rounds: tuple[int, ...]
-    ratios: tuple[float, ...]
     proven_after: int | None
 
     @property
@@ -159,9 +158,9 @@ def _fastest(pool: Sequence[FinalistResult]) -> FinalistResult:
 
 def _log_ratios(first: FinalistResult, second: FinalistResult) -> list[float]:
     """The logarithms of the first's objective over the second's in every round that both were measured in."""
-    ratios = dict(zip(second.rounds, second.ratios, strict=True))
+    ratios = dict(zip(second.rounds, second.comparison.round_ratios, strict=True))
     return [
         math.log(ratio) - math.log(ratios[round_number])
-        for round_number, ratio in zip(first.rounds, first.ratios, strict=True)
+        for round_number, ratio in zip(first.rounds, first.comparison.round_ratios, strict=True)
         if round_number in ratios
     ]

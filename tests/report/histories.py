@@ -35,12 +35,13 @@ def measurement(iteration_s: float) -> Measurement:
     )
 
 
-def comparison(speedup: float) -> Comparison:
+def comparison(speedup: float, *, ratios: tuple[float, ...] = ()) -> Comparison:
     return Comparison(
         objective="tokens_per_s",
         plan=measurement(0.5 / speedup),
         baseline=measurement(0.5),
         speedup=interval(speedup, by=0.05),
+        round_ratios=ratios,
     )
 
 
@@ -128,8 +129,8 @@ def history(**changes: Any) -> RunHistory:
             refused(6, "no progress for 30 s"),
         ),
         finalists=(
-            Finalist(number=2, comparison=comparison(1.25), ratios=(1.2, 1.25, 1.3)),
-            Finalist(number=1, comparison=comparison(0.97), ratios=(0.95, 0.97, 1.01)),
+            Finalist(number=2, comparison=comparison(1.25, ratios=(1.2, 1.25, 1.3))),
+            Finalist(number=1, comparison=comparison(0.97, ratios=(0.95, 0.97, 1.01))),
         ),
         winner=WINNER,
         controls=(DriftMeasurement(num_tried=4, ratio=0.96),),

@@ -43,7 +43,10 @@ EXPLANATION = Explanation(
     ],
     available_bytes=60.0 * GIB,
     runner_up=RunnerUp(
-        label="pp4 dp2 mb1", equal_work_s=2.2, terms={"compute_s": 1.5, "pp_bubble_s": 0.6, "tp_comm_s": 0.1}
+        label="pp4 dp2 mb1",
+        trial=None,
+        equal_work_s=2.2,
+        terms={"compute_s": 1.5, "pp_bubble_s": 0.6, "tp_comm_s": 0.1},
     ),
     assumed={"precision": "bf16"},
     basis="not calibrated by trials",
@@ -194,6 +197,7 @@ def test_data_for_programs() -> None:
     assert data["runner_up"] == {
         "label": "pp4 dp2 mb1",
         "equal_work_s": 2.2,
+        "trial": None,
         "slower_by": pytest.approx(0.1),
         "terms": EXPLANATION.runner_up.terms if EXPLANATION.runner_up else None,
     }

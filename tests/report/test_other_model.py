@@ -48,8 +48,8 @@ def test_a_plan_of_the_final_rounds_goes_before_a_single_launch() -> None:
     run = replace(
         OTHER,
         finalists=(
-            Finalist(number=2, comparison=comparison(1.25), ratios=(1.25, 1.25, 1.25)),
-            Finalist(number=1, comparison=comparison(1.1), ratios=(1.1, 1.1, 1.1)),
+            Finalist(number=2, comparison=comparison(1.25, ratios=(1.25, 1.25, 1.25))),
+            Finalist(number=1, comparison=comparison(1.1, ratios=(1.1, 1.1, 1.1))),
         ),
     )
     words = "trial 1, 0.455 s/iteration, 1.10x (1.04x to 1.16x), measured in turns: "

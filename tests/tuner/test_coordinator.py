@@ -165,7 +165,7 @@ def test_a_lead_that_one_launch_hides_is_measured_until_it_is_certain(tmp_path: 
     assert winner is not None
     assert winner.proven_after is not None
     assert 5 < winner.proven_after < 10
-    assert winner.ratios == pytest.approx(machine.ratios[: winner.proven_after])
+    assert winner.comparison.round_ratios == pytest.approx(machine.ratios[: winner.proven_after])
     assert winner.comparison.speedup.low > 1.0
     events = read_events(tmp_path / "r" / "events.jsonl")
     last = [event for event in events if event["kind"] == "final-round"][-1]
@@ -180,7 +180,7 @@ def test_what_is_never_certain_is_given_up(tmp_path: Path) -> None:
     machine.ratios = (1.5, 0.7)
     result = tune(begin(tmp_path / "r", study={"trials": 6, "top_k": 1}), machine, observer=watching)
     assert result.winner is None
-    assert 3 <= len(result.rankings[0].ratios) <= 15
+    assert 3 <= len(result.rankings[0].comparison.round_ratios) <= 15
     assert any("no plan is faster for certain" in text for text in watching.messages)
 
 
@@ -218,7 +218,7 @@ def test_more_rounds_are_only_measured_while_there_is_time(tmp_path: Path) -> No
     result = tune(run, machine, max_minutes=3.0, clock=lambda: now[0])
     assert now[0] <= 180.0
     assert result.winner is None
-    assert 3 < len(result.rankings[0].ratios) < 12
+    assert 3 < len(result.rankings[0].comparison.round_ratios) < 12
 
 
 def test_clearly_slower_plans_are_not_measured_again(tmp_path: Path) -> None:

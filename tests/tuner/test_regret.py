@@ -79,13 +79,16 @@ def ranking(one: FinishedTrial, ratios: Sequence[float]) -> FinalistResult:
         num_iterations=len(ratios),
     )
     compared = Comparison(
-        objective="tokens_per_s", plan=measured, baseline=measured, speedup=bootstrap_median(ratios, seed=0)
+        objective="tokens_per_s",
+        plan=measured,
+        baseline=measured,
+        speedup=bootstrap_median(ratios, seed=0),
+        round_ratios=tuple(ratios),
     )
     return FinalistResult(
         trial=one,
         comparison=compared,
         rounds=tuple(range(len(ratios))),
-        ratios=tuple(ratios),
         proven_after=5,
     )
 

@@ -69,9 +69,8 @@ def result(number: int, ratios: Sequence[float], *, is_other_model: bool = False
     return replace(
         measured,
         trial=finished(number, is_other_model=is_other_model),
-        comparison=replace(measured.comparison, speedup=speedup),
+        comparison=replace(measured.comparison, speedup=speedup, round_ratios=tuple(ratios)),
         rounds=tuple(range(len(ratios))),
-        ratios=tuple(ratios),
         proven_after=len(ratios) if speedup.low > 1.0 else None,
     )
 
@@ -88,7 +87,7 @@ def test_the_faster_in_the_same_rounds_wins_though_a_slow_launch_lowers_its_inte
     first, second = results
     assert first.trial.number == 7
     assert winner_of(results) is first
-    assert min(first.ratios) < min(second.ratios)
+    assert min(first.comparison.round_ratios) < min(second.comparison.round_ratios)
     choice = choice_of(results, seed=0)
     assert choice is not None
     assert (choice.runner_up, choice.num_rounds) == (9, 5)
