@@ -11,6 +11,7 @@ from enum import Enum, EnumType
 from typing import Any, get_args
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.space.knobs.registry import SETTINGS
 from quartet_plugin.space.needed_flags import NEEDED_FLAGS
 
 # Sections in the order in which a name is looked for. `validation` is there in later releases.
@@ -49,8 +50,8 @@ _RENAMED = {
 }
 # What an argument is that its flag leaves out, where that is not None.
 _LEFT_OUT: dict[str, Any] = {
+    **{knob.destination: False for knob in SETTINGS if knob.kind == "switch"},
     **dict.fromkeys(("sequence_parallel", "use_distributed_optimizer"), False),
-    **dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), False),
     "overlap_p2p_comm_warmup_flush": False,
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
     # With --no-overlap-p2p-communication left out.

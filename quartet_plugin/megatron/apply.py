@@ -4,6 +4,7 @@ Only flags that differ from the user's are changed, and every flag of the user t
 """
 
 import os
+import shlex
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -157,24 +158,26 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
 
 
 def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words with the plan's flags, and at most one line about the user's flags that they replace.
+    """The words with the plan's flags, and at most one line about flags that these replace and add.
 
     Raises PlanError for a part of the plan that stock flags cannot express.
     """
     values, remove = changes_of(plan, flags.values(words))
     edited, removed = flags.edit(words, remove=remove | set(values), append=flags.words_for(values))
     check_result(plan, flags.values(edited))
-    if not removed:
-        return edited, []
-    before = flags.explicit_values(words)
+    before, by_name = flags.explicit_values(words), {item.dest: item for item in removed}
+    added = flags.words_for({name: value for name, value in values.items() if name not in by_name})
     replaced = []
-    for item in {item.dest: item for item in removed}.values():
+    for item in by_name.values():
         given = value_in_words(before[item.dest])
         old = "" if isinstance(given, bool) else f" {given}"
         new = values.get(item.dest)
         now = "left out" if new is None else "set" if new is True else str(new)
         replaced.append(f"{item.flag}{old} -> {now}")
-    return edited, [f"the plan replaces {', '.join(replaced)}"]
+    parts = ([f"replaces {', '.join(replaced)}"] if replaced else []) + (
+        [f"adds {shlex.join(added)}"] if added else []
+    )
+    return edited, [f"the plan {' and '.join(parts)}"] if parts else []
 
 
 def changes_of(plan: Plan, user: Namespace) -> tuple[dict[str, Any], set[str]]:

@@ -304,13 +304,14 @@ def _compute_rows(explanation: Explanation) -> list[tuple[str, list[str]]]:
     other = explanation.baseline
     theirs: Mapping[str, float] = {} if other is None else other.compute_terms
     rows = []
+    ours = explanation.compute_terms
+    pairs = {name: (ours.get(name, 0.0), theirs.get(name, 0.0)) for name in {**ours, **theirs}}
     by_size = sorted(
-        explanation.compute_terms.items(),
-        key=lambda item: (-abs(item[1] - theirs.get(item[0], item[1])), -item[1]),
+        pairs.items(), key=lambda item: (-abs(item[1][0] - item[1][1]) if theirs else 0.0, -item[1][0])
     )
-    for inner, seconds in by_size:
-        if seconds >= LEAST_SHARE * explanation.iteration_s:
-            rows.append((inner.removesuffix("_s"), _pairs(explanation, seconds, theirs.get(inner, 0.0))))
+    for name, pair in by_size:
+        if max(pair) >= LEAST_SHARE * explanation.iteration_s:
+            rows.append((name.removesuffix("_s"), _pairs(explanation, *pair)))
     return rows
 
 
@@ -369,7 +370,7 @@ def _closing(explanation: Explanation) -> list[str]:
             verdict += f", measured in trial {other.trial}"
         terms = differences(other.terms, explanation.terms)
         lines.append(
-            f"next best predicted layout: {other.label}: {other.equal_work_s:.4g} s, "
+            f"next best predicted layout: {other.label}: {other.equal_work_s:.4g} s for the same work, "
             f"{verdict}{': ' + terms if terms else ''}"
         )
     lines += explanation.choice

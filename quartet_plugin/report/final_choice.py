@@ -40,7 +40,7 @@ def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
         chance = 1.0 - choice.chance_better if is_ahead else choice.chance_better
         parts[0] += (
             f", the median ratio of the same {choice.num_rounds} rounds, "
-            f"faster with a chance of {100 * chance:.0f} %"
+            f"faster at all with a chance of {100 * chance:.0f} %"
         )
     if not choice.is_runner_up_win and choice.chance_better is None:
         rounds = f"{choice.num_rounds} round{'' if choice.num_rounds == 1 else 's'}"

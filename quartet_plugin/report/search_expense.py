@@ -90,8 +90,8 @@ def unstable_words(history: RunHistory) -> str:
     num, num_measured = history.launch_parts.num_unstable, history.launch_parts.num_measured
     if not num:
         return ""
-    words = f"{num} of {num_measured} measured launches: their iteration times vary too much; each was made "
-    words += "once more, and what is unstable again counts by its median"
+    words = f"{num} of {num_measured} measured launches, those of the gate included: their iteration times "
+    words += "vary too much; each was made once more, and what is unstable again counts by its median"
     return words + ("; the machine was too busy" if num >= BUSY_SHARE * num_measured else "")
 
 

@@ -50,7 +50,8 @@ def _words(point: ShapePoint) -> str:
     if point.measured is not None:
         parts.append(f"{speedup_words(point.measured)} measured (trial {point.trial})")
     if point.predicted is not None:
-        kind = "predicted" if point.measured is None else "fitted"
+        # Of the best plan of the shape, which need not be the one that was measured.
+        kind = "predicted" if point.measured is None else "the best fitted"
         parts.append(f"{speedup_words(point.predicted)} {kind}")
     return ", ".join(parts) or "not measured"
 

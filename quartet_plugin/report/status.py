@@ -39,6 +39,8 @@ from quartet_plugin.space.plan_label import plan_label
 
 # What a regret compares untried plans with.
 WINNER, COMMAND, STAND_IN = "the winner", "your own command", "the stock plan that fits"
+# The chance of a better plan from which on more trials are advised.
+LIKELY = 0.5
 
 _STATES = {
     "running": "running",
@@ -291,5 +293,5 @@ def _basis(regret: Regret) -> str:
     untried, measured = regret.num_untried, regret.num_measured
     return (
         f"{untried} untried plans of the {untried + measured} compared, {how}; {measured - 1} trials and "
-        "your own command were measured"
+        f"your own command were measured{'; more trials would tell' if regret.notable >= LIKELY else ''}"
     )

@@ -57,8 +57,10 @@ def axis_gains_of(space: Space, search: TuneResult, *, proposer: "Proposer | Non
     for axis, is_kept in _AXES.items():
         if is_kept(winner, command):
             continue
-        # The command itself is one of them.
-        best = max((i for i, plan in enumerate(plans) if is_kept(plan, command)), key=values.__getitem__)
+        # The command itself is one of them. Another model answers for the shape alone, where it can.
+        kept = [index for index, plan in enumerate(plans) if is_kept(plan, command)]
+        of_model = [index for index in kept if plans[index].shape == winner.shape]
+        best = max((axis != "shape" and of_model) or kept, key=values.__getitem__)
         gain = math.exp(values[0] - values[best])
         gains.append(AxisGain(axis=axis, gain=gain, best_without=plan_label(plans[best])[:400]))
     if not gains:

@@ -19,6 +19,7 @@ import shlex
 import sys
 import warnings
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -203,7 +204,7 @@ def changed(flags: Flags, words: Sequence[str], values: dict[str, Any]) -> list[
 def check_command(command: ProductionCommand, generator: random.Random, num: int) -> dict[str, Any]:
     """Counts and disagreements of the plans of one command."""
     flags = native_flags()
-    result: dict[str, Any] = {"accepted": 0, "refused": 0, "disagreements": []}
+    result: dict[str, Any] = {"accepted": 0, "refused": 0, "disagreements": [], "settings": Counter()}
     with hopper(command):
         # A plan of a command that does not run as it is written says nothing of our rules.
         own = refusal_of(command.words)
@@ -214,6 +215,7 @@ def check_command(command: ProductionCommand, generator: random.Random, num: int
         for turn in range(num):
             space = spaces[turn % 2]
             plan = space.decode(Sweep(generator.randrange(10**6)), trial=turn + 1)
+            result["settings"].update(setting.name for setting in plan.layout.settings or ())
             with mock.patch.dict(os.environ):
                 words, _ = rewrite(plan, flags=flags, words=command.words)
                 set_connections(user, flags.values(words), environment=os.environ, architecture=lambda: 9)
@@ -250,7 +252,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     generator = random.Random(options.seed)
-    total: dict[str, Any] = {"accepted": 0, "refused": 0, "disagreements": []}
+    total: dict[str, Any] = {"accepted": 0, "refused": 0, "disagreements": [], "settings": Counter()}
     left = options.plans
     while left > 0:
         num = min(left, PLANS_A_COMMAND)

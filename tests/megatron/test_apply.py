@@ -29,7 +29,7 @@ def test_uneven_split_is_written_out() -> None:
     words = [*MEGATRON_FLAGS, "--pipeline-model-parallel-size", "2"]
     edited, notes = rewrite(make_plan(split=(5, 1), pipeline=2), flags=native_flags(), words=words)
     assert edited == [*words, "--pipeline-model-parallel-layout", "Ettttt|tL"]
-    assert notes == []
+    assert notes == ["the plan adds --pipeline-model-parallel-layout 'Ettttt|tL'"]
 
 
 def test_layers_of_multi_token_prediction_lie_before_the_head() -> None:

@@ -73,7 +73,10 @@ def test_every_part_is_there() -> None:
     assert "75.0 %" in text
     assert "gemm" in text
     assert "bubble    20.0 % of all device time" in text
-    assert "next best predicted layout: pp4 dp2 mb1: 2.2 s, 10.0 % slower: pp_bubble +0.2 s" in text
+    assert (
+        "next best predicted layout: pp4 dp2 mb1: 2.2 s for the same work, 10.0 % slower: pp_bubble +0.2 s"
+        in text
+    )
     assert "runner-up" not in text
     assert "basis     not calibrated by trials" in text
     assert "measured" not in text

@@ -28,7 +28,7 @@ CHOICE = FinalChoice(
 LINES = [
     "chosen    the faster in the same rounds",
     "runner-up trial 9, another model: trial 2 is 1.088x as fast as trial 9, the median ratio of the "
-    "same 5 rounds, faster with a chance of 94 %",
+    "same 5 rounds, faster at all with a chance of 94 %",
 ]
 
 
@@ -55,7 +55,7 @@ def test_a_runner_up_that_is_faster_is_said_with_the_reason() -> None:
     other_model = replace(CHOICE, gain=1 / 1.03, chance_better=0.1)
     assert choice_lines(chosen(other_model))[1] == (
         "runner-up trial 9, another model: trial 9 is 1.030x as fast as trial 2, the median ratio of the "
-        "same 5 rounds, faster with a chance of 90 %; too little, or too unsure, for another model"
+        "same 5 rounds, faster at all with a chance of 90 %; too little, or too unsure, for another model"
     )
     unsure = replace(other_model, is_runner_up_other_model=False, is_runner_up_win=False)
     assert choice_lines(chosen(unsure))[1].endswith(

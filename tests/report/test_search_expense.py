@@ -95,7 +95,9 @@ def test_a_run_counts_every_launch_of_its_folder(tmp_path: Path) -> None:
 def test_unstable_launches_are_counted_and_a_busy_machine_is_said() -> None:
     few = history(launch_s=100.0, launch_parts=LaunchSeconds(num_measured=31, num_unstable=2))
     (line,) = [line for line in expense_lines(few) if line.startswith("unstable")]
-    assert line.startswith("unstable  2 of 31 measured launches: their iteration times vary too much")
+    assert line.startswith(
+        "unstable  2 of 31 measured launches, those of the gate included: their iteration times vary too much"
+    )
     assert "busy" not in line
     many = history(launch_s=100.0, launch_parts=LaunchSeconds(num_measured=31, num_unstable=4))
     assert expense_lines(many)[-1].endswith("; the machine was too busy")

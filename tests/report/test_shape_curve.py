@@ -38,8 +38,8 @@ CURVE = ShapeCurve(
 
 def test_lines() -> None:
     assert shape_lines(CURVE) == [
-        "shapes    6x704   1.25x measured (trial 6), 1.20x fitted",
-        "          12x512  1.00x measured (trial 12), 1.00x fitted, your own",
+        "shapes    6x704   1.25x measured (trial 6), 1.20x the best fitted",
+        "          12x512  1.00x measured (trial 12), 1.00x the best fitted, your own",
         "          24x384  0.81x predicted",
         "          48x256  not measured",
     ]
@@ -49,7 +49,7 @@ def test_the_winners_shape_has_the_speedup_of_its_final_rounds() -> None:
     shape = replace(WINNER.shape, num_layers=6, hidden_size=704)
     winner = replace(WINNER, shape=shape, split=Split(transformer_layers_per_stage=(3, 3)))
     first, *others = shape_lines(CURVE, winner=winner)
-    assert first.endswith("1.20x fitted; 1.25x in the final rounds (trial 2)")
+    assert first.endswith("1.20x the best fitted; 1.25x in the final rounds (trial 2)")
     assert others == shape_lines(CURVE)[1:]
     assert first in status_lines(history(winner=winner, shape_curve=CURVE))
     assert shape_lines(CURVE, winner=replace(winner, measurement=None)) == shape_lines(CURVE)

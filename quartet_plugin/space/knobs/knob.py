@@ -134,9 +134,7 @@ class Knob:
 
     def text(self, value: Value | None) -> str:
         """A value as tables have it."""
-        if isinstance(value, bool):
-            return "on" if value else "off"
-        return STOCK if value is None else str(value)
+        return STOCK if value is None else value_text(value)
 
     def request_text(self, value: Value) -> str:
         """A value as `search` of q.yaml asks for it alone."""
@@ -279,11 +277,19 @@ class PlanKnob(Knob):
         return self.part(plan)
 
 
+def value_text(value: Value) -> str:
+    """A value as q.yaml and tables have it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
+
+
 def kept_fault(value: Value, command: Value, reason: str | None) -> str | None:
     """The rule that another value than the command's breaks where `reason` keeps the command's."""
     if reason is None or value == command:
         return None
-    return f"must be the command's own {command}: {reason}"
+    words = value_text(command)
+    return f"must be the command's own {words}: {reason}"
 
 
 def never_faulty(value: Value, context: KnobContext) -> str | None:
