@@ -18,8 +18,10 @@ from quartet_plugin.megatron.device_connections import set_connections
 from quartet_plugin.megatron.seams import Wrapper
 from quartet_plugin.megatron.support import tensor_partition_reason
 from quartet_plugin.model.megatron_arguments import (
+    hybrid_pattern,
     layout_of,
     model_words,
+    num_mtp_layers_of,
     schedule_of,
     shape_of,
     split_of,
@@ -136,7 +138,6 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
     made_for = plan.made_for
     layout = layout_of(user, world_size=world_size)
     batch = user.global_batch_size or user.micro_batch_size * layout.data_parallel
-    mtp_layers = getattr(user, "mtp_num_layers", None)
     # The tokenizer decides the vocabulary, so it is compared when Megatron has built that.
     shape = dump(shape_of(user, vocab_size=made_for.shape.vocab_size))
     made_for.check_same_job(
@@ -146,7 +147,8 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
             "world_size": world_size,
             "global_batch_size": batch,
             **shape,
-            "mtp_layers": mtp_layers or None,
+            "layer_kinds": shape.get("layer_kinds"),
+            "mtp_layers": num_mtp_layers_of(user) or None,
             **({} if made_for.job is None else model_words(user)),
         }
     )
@@ -270,13 +272,13 @@ def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
         layout.virtual_stages,
     )
     if not same_stages or _split_or_none(user) != plan.split:
+        if hybrid_pattern(user):
+            raise PlanError(
+                "split: a hybrid model takes no --pipeline-model-parallel-layout; its split is the | in "
+                "--hybrid-layer-pattern, so keep the split and the stages of the command"
+            )
         remove |= set(SPLIT_FLAGS)
         if layout.pipeline_parallel > 1:
-            if getattr(user, "hybrid_layer_pattern", None) or getattr(user, "hybrid_override_pattern", None):
-                raise PlanError(
-                    "split: a hybrid model takes no --pipeline-model-parallel-layout; its split is the | in "
-                    "--hybrid-layer-pattern, so keep the split and the stages of the command"
-                )
             values["pipeline_model_parallel_layout"] = plan.split.layout_text(
                 mtp_layers=getattr(user, "mtp_num_layers", None) or 0
             )

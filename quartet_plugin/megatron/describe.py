@@ -16,6 +16,7 @@ from quartet_plugin.model.megatron_arguments import (
     features_of,
     latent_attention_of,
     layout_of,
+    num_mtp_layers_of,
     precision_of,
     schedule_of,
     shape_of,
@@ -81,7 +82,7 @@ def describe_job(
     if "mtp" in features and args.pipeline_model_parallel_size == 1 and forward_step is not None:
         features += [] if knows_further_tokens(forward_step) else ["mtp_without_tokens"]
     changed = () if no_custom_schedules else changed_functions()
-    split = None if "hybrid" in features or "encoder_decoder" in features else dump(split_of(args))
+    split = None if "encoder_decoder" in features else dump(split_of(args))
     return {
         "framework": FRAMEWORK,
         "framework_version": str(__version__).partition("+")[0],
@@ -101,7 +102,7 @@ def describe_job(
         "full_backward": layers_need_full_backwards(args),
         "layer_impl": getattr(args, "transformer_impl", None),
         "normalization": getattr(args, "normalization", None),
-        **({"mtp_layers": args.mtp_num_layers} if getattr(args, "mtp_num_layers", None) else {}),
+        **({"mtp_layers": num_mtp_layers_of(args)} if num_mtp_layers_of(args) else {}),
         **({"changed_functions": list(changed)} if changed else {}),
         **({"stage_divisor": stage_divisor} if stage_divisor > 1 else {}),
         **_routed(args),

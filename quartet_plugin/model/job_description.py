@@ -4,7 +4,7 @@ A plan that was made without a run carries it, so that no second file is needed 
 """
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
 from quartet_plugin.errors import ConfigError
@@ -119,6 +119,27 @@ def words_of_model(
     }
 
 
+def mean_layers(shape: ModelShape, experts: Experts | None) -> tuple[ModelShape, Experts | None]:
+    """Like layers that have the mean weights of a hybrid model's, and their experts; others as they are.
+
+    Where layers have experts, every layer gets their share of them, and its FFN is part of the shared one.
+    """
+    kinds = shape.layer_kinds
+    if kinds is None or experts is None or not kinds.experts:
+        return shape.mean, experts if kinds is None else None
+    others = replace(shape, layer_kinds=replace(kinds, experts=0)).mean
+    share = kinds.experts / shape.num_layers
+    per_token = max(1, round(share * experts.experts_per_token))
+    return others, Experts(
+        num_experts=max(per_token, round(share * experts.num_experts)),
+        experts_per_token=per_token,
+        ffn_hidden_size=max(
+            1, round(share * experts.experts_per_token * experts.ffn_hidden_size / per_token)
+        ),
+        shared_ffn_hidden_size=others.ffn_hidden_size + round(share * experts.shared_ffn_hidden_size),
+    )
+
+
 def model_flops_per_sequence(
     shape: ModelShape, *, experts: Experts | None = None, latent_attention: LatentAttention | None = None
 ) -> int:
@@ -126,6 +147,7 @@ def model_flops_per_sequence(
 
     Causal attention counts the half it needs.
     """
+    shape, experts = mean_layers(shape, experts)
     seq, hidden, heads = shape.seq_length, shape.hidden_size, shape.num_attention_heads
     ffn = (3 if shape.gated_ffn else 2) * hidden * shape.ffn_hidden_size
     attention = shape.matrix_parameters_per_layer - ffn

@@ -14,7 +14,7 @@ from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.job_description import Experts, LatentAttention, words_of_model
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.plan import ScheduleChoice, ScheduleName, Split
-from quartet_plugin.model.shape import MAX_LAYERS, ModelShape, PositionEmbedding
+from quartet_plugin.model.shape import MAX_LAYERS, LayerKinds, ModelShape, PositionEmbedding
 
 # Far more than the layers and stages of any model, written out.
 _MAX_LAYOUT = 8 * MAX_LAYERS
@@ -64,8 +64,9 @@ def shape_of(args: Namespace, *, vocab_size: int | None = None) -> ModelShape:
 
     Raises ConfigError for arguments without a size that every model needs.
     """
+    num_layers = num_layers_of(args)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-        if getattr(args, name, None) is None:
+        if (num_layers if name == "num_layers" else getattr(args, name, None)) is None:
             raise ConfigError(
                 f"--{name.replace('_', '-')}: not given; a plan needs the model's size in flags"
             )
@@ -75,7 +76,7 @@ def shape_of(args: Namespace, *, vocab_size: int | None = None) -> ModelShape:
     if vocab is None:
         raise ConfigError("the vocabulary's size is not known before the tokenizer is built")
     return ModelShape(
-        num_layers=args.num_layers,
+        num_layers=num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=_ffn_hidden_size(args),
         num_attention_heads=heads,
@@ -87,6 +88,62 @@ def shape_of(args: Namespace, *, vocab_size: int | None = None) -> ModelShape:
         gated_ffn=bool(args.swiglu),
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         position_embedding=_position_embedding(args),
+        layer_kinds=_layer_kinds(args),
+    )
+
+
+def num_layers_of(args: Namespace) -> Any:
+    """The number of layers: a hybrid model's pattern says it, whatever `--num-layers` has."""
+    segments = _hybrid_segments(args)
+    return args.num_layers if segments is None else sum(map(len, segments))
+
+
+def num_mtp_layers_of(args: Namespace) -> int:
+    """The layers of multi-token prediction: a hybrid model's pattern has theirs behind slashes."""
+    pattern = hybrid_pattern(args)
+    if "/" in pattern:
+        return pattern.count("/")
+    # Of a hybrid model Megatron builds none without their own pattern, which may be in a flag of its own.
+    is_built = not pattern or bool(_optional(args, "mtp_hybrid_override_pattern"))
+    return int(_optional(args, "mtp_num_layers") or 0) if is_built else 0
+
+
+def hybrid_pattern(args: Namespace) -> str:
+    """The pattern of a hybrid model, a letter a layer; empty without one."""
+    pattern = _optional(args, "hybrid_layer_pattern") or _optional(args, "hybrid_override_pattern")
+    return pattern if isinstance(pattern, str) else ""
+
+
+def _hybrid_segments(args: Namespace) -> list[str] | None:
+    """The layers of a hybrid model's stages as its pattern divides them; None without a pattern."""
+    main = hybrid_pattern(args).partition("/")[0]
+    return main.split("|") if main else None
+
+
+def _layer_kinds(args: Namespace) -> LayerKinds | None:
+    """The layers of a hybrid model by their letters (hybrid_layer_allocation.py); None without a pattern.
+
+    Sizes of state-space layers are as mamba_mixer.py has them.
+    """
+    segments = _hybrid_segments(args)
+    if segments is None:
+        return None
+    layers = "".join(segments)
+    attention, state_space = (sum(map(layers.count, letters)) for letters in ("*D+", "MG"))
+    head_size, groups = (
+        int(_optional(args, f"mamba_{name}") or usual)
+        for name, usual in (("head_dim", 64), ("num_groups", 8))
+    )
+    heads = int(_optional(args, "mamba_num_heads") or 2 * args.hidden_size // head_size)
+    state_size = int(_optional(args, "mamba_state_dim") or 128)
+    return LayerKinds(
+        attention=attention,
+        mlp=len(layers) - attention - state_space - layers.count("E"),
+        experts=layers.count("E"),
+        state_space=state_space,
+        state_space_heads=heads if state_space else 0,
+        state_space_groups=groups if state_space else 0,
+        projected_size=(3 * heads * head_size + 2 * groups * state_size + heads) if state_space else 0,
     )
 
 
@@ -236,6 +293,9 @@ def _virtual_stages(args: Namespace) -> int:
     pp = int(args.pipeline_model_parallel_size)
     if pp == 1:
         return 1
+    segments = _hybrid_segments(args)
+    if segments is not None:
+        return max(1, len(segments) // pp)
     stages = _layout_stages(args)
     if stages is not None:
         return max(1, len(stages) // pp)
@@ -253,18 +313,22 @@ def _num_split_layers(args: Namespace) -> int:
     extra = bool(_optional(args, "account_for_embedding_in_pipeline_split")) + bool(
         _optional(args, "account_for_loss_in_pipeline_split")
     )
-    return int(args.num_layers) + extra
+    return int(num_layers_of(args)) + extra
 
 
 def split_of(args: Namespace) -> Split:
-    """Transformer layers of each stage, as transformer_block.get_num_layers_to_build counts them.
+    """Layers of each stage, as transformer_block.get_num_layers_to_build counts them.
 
+    A hybrid model's are those between the pipes of its pattern, if it has some (hybrid_layer_allocation.py).
     Raises InfeasibleError for layers that Megatron could not divide.
     """
     stages = _layout_stages(args)
     if stages is not None:
         return Split(transformer_layers_per_stage=tuple(stages))
     pp, chunks = args.pipeline_model_parallel_size, _virtual_stages(args)
+    segments = _hybrid_segments(args)
+    if segments is not None and len(segments) > 1 and pp > 1:
+        return Split(transformer_layers_per_stage=tuple(map(len, segments)))
     first, last = (
         _optional(args, "decoder_first_pipeline_num_layers"),
         _optional(args, "decoder_last_pipeline_num_layers"),
@@ -276,7 +340,7 @@ def split_of(args: Namespace) -> Split:
         ends = {0: first, pp - 1: last}
         fixed = {rank: count for rank, count in ends.items() if count is not None}
         left = pp - len(fixed)
-        rest = _even(args.num_layers - sum(fixed.values()), left) if left else 0
+        rest = _even(num_layers_of(args) - sum(fixed.values()), left) if left else 0
         per_rank = [fixed.get(rank, rest) for rank in range(pp)]
     counts = [_even(per_rank[stage % pp], chunks) for stage in range(pp * chunks)]
     counts[0] -= bool(_optional(args, "account_for_embedding_in_pipeline_split"))
@@ -313,6 +377,8 @@ def features_of(args: Namespace) -> list[str]:
         features.append("context_parallel")
     if getattr(args, "cuda_graph_impl", "none") not in (None, "none") or _is_on(args, "enable_cuda_graph"):
         features.append("cuda_graphs")
+    if "/" in hybrid_pattern(args):
+        features.append("mtp")
     if "mtp" in features and has_mtp_on_inner_stage(args):
         features.append("mtp_on_inner_stage")
     if "mtp" in features and not _is_on(args, "untie_embeddings_and_output_weights"):

@@ -1,9 +1,11 @@
 """The shape of a GPT-like model, and the parameters and FLOPs that follow from it."""
 
-from typing import Literal
+from dataclasses import field, replace
+from functools import cache
+from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.schema import record
+from quartet_plugin.model.schema import ADDED, Bounds, record
 
 # The most of each size: far above any transformer, and what every command reckons with in moments.
 MAX_LAYERS = 16_384
@@ -21,6 +23,25 @@ MAX_SIZES = {
 }
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
+_Count = Annotated[int, Bounds(ge=0, le=MAX_LAYERS)]
+_Size = Annotated[int, Bounds(ge=0, le=2**40)]
+
+
+@record
+class LayerKinds:
+    """How many of a hybrid model's layers are of each kind; attention and MLP make one transformer layer.
+
+    The state-space layers have heads and groups of them, and projections that read or write `projected_size`
+    values a token together, beside those of the hidden size.
+    """
+
+    attention: _Count
+    mlp: _Count
+    experts: _Count
+    state_space: _Count
+    state_space_heads: _Size = 0
+    state_space_groups: _Size = 0
+    projected_size: _Size = 0
 
 
 @record
@@ -28,6 +49,7 @@ class ModelShape:
     """What is trained: everything that changes parameters or FLOPs, and nothing about how it is run.
 
     `vocab_size` is the padded one that the embedding really has. `kv_channels` is a head's size.
+    `layer_kinds` are a hybrid model's; None where every layer is a transformer layer.
     Raises ConfigError for sizes that no transformer can have.
     """
 
@@ -43,6 +65,7 @@ class ModelShape:
     gated_ffn: bool
     tied_embeddings: bool
     position_embedding: PositionEmbedding
+    layer_kinds: LayerKinds | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         for name, most in MAX_SIZES.items():
@@ -66,11 +89,20 @@ class ModelShape:
         return self.num_attention_heads * self.kv_channels
 
     @property
+    def mean(self) -> "ModelShape":
+        """The shape of as many transformer layers, each with the mean weights of a hybrid model's layers.
+
+        Experts count as an FFN, a state-space layer as the FFN that has as many weights as its projections.
+        """
+        return self if self.layer_kinds is None else _mean_of(self, self.layer_kinds)
+
+    @property
     def matrix_parameters_per_layer(self) -> int:
         """Weights of a layer's matrix products: query, key, value, projection and the FFN."""
-        key_value_size = self.num_query_groups * self.kv_channels
-        attention = self.hidden_size * (2 * self.attention_size + 2 * key_value_size)
-        return attention + (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_hidden_size
+        mean = self.mean
+        key_value_size = mean.num_query_groups * mean.kv_channels
+        attention = self.hidden_size * (2 * mean.attention_size + 2 * key_value_size)
+        return attention + (3 if self.gated_ffn else 2) * self.hidden_size * mean.ffn_hidden_size
 
     @property
     def embedding_parameters(self) -> int:
@@ -87,7 +119,7 @@ class ModelShape:
     @property
     def forward_flops_per_layer(self) -> int:
         """FLOPs of one layer's forward over one sequence; causal attention counts the half it needs."""
-        core = 2 * self.seq_length * self.seq_length * self.attention_size
+        core = 2 * self.seq_length * self.seq_length * self.mean.attention_size
         return 2 * self.seq_length * self.matrix_parameters_per_layer + core
 
     @property
@@ -99,3 +131,22 @@ class ModelShape:
     def model_flops_per_sequence(self) -> int:
         """Forward and backward (twice the forward), without recomputation."""
         return 3 * (self.num_layers * self.forward_flops_per_layer + self.forward_flops_of_head)
+
+
+@cache
+def _mean_of(shape: ModelShape, kinds: LayerKinds) -> ModelShape:
+    """`ModelShape.mean` of a hybrid model: fewer heads, of a size that keeps their sum, and another FFN."""
+    of_attention = shape.num_attention_heads * kinds.attention / shape.num_layers
+    heads = max(1, round(of_attention))
+    most_groups = max(1, round(heads * shape.num_query_groups / shape.num_attention_heads))
+    matrices = 3 if shape.gated_ffn else 2
+    of_mlps = shape.ffn_hidden_size * (kinds.mlp + kinds.experts)
+    of_state_spaces = kinds.projected_size * kinds.state_space / matrices
+    return replace(
+        shape,
+        num_attention_heads=heads,
+        num_query_groups=max(count for count in range(1, most_groups + 1) if heads % count == 0),
+        kv_channels=max(1, round(of_attention * shape.kv_channels / heads)),
+        ffn_hidden_size=max(1, round((of_mlps + of_state_spaces) / shape.num_layers)),
+        layer_kinds=None,
+    )

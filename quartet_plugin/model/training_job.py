@@ -18,7 +18,7 @@ Count = Annotated[int, Bounds(ge=0, le=2**53)]
 class TrainingJob:
     """What the framework resolved from the user's command, as RANK 0 reported it.
 
-    `split` is None for a model that is no list of like layers. `settings` are the values of the framework's
+    `split` is None for a model that is no list of layers. `settings` are the values of the framework's
     settings that a plan can change; None where the report is of a release that did not read them.
     `full_backward` is why the model's layers make every backward in full, so that no schedule can split it;
     None where they do not. `no_custom_schedules` is why the plugin's runtime steps aside, so that the

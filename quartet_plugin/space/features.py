@@ -14,10 +14,11 @@ _SCALING = frozenset({Axis.SCALING})
 _MAPPING = frozenset({Axis.MAPPING})
 _NONE: frozenset[Axis] = frozenset()
 
-# Features of multi-token prediction with which the pipeline's degree is kept, too, and why.
+# Features with which the pipeline's degree is kept beside split and schedule, and why.
 STAGES_KEPT = {
     "mtp_tied_head": "Megatron saves no stages of multi-token prediction with a tied head",
     "mtp_without_tokens": "the script gives the last stage no tokens, which multi-token prediction embeds",
+    "hybrid": "the pattern of a hybrid model says its stages",
 }
 
 # A trial has a part of the training's stages.
@@ -59,8 +60,8 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "mtp": _SCALING,
     "mtp_on_inner_stage": _STAGES,
     **dict.fromkeys(STAGES_KEPT, frozenset({Axis.SPLIT, Axis.SCHEDULE})),
-    # Layers that are not all alike, or not a list of layers at all.
-    "hybrid": _STAGES | _SCALING,
+    # Layers that are not all alike. A hybrid model's stages are the parts of its pattern, which plans keep.
+    "hybrid": _SCALING | {Axis.SPLIT, Axis.SCHEDULE},
     "heterogeneous": _STAGES | _SCALING,
     "multi_latent_attention": _SCALING,
     "attention_variant": _SCALING | {Axis.SPLIT},

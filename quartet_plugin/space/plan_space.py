@@ -349,8 +349,8 @@ def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed
     """
     if job.split is None:
         raise ConfigError(
-            "the model is not one list of like layers (hybrid or encoder-decoder): "
-            "its stages cannot be planned; tune a GPTModel"
+            "the model is not one list of layers (encoder-decoder): its stages cannot be planned; "
+            "tune a GPTModel or a HybridModel"
         )
     if job.mtp_layers and 0 in job.split.transformer_layers_per_stage[1:-1]:
         raise ConfigError(

@@ -29,6 +29,7 @@ from quartet_plugin.cost.software import with_settings
 from quartet_plugin.cost.times import Times
 from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.model.job_description import mean_layers
 from quartet_plugin.model.plan import Plan
 
 # The coefficient of each compute part of a layer, and of each collective's part.
@@ -76,8 +77,11 @@ def unit_arrays(parts: UnitParts) -> UnitArrays:
 def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
     """The plan as a training run, every link inside a node."""
     settings = (*machine_model.settings, *(plan.layout.settings or ()))
+    shape, experts = mean_layers(plan.shape, machine_model.experts)
+    # A hybrid model's mean layer has plain attention.
+    latent = machine_model.latent if plan.shape.layer_kinds is None else None
     run = run_of(
-        plan.shape,
+        shape,
         plan.layout,
         global_batch_size=plan.made_for.global_batch_size,
         layers_per_stage=plan.split.transformer_layers_per_stage,
@@ -92,13 +96,13 @@ def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
         ),
     )
     mtp_layers = plan.made_for.mtp_layers or 0
-    if machine_model.experts is None and machine_model.latent is None and not mtp_layers:
+    if experts is None and latent is None and not mtp_layers:
         return replace(run, normalization=machine_model.normalization)
     known = {setting.name: setting.value for setting in settings}
     return replace(
         run,
-        experts=machine_model.experts,
-        latent=machine_model.latent,
+        experts=experts,
+        latent=latent,
         normalization=machine_model.normalization,
         mtp_layers=mtp_layers,
         has_whole_experts=known.get("expert_tensor_parallel") == 1,

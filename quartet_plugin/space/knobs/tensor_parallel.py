@@ -13,8 +13,11 @@ FP8_MULTIPLE = 16
 
 def sizes_to_divide(shape: ModelShape, experts: Experts | None = None) -> dict[str, int]:
     """The sizes of a model that a tensor-parallel size must divide, by name; 0 for one that it lacks."""
+    kinds = shape.layer_kinds
     return {
         "heads": shape.num_attention_heads,
+        "heads of a state-space layer": 0 if kinds is None else kinds.state_space_heads,
+        "groups of a state-space layer": 0 if kinds is None else kinds.state_space_groups,
         "of the FFN": shape.ffn_hidden_size,
         "of the vocabulary": shape.vocab_size,
         "of an expert's FFN": 0 if experts is None else experts.ffn_hidden_size,
