@@ -23,7 +23,7 @@ from quartet_plugin.space.features import Axis
 from quartet_plugin.space.plan_space import Space
 from tests.megatron.test_production_commands import ProductionCommand, hopper, job_of, space_of
 
-# The presets whose shapes stand for the recipes' models; the others are hybrid, or no language model.
+# The presets whose shapes stand for the recipes' models; the others are in HYBRIDS, or no language model.
 MODELS = {
     "llama3_8b": "llama3-8b",
     "llama3_70b": "llama3-70b",
@@ -41,6 +41,53 @@ MODELS = {
     "glm51": "deepseek-v3",
     "glm52": "deepseek-v3",
     "kimi_k2": "kimi-k2",
+}
+_NEMOTRON_3_NANO = {
+    "pattern": "MEMEM*E" + "MEMEM*E" * 4 + "MEMEMEM*E" + "MEMEMEME",
+    "hidden_size": 2688,
+    "ffn_hidden_size": 1856,
+    "num_attention_heads": 32,
+    "num_query_groups": 2,
+    "kv_channels": 128,
+    "mamba_num_heads": 64,
+    "mamba_state_dim": 128,
+    "vocab_size": 131_072,
+    "num_experts": 128,
+    "experts_per_token": 6,
+    "expert_ffn_hidden_size": 1856,
+    "shared_expert_ffn_hidden_size": 3712,
+}
+# Hybrid models, by Megatron-Bridge (models/nemotronh/nemotron_h_provider.py); `further` is the pattern of a
+# further token.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "nemotronh_56b": {
+        "pattern": "M-M-M-M*-" + "M-M-M-M-M*-" * 9 + "M-M-M-M-M-",
+        "hidden_size": 8192,
+        "ffn_hidden_size": 32_768,
+        "num_attention_heads": 64,
+        "num_query_groups": 8,
+        "mamba_num_heads": 256,
+        "mamba_state_dim": 256,
+        "vocab_size": 131_072,
+    },
+    "nemotron_3_nano": _NEMOTRON_3_NANO,
+    "nemotron_3_5_lightning": {**_NEMOTRON_3_NANO, "further": "*E"},
+    "nemotron_3_super": {
+        **_NEMOTRON_3_NANO,
+        "pattern": "MEMEMEM*E"
+        + "MEMEMEM*E" * 2
+        + "MEMEMEMEM*E" * 4
+        + "MEMEMEM*E"
+        + "MEMEMEME",
+        "further": "*E",
+        "hidden_size": 4096,
+        "ffn_hidden_size": 2688,
+        "mamba_num_heads": 128,
+        "num_experts": 512,
+        "experts_per_token": 22,
+        "expert_ffn_hidden_size": 2688,
+        "shared_expert_ffn_hidden_size": 5376,
+    },
 }
 # Linear attention in three layers of four.
 LINEAR_ATTENTION = ("qwen35_vl", "qwen3_next")
@@ -67,10 +114,13 @@ _SWITCHES = {
 
 def words_of(recipe: Mapping[str, Any]) -> list[str]:
     """The command's flags. Raises KeyError for a model whose shape is not known."""
-    knobs, model = recipe["knobs"], preset_named(MODELS[recipe["model"]])
+    knobs, model = recipe["knobs"], HYBRIDS.get(recipe["model"])
+    if model is None:
+        model = preset_named(MODELS[recipe["model"]])
     return [
         *_COMMON,
         *_texts(_shape(model, seq_length=knobs.get("seq_length") or model["seq_length"])),
+        *(_texts(_pattern(model, mtp=knobs.get("mtp_num_layers") or 0)) if "pattern" in model else []),
         *_texts(_layout(recipe)),
         *(flag for name, flag in _SWITCHES.items() if knobs.get(name) is True),
         *(_texts(_experts(model, knobs)) if "num_experts" in model else []),
@@ -78,7 +128,7 @@ def words_of(recipe: Mapping[str, Any]) -> list[str]:
         *(["--multi-latent-attention"] if "latent_attention" in model else []),
         *_precision(recipe["precision_and_variant"]),
         *(["--ckpt-format", "fsdp_dtensor"] if knobs.get("use_megatron_fsdp") else []),
-        *_ends(recipe, num_layers=model["num_layers"]),
+        *([] if "pattern" in model else _ends(recipe, num_layers=model["num_layers"])),
     ]
 
 
@@ -93,12 +143,12 @@ def _ends(recipe: Mapping[str, Any], *, num_layers: int) -> list[str]:
 
 
 def _texts(flags: Mapping[str, Any]) -> list[str]:
-    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    return [word for flag, value in flags.items() if value is not None for word in (*flag.split(), str(value))]
 
 
 def _shape(model: Mapping[str, Any], *, seq_length: int) -> dict[str, Any]:
     flags = {
-        "--num-layers": model["num_layers"],
+        "--num-layers": model.get("num_layers"),
         "--hidden-size": model["hidden_size"],
         "--ffn-hidden-size": model["ffn_hidden_size"],
         "--num-attention-heads": model["num_attention_heads"],
@@ -109,6 +159,16 @@ def _shape(model: Mapping[str, Any], *, seq_length: int) -> dict[str, Any]:
     for name, value in (model.get("latent_attention") or {}).items():
         flags[f"--{name.replace('_', '-')}"] = value
     return flags
+
+
+def _pattern(model: Mapping[str, Any], *, mtp: int) -> dict[str, Any]:
+    return {
+        "--hybrid-layer-pattern": model["pattern"] + mtp * f"/{model.get('further')}",
+        "--group-query-attention --num-query-groups": model["num_query_groups"],
+        "--kv-channels": model.get("kv_channels"),
+        "--mamba-num-heads": model["mamba_num_heads"],
+        "--mamba-state-dim": model["mamba_state_dim"],
+    }
 
 
 def _layout(recipe: Mapping[str, Any]) -> dict[str, Any]:

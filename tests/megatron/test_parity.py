@@ -12,7 +12,7 @@ import pytest
 
 from quartet_plugin.megatron.parity import save_weights
 from quartet_plugin.model.plan import Plan, write_plan
-from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan, write_trial
+from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, Launch, launch, make_plan, write_trial
 
 DP2 = make_plan(split=(6,), data=2)
 OVERLAPPED = (
@@ -58,6 +58,7 @@ def train(
     torchrun: tuple[str, ...] = (),
     command: Sequence[str] = MEGATRON_FLAGS,
     is_cold: bool = False,
+    script: Path = SCRIPT,
 ) -> Launch:
     """Five iterations of the user's command with the plan, as a trial."""
     trial = write_trial(folder, measure=5, plan=plan, weights=weights)
@@ -66,6 +67,7 @@ def train(
     done = launch(
         plan.layout.world_size,
         [*flags, "--quartet-device", "cpu"],
+        script=script,
         folder=folder,
         torchrun=torchrun,
         is_cold=is_cold,

@@ -1,0 +1,124 @@
+"""A HybridModel's plans train as one process does, and a study tunes it: real Megatron on gloo.
+
+Its layers are attention and MLPs alone: those with a state space need kernels of an accelerator.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.model.plan import Plan, Split, read_plan
+from quartet_plugin.model.shape import LayerKinds
+from quartet_plugin.protocol.attempt_files import read_shared
+from quartet_plugin.protocol.rank_files import RankReport, rank_file
+from quartet_plugin.trial.as_planned import difference_from
+from quartet_plugin.trial.request import Outcome
+from quartet_plugin.tuner.history import read_history
+from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, Launch, launch, make_plan
+from tests.megatron.test_parity import train
+from tests.short_rounds import short_rounds as short_rounds
+from tests.tuner.live_studies import launch_settings as launch_settings
+from tests.tuner.live_studies import tune
+
+SCRIPT = Path(__file__).with_name("hybrid_pretrain.py")
+# Without --num-layers: the pattern says it.
+FLAGS = MEGATRON_FLAGS[2:]
+MODEL = replace(SHAPE, layer_kinds=LayerKinds(attention=3, mlp=3, experts=0, state_space=0))
+
+
+def command_of(pattern: str = "*-*-*-", *, pipeline: int = 1) -> list[str]:
+    return [*FLAGS, "--hybrid-layer-pattern", pattern, "--pipeline-model-parallel-size", str(pipeline)]
+
+
+def plan_of(*, split: Sequence[int] = (6,), **sizes: Any) -> Plan:
+    return make_plan(split=split, shape=MODEL, made_for_shape=MODEL, **sizes)
+
+
+PLANS: dict[str, tuple[Plan, list[str]]] = {
+    "dp2": (plan_of(data=2), command_of()),
+    "tp2": (plan_of(tensor=2), command_of()),
+    "pp2 dp2": (
+        plan_of(split=(4, 2), pipeline=2, data=2, micro_batch=1, order=(2, 0, 3, 1)),
+        command_of("*-*-|*-", pipeline=2),
+    ),
+    "pp2 interleaved": (
+        plan_of(split=(1, 2, 2, 1), pipeline=2, chunks=2, group=2),
+        command_of("*|-*|-*|-", pipeline=2),
+    ),
+}
+FIRST = ("dp2", "tp2", "pp2 dp2")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid") / "weights"
+    words = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1", "--no-save-optim"]
+    done = launch(1, [*command_of(), *words, "--no-save-rng", "--quartet-device", "cpu"], script=SCRIPT)
+    assert (folder / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """One process."""
+    folder = tmp_path_factory.mktemp("one")
+    return train(plan_of(), folder=folder, weights=weights, command=command_of(), script=SCRIPT)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in FIRST),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in sorted(PLANS.keys() - set(FIRST))),
+    ],
+)
+def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
+    plan, command = PLANS[name]
+    done = train(plan, folder=tmp_path, weights=weights, command=command, script=SCRIPT)
+    tolerance = 5e-6 if plan.layout.tensor_parallel > 1 else 1e-6
+    assert len(reference.losses()) == 5
+    assert done.losses() == pytest.approx(reference.losses(), rel=tolerance)
+    assert done.grad_norms() == pytest.approx(reference.grad_norms(), rel=tolerance)
+    reports = [
+        read_shared(RankReport, rank_file(RankReport, folder=tmp_path, launch_rank=rank))
+        for rank in range(plan.layout.world_size)
+    ]
+    assert difference_from(plan, reports) is None
+    job = next(content["job"] for content in done.ranks.values() if content["rank"] == 0)
+    assert tuple(job["split"]["transformer_layers_per_stage"]) == plan.split.transformer_layers_per_stage
+    if plan.layout.num_stages > 1:
+        other = replace(plan, split=Split(transformer_layers_per_stage=(3, 3, *plan.split.transformer_layers_per_stage[2:])[: plan.layout.num_stages]))
+        assert "split: layers" in (difference_from(other, reports) or "")
+
+
+CONFIG = """\
+run: own
+search: {tensor_parallel: [1, 2], distributed_optimizer: auto}
+trial: {warmup: 1, measure: 3, deadline_s: 240}
+study: {trials: 3, top_k: 1, rounds: 3, control: 0}
+device: cpu
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("short_rounds", "launch_settings")
+def test_a_study_keeps_the_stages_and_tunes_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["torchrun", "--nproc-per-node", "2", str(SCRIPT), *command_of()]
+    run = tune(tmp_path, CONFIG, command)
+
+    trials = [trial for trial in read_history(run).trials if trial.number > 0]
+    assert len(trials) == 3
+    assert {trial.outcome for trial in trials} == {Outcome.OK}
+    plans = [trial.plan for trial in trials if trial.plan is not None]
+    assert {(plan.layout.pipeline_parallel, plan.split.label) for plan in plans} == {(1, "6")}
+    assert len({(plan.layout.degrees, plan.layout.micro_batch_size) for plan in plans}) == 3
+    assert all(plan.prediction is not None for plan in plans)
+    best = read_plan(run / "best" / "plan.json")
+    assert best.shape == MODEL
+    print(capsys.readouterr().out)
