@@ -130,12 +130,12 @@ def mean_layers(shape: ModelShape, experts: Experts | None) -> tuple[ModelShape,
     others = replace(shape, layer_kinds=replace(kinds, experts=0)).mean
     share = kinds.experts / shape.num_layers
     per_token = max(1, round(share * experts.experts_per_token))
+    width = max(1, round(share * experts.experts_per_token * experts.ffn_hidden_size / per_token))
+    width_of_all = share * experts.num_experts * experts.ffn_hidden_size
     return others, Experts(
-        num_experts=max(per_token, round(share * experts.num_experts)),
+        num_experts=max(per_token, round(width_of_all / width)),
         experts_per_token=per_token,
-        ffn_hidden_size=max(
-            1, round(share * experts.experts_per_token * experts.ffn_hidden_size / per_token)
-        ),
+        ffn_hidden_size=width,
         shared_ffn_hidden_size=others.ffn_hidden_size + round(share * experts.shared_ffn_hidden_size),
     )
 

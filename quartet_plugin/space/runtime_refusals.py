@@ -98,6 +98,11 @@ def refusal(args: Namespace) -> str | None:
     return first_refused(REFUSED, args)
 
 
+def refusal_to_compare(args: Namespace) -> str | None:
+    """Why a trial with these arguments keeps no weights to compare; stages of its own do not matter there."""
+    return first_refused((feature for feature in REFUSED if feature.reason != _SEPARATE_SPLIT), args)
+
+
 def refusal_of_model(config: Any) -> str | None:
     """Why a custom schedule cannot run with a model's configuration, which a script may have made itself."""
     return first_refused((feature for feature in REFUSED if not feature.is_flag_only), config)

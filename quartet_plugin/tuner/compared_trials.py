@@ -18,7 +18,7 @@ from quartet_plugin.launchers.megatron_words import arguments_in
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import needs_receipt
-from quartet_plugin.space.runtime_refusals import refusal
+from quartet_plugin.space.runtime_refusals import refusal_to_compare
 from quartet_plugin.trial.compared_start import ComparedStart, ComparedSteps, kept_by
 from quartet_plugin.trial.outcome import TOO_SHORT
 from quartet_plugin.trial.parity import STEPS
@@ -53,7 +53,7 @@ def why_nothing_is_kept(command: Command) -> str | None:
         return "Megatron-Bridge: only Megatron's own trials are compared by their first iterations"
     if command.starter == "other":
         return None
-    return refusal(arguments_in(command.arguments))
+    return refusal_to_compare(arguments_in(command.arguments))
 
 
 def baseline_start(context: TuningContext) -> ComparedStart | None:

@@ -74,11 +74,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "nemotron_3_5_lightning": {**_NEMOTRON_3_NANO, "further": "*E"},
     "nemotron_3_super": {
         **_NEMOTRON_3_NANO,
-        "pattern": "MEMEMEM*E"
-        + "MEMEMEM*E" * 2
-        + "MEMEMEMEM*E" * 4
-        + "MEMEMEM*E"
-        + "MEMEMEME",
+        "pattern": "MEMEMEM*E" + "MEMEMEM*E" * 2 + "MEMEMEMEM*E" * 4 + "MEMEMEM*E" + "MEMEMEME",
         "further": "*E",
         "hidden_size": 4096,
         "ffn_hidden_size": 2688,
@@ -143,7 +139,8 @@ def _ends(recipe: Mapping[str, Any], *, num_layers: int) -> list[str]:
 
 
 def _texts(flags: Mapping[str, Any]) -> list[str]:
-    return [word for flag, value in flags.items() if value is not None for word in (*flag.split(), str(value))]
+    given = {flag: value for flag, value in flags.items() if value is not None}
+    return [word for flag, value in given.items() for word in (*flag.split(), str(value))]
 
 
 def _shape(model: Mapping[str, Any], *, seq_length: int) -> dict[str, Any]:

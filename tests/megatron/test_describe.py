@@ -6,22 +6,26 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from megatron.core.models.hybrid.hybrid_layer_allocation import select_pipeline_segment
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.megatron.describe import knows_further_tokens
 from quartet_plugin.model.megatron_arguments import (
     features_of,
     layout_of,
+    num_mtp_layers_of,
     precision_of,
     schedule_of,
     shape_of,
     split_of,
     stages_of_layout,
 )
+from quartet_plugin.model.shape import LayerKinds
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE
 from tests.megatron.native import native_flags
 
@@ -96,6 +100,64 @@ def test_split_is_what_megatron_builds(
 def test_layers_that_cannot_be_divided() -> None:
     with pytest.raises(InfeasibleError, match="6 layers"):
         split_of(values("--pipeline-model-parallel-size", "4"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pipeline", "words"),
+    [
+        ("M-M*M-M*", 1, ()),
+        ("M-M*M-M*", 4, ()),
+        ("M-M*M-M*/*-/*-", 2, ()),
+        ("M-M*M-M*", 2, ("--decoder-first-pipeline-num-layers", "3")),
+        ("M-M*M|-M*", 2, ()),
+        ("M-|M*|M-M|*/*-", 2, ()),
+        ("|M-M*|M-M*|", 4, ()),
+    ],
+)
+def test_split_of_a_pattern_is_what_megatron_builds(
+    pattern: str, pipeline: int, words: tuple[str, ...]
+) -> None:
+    args = values("--pipeline-model-parallel-size", str(pipeline), "--hybrid-layer-pattern", pattern, *words)
+    chunks = layout_of(args, world_size=pipeline).virtual_stages
+    built = [0] * pipeline * chunks
+    for stage in range(len(built)):
+        with (
+            mock.patch("torch.distributed.get_rank", return_value=stage % pipeline),
+            mock.patch("torch.distributed.get_world_size", return_value=pipeline),
+            mock.patch("megatron.core.models.hybrid.hybrid_layer_allocation.log_on_each_pipeline_stage"),
+        ):
+            layers, _ = select_pipeline_segment(
+                pattern.partition("/")[0],
+                mock.sentinel.group,
+                stage // pipeline if chunks > 1 else None,
+                first_stage_layers=args.decoder_first_pipeline_num_layers,
+            )
+        built[stage] = len(layers)
+    assert split_of(args).transformer_layers_per_stage == tuple(built)
+    assert num_mtp_layers_of(args) == pattern.count("/")
+    assert ("mtp" in features_of(args)) == ("/" in pattern)
+
+
+def test_a_pattern_says_the_layers_and_their_kinds() -> None:
+    """Whatever --num-layers says; sizes of a state space are Megatron's defaults where none are given."""
+    kinds = shape_of(values("--hybrid-layer-pattern", "MEM*|E-ME"), vocab_size=128).layer_kinds
+    assert kinds == LayerKinds(
+        attention=1,
+        mlp=1,
+        experts=3,
+        state_space=3,
+        state_space_heads=1,
+        state_space_groups=8,
+        projected_size=3 * 64 + 2 * 8 * 128 + 1,
+    )
+    sized = values(
+        *("--hybrid-override-pattern", "M*", "--mamba-num-heads", "4", "--mamba-head-dim", "16"),
+        *("--mamba-num-groups", "2", "--mamba-state-dim", "32"),
+    )
+    shape = shape_of(sized, vocab_size=128)
+    assert shape.num_layers == 2
+    assert shape.layer_kinds is not None
+    assert shape.layer_kinds.projected_size == 3 * 64 + 2 * 2 * 32 + 4
 
 
 def test_shape_and_defaults() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.model.plan import Plan, Split, read_plan
+from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.model.receipt import read_receipt
 from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.protocol.attempt_files import read_shared
 from quartet_plugin.protocol.rank_files import RankReport, rank_file
@@ -90,15 +91,16 @@ def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: La
     job = next(content["job"] for content in done.ranks.values() if content["rank"] == 0)
     assert tuple(job["split"]["transformer_layers_per_stage"]) == plan.split.transformer_layers_per_stage
     if plan.layout.num_stages > 1:
-        other = replace(plan, split=Split(transformer_layers_per_stage=(3, 3, *plan.split.transformer_layers_per_stage[2:])[: plan.layout.num_stages]))
+        first, second, *rest = plan.split.transformer_layers_per_stage
+        other = replace(plan, split=Split(transformer_layers_per_stage=(first + 1, second - 1, *rest)))
         assert "split: layers" in (difference_from(other, reports) or "")
 
 
 CONFIG = """\
 run: own
-search: {tensor_parallel: [1, 2], distributed_optimizer: auto}
+search: {tensor_parallel: [1, 2], mapping: stock}
 trial: {warmup: 1, measure: 3, deadline_s: 240}
-study: {trials: 3, top_k: 1, rounds: 3, control: 0}
+study: {trials: 2, top_k: 1, rounds: 3, control: 0}
 device: cpu
 """
 
@@ -106,19 +108,17 @@ device: cpu
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("short_rounds", "launch_settings")
-def test_a_study_keeps_the_stages_and_tunes_the_rest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_study_keeps_the_stages_and_tunes_the_rest(tmp_path: Path) -> None:
     command = ["torchrun", "--nproc-per-node", "2", str(SCRIPT), *command_of()]
     run = tune(tmp_path, CONFIG, command)
 
     trials = [trial for trial in read_history(run).trials if trial.number > 0]
-    assert len(trials) == 3
-    assert {trial.outcome for trial in trials} == {Outcome.OK}
+    assert len(trials) == 2
+    assert {trial.outcome for trial in trials} <= {Outcome.OK, Outcome.UNSTABLE}
     plans = [trial.plan for trial in trials if trial.plan is not None]
     assert {(plan.layout.pipeline_parallel, plan.split.label) for plan in plans} == {(1, "6")}
-    assert len({(plan.layout.degrees, plan.layout.micro_batch_size) for plan in plans}) == 3
-    assert all(plan.prediction is not None for plan in plans)
-    best = read_plan(run / "best" / "plan.json")
-    assert best.shape == MODEL
-    print(capsys.readouterr().out)
+    assert len({(plan.layout.degrees, plan.layout.micro_batch_size) for plan in plans}) == 2
+    for plan in plans:
+        assert plan.shape == MODEL
+        receipt = read_receipt(run / "parity" / f"plan-{plan.key[:12]}" / "plan.parity.json")
+        assert receipt.verdict == "passed"

@@ -73,22 +73,25 @@ def test_experts_that_no_plan_describes_keep_their_degrees() -> None:
     assert {(plan.layout.tensor_parallel, plan.layout.expert_parallel) for plan in plans} == {(1, 2)}
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_multi_token_prediction_keeps_its_stages_with_a_tied_head_alone(is_tied: bool) -> None:
-    features = ("mtp", "mtp_tied_head") if is_tied else ("mtp",)
-    job = replace(
-        make_job(layout=make_layout(pipeline_parallel=2, data_parallel=2), features=features), mtp_layers=1
-    )
+@pytest.mark.parametrize(
+    ("features", "mtp_layers", "is_kept"),
+    [(("mtp",), 1, False), (("mtp", "mtp_tied_head"), 1, True), (("hybrid",), None, True)],
+)
+def test_features_that_keep_the_stages_leave_the_other_degrees(
+    features: tuple[str, ...], mtp_layers: int | None, is_kept: bool
+) -> None:
+    layout = make_layout(pipeline_parallel=2, data_parallel=2)
+    job = replace(make_job(layout=layout, features=features), mtp_layers=mtp_layers)
     space = build_space(
         job, nodes=make_nodes(4), search=parse_config({}, where="q.yaml").search, run="r", seed=0
     )
     plans = plans_of(space)
-    assert {plan.made_for.mtp_layers for plan in plans} == {1}
+    assert {plan.made_for.mtp_layers for plan in plans} == {mtp_layers}
     assert len({plan.layout.tensor_parallel for plan in plans}) > 1
     pipelines = {plan.layout.pipeline_parallel for plan in plans}
     splits = {plan.split for plan in plans if plan.layout.num_stages == 2}
     schedules = {plan.schedule.label for plan in plans}
-    assert (len(pipelines) > 1, len(splits) > 1, "zb-h1" in schedules) == (not is_tied,) * 3
+    assert (len(pipelines) > 1, len(splits) > 1, "zb-h1" in schedules) == (not is_kept,) * 3
     for plan in plans[:20]:
         assert plan.schedule.custom is not None or space.params_of(plan) is not None
 
