@@ -33,7 +33,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.cluster import parse_cluster, read_cluster
 from quartet_plugin.model.files import shown
-from quartet_plugin.model.job_description import Experts, JobPrecision, LatentAttention
+from quartet_plugin.model.job_description import Experts, JobPrecision, LatentAttention, mean_layers
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.plan import MAX_RANKS, STOCK, NodeInfo
 from quartet_plugin.model.sections import Section, load_yaml, validate
@@ -220,8 +220,9 @@ class PlanRequest:
         group: int | None = None,
     ) -> TrainingRun:
         """The run that a planned layout stands for; `schedule` None is the stock one."""
+        mean, experts = mean_layers(shape, self.experts)
         run = run_of(
-            shape,
+            mean,
             layout,
             global_batch_size=self.global_batch_size,
             layers_per_stage=split,
@@ -234,8 +235,8 @@ class PlanRequest:
         return replace(
             run,
             matmul=self.precision,
-            experts=self.experts,
-            latent=self.latent,
+            experts=experts,
+            latent=self.latent if mean == shape else None,
             normalization=self.normalization,
             mtp_layers=self.mtp_layers,
         )

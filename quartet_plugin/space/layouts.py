@@ -198,7 +198,11 @@ def requested_groups(layout: Layout, *, rules: LayoutRules) -> tuple[int, ...]:
             if is_legal_group(group, layout, num_microbatches=num_microbatches)
         )
     groups = legal_groups(layout, num_microbatches=num_microbatches)
-    return groups[:1] if Axis.SCHEDULE in rules.locked else groups
+    if Axis.SCHEDULE not in rules.locked:
+        return groups
+    command = rules.job.schedule.group
+    is_kept = command is not None and is_legal_group(command, layout, num_microbatches=num_microbatches)
+    return (command,) if is_kept and command is not None else groups[:1]
 
 
 def _has_group(layout: Layout, *, rules: LayoutRules) -> bool:

@@ -1,6 +1,16 @@
-"""FLOPs of models with experts and latent attention."""
+"""FLOPs of models with experts and latent attention, and the mean layer of a hybrid model."""
 
-from quartet_plugin.model.job_description import Experts, LatentAttention, model_flops_per_sequence
+from dataclasses import replace
+
+import pytest
+
+from quartet_plugin.model.job_description import (
+    Experts,
+    LatentAttention,
+    mean_layers,
+    model_flops_per_sequence,
+)
+from quartet_plugin.model.shape import LayerKinds, ModelShape
 from tests.space.jobs import make_shape
 
 
@@ -46,3 +56,38 @@ def test_latent_attention_counts_its_five_products() -> None:
     scores = 3 * 61 * 4096**2 * 128 * (128 + 64 + 128)
     active = (flops - scores) / (6 * 4096)
     assert 36e9 < active < 37.5e9
+
+
+def test_layers_of_a_hybrid_model_share_its_experts() -> None:
+    """Nemotron 3 Nano: 31.6 billion weights, of which a token uses 3.6 billion with embedding and head."""
+    shape = ModelShape(
+        num_layers=52,
+        hidden_size=2688,
+        ffn_hidden_size=1856,
+        num_attention_heads=32,
+        num_query_groups=2,
+        kv_channels=128,
+        seq_length=8192,
+        vocab_size=131_072,
+        max_position_embeddings=8192,
+        gated_ffn=False,
+        tied_embeddings=False,
+        position_embedding="none",
+        layer_kinds=LayerKinds(
+            attention=6, mlp=0, experts=23, state_space=23, projected_size=3 * 64 * 64 + 2 * 8 * 128 + 64
+        ),
+    )
+    experts = Experts(num_experts=128, experts_per_token=6, ffn_hidden_size=1856, shared_ffn_hidden_size=3712)
+    mean, shared = mean_layers(shape, experts)
+    assert shared is not None
+    others = mean.num_parameters - mean.num_layers * 2 * mean.hidden_size * mean.ffn_hidden_size
+
+    def weights(num_experts: int) -> int:
+        width = num_experts * shared.ffn_hidden_size + shared.shared_ffn_hidden_size
+        return others + mean.num_layers * 2 * mean.hidden_size * width
+
+    assert weights(shared.num_experts) == pytest.approx(31.6e9, rel=0.01)
+    assert weights(shared.experts_per_token) == pytest.approx(3.6e9, rel=0.01)
+    assert mean_layers(shape, None) == (shape.mean, None)
+    plain = replace(shape, layer_kinds=None)
+    assert mean_layers(plain, experts) == (plain, experts)

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.shape import LayerKinds, ModelShape
 from tests.model.plans import SHAPE
 
 
@@ -43,3 +44,29 @@ def test_gpt3_has_175_billion_parameters() -> None:
 def test_sizes_below_one_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         replace(SHAPE, **cast(dict[str, Any], {field: 0}))
+
+
+def test_hybrid_layers_weigh_what_their_kinds_do() -> None:
+    """Nemotron-H 56B: the mean layer loses none of attention, MLPs and projections of state spaces."""
+    projected = 3 * 256 * 64 + 2 * 8 * 256 + 256
+    shape = ModelShape(
+        num_layers=118,
+        hidden_size=8192,
+        ffn_hidden_size=32_768,
+        num_attention_heads=64,
+        num_query_groups=8,
+        kv_channels=128,
+        seq_length=8192,
+        vocab_size=131_072,
+        max_position_embeddings=8192,
+        gated_ffn=False,
+        tied_embeddings=False,
+        position_embedding="none",
+        layer_kinds=LayerKinds(attention=10, mlp=54, experts=0, state_space=54, projected_size=projected),
+    )
+    assert shape.num_parameters == pytest.approx(56.4e9, rel=0.005)
+    weights = 8192 * (10 * 2 * (64 + 8) * 128 + 54 * 2 * 32_768 + 54 * projected)
+    assert shape.num_layers * shape.matrix_parameters_per_layer == pytest.approx(weights, rel=0.005)
+    assert shape.mean.mean == shape.mean
+    without = replace(shape, layer_kinds=LayerKinds(attention=0, mlp=59, experts=0, state_space=59))
+    assert without.mean.attention_size == 1
