@@ -295,6 +295,8 @@ def test_where_a_plan_is_checked_and_why(tmp_path: Path, custom: Plan) -> None:
         (("torchrun", "train.py"), None),
         (("deepspeed", "train.py"), "DeepSpeed"),
         (("torchrun", "train.py", "--use-megatron-fsdp"), "--use-megatron-fsdp"),
+        # Its stages are its own, and its weights load under any degrees.
+        (("torchrun", "train.py", "--hybrid-layer-pattern", "*-*-"), None),
     ],
 )
 def test_when_trial_0_keeps_its_weights(words: tuple[str, ...], reason: str | None) -> None:
