@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import RUNS, JsonSwitch, RunName, RunsFolder, all_runs, find_run
+from quartet_plugin.cli.command import RUNS, JsonSwitch, RunName, RunsFolder, all_runs, find_run, path_here
 from quartet_plugin.cli.output import say, show
 from quartet_plugin.errors import QuartetError, StorageError
 
@@ -88,7 +88,10 @@ def _show_run(path: Path, *, as_json: bool) -> "RunState":
     if as_json:
         typer.echo(json.dumps(status_record(history), indent=1))
     else:
-        show(*status_lines(history))
+        # The command at full size, where trials had a part of the job.
+        commands = [run.folder.full_command, run.folder.best_command]
+        train = [f"train     sh {path_here(file)}" for file in commands if file.is_file()]
+        show(*status_lines(history), *train[:1])
     return history.state
 
 

@@ -21,6 +21,8 @@ BAR_WIDTH = 40
 YOUR_COMMAND, PLAIN_BASELINE = BASELINE_NAMES = ("your command", "baseline")
 # The head of the column with the plan's seconds less its baseline's.
 DIFFERENCE = "difference"
+# The share of a difference from which on the residual's is said.
+NOTABLE_RESIDUAL = 0.25
 RANK_NOTE = "the seconds of the busiest pipeline rank"
 MAX_RANKS = 32
 # The least columns of a terminal with room for bars and meanings beside two iterations' seconds.
@@ -44,7 +46,7 @@ _MEANING = {
     "optimizer": "the optimizer's step",
     "step_overhead": "between steps: data, logging",
     "straggler": "the slowest of many nodes",
-    "action": "around each action of a stage",
+    "action": "the work of each action beside its layers",
     "residual": "the trials' measured time beyond the other terms",
 }
 # Of the parts of `compute`.
@@ -304,8 +306,8 @@ def _compute_rows(explanation: Explanation) -> list[tuple[str, list[str]]]:
     other = explanation.baseline
     theirs: Mapping[str, float] = {} if other is None else other.compute_terms
     rows = []
-    ours = explanation.compute_terms
-    pairs = {name: (ours.get(name, 0.0), theirs.get(name, 0.0)) for name in {**ours, **theirs}}
+    terms = explanation.compute_terms
+    pairs = {name: (terms.get(name, 0.0), theirs.get(name, 0.0)) for name in {**terms, **theirs}}
     by_size = sorted(
         pairs.items(), key=lambda item: (-abs(item[1][0] - item[1][1]) if theirs else 0.0, -item[1][0])
     )
@@ -360,6 +362,7 @@ def _closing(explanation: Explanation) -> list[str]:
         lines.append(
             "          from a pipeline's first action to its last; pp_bubble: the busiest rank's waiting"
         )
+    lines += _residual_lines(explanation)
     other = explanation.runner_up
     if other is None:
         lines.append("next best predicted layout: none, no other is legal and fits")
@@ -367,7 +370,7 @@ def _closing(explanation: Explanation) -> list[str]:
         by = 100 * (other.equal_work_s / explanation.iteration_s - 1)
         verdict = f"{by:.1f} % slower" if by >= 0 else f"{-by:.1f} % faster than this plan"
         if other.trial is not None:
-            verdict += f", measured in trial {other.trial}"
+            verdict += f" by the fit; trial {other.trial} measured it"
         terms = differences(other.terms, explanation.terms)
         lines.append(
             f"next best predicted layout: {other.label}: {other.equal_work_s:.4g} s for the same work, "
@@ -380,6 +383,22 @@ def _closing(explanation: Explanation) -> list[str]:
         words = ", ".join(f"{name} {value}" for name, value in explanation.assumed.items())
         lines.append(f"assumed   {words}")
     return lines
+
+
+def _residual_lines(explanation: Explanation) -> list[str]:
+    """How much of the difference no named term explains, where that is much; none without a baseline."""
+    other = explanation.baseline
+    if other is None:
+        return []
+    by_residual = _difference(explanation, "residual_s")
+    whole = explanation.iteration_s - other.iteration_s
+    if abs(by_residual) < NOTABLE_RESIDUAL * abs(whole):
+        return []
+    of_whole = f"{1e3 * by_residual:+,.0f} of {1e3 * whole:+,.0f} ms"
+    return [
+        f"residual  {of_whole} is explained by no named term: trials of like plans took so much longer or "
+        "shorter than the other terms say"
+    ]
 
 
 def bar(share: float, *, width: int = BAR_WIDTH) -> str:

@@ -20,7 +20,7 @@ _SEARCHED: tuple[Knob, ...] = (
     MAPPING,
     *(knob for knob in LAYOUT_KNOBS if knob.default == "stock"),
 )
-_NOTHING = "none: each searched knob changed, or changes nothing in the winner"
+_NOTHING = "none of split, schedule, mapping and knobs asked for, where they matter to the winner"
 _FOLLOWS = "split and schedule follow from PP 1: a plan of one stage chooses neither"
 
 

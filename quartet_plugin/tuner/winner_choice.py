@@ -26,8 +26,9 @@ _RULE = (
     "same rounds"
 )
 _RULE_OF_OTHER_MODELS = (
-    "; another model only if it is faster than your command and than each such plan of your own "
-    f"model by {100 * (CLEAR_GAIN - 1):.0f} % or more, with a chance of at least {100 * CLEAR_CHANCE:.0f} %"
+    "; another model only if it is faster than your command and than each such plan of your own model, "
+    f"by {100 * (CLEAR_GAIN - 1):.0f} % or more, and faster at all with a chance of "
+    f"{100 * CLEAR_CHANCE:.0f} % or more"
 )
 
 # The order of `in_order_of_choice` where none may win.

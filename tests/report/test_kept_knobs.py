@@ -16,7 +16,7 @@ from tests.model.plans import PLAN, plan_with
 from tests.report.histories import INTERLEAVED, history, row
 from tests.schedule.orders import unit_costs
 
-NOTHING = "kept      none: each searched knob changed, or changes nothing in the winner"
+NOTHING = "kept      none of split, schedule, mapping and knobs asked for, where they matter to the winner"
 RECOMPUTED = plan_with(layout=RECOMPUTE.put(PLAN.layout, "full"))
 
 IN_ORDER = Mapping(slots=(Slot(node=0, local=0), Slot(node=0, local=1)))
