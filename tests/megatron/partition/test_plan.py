@@ -43,7 +43,9 @@ def test_a_plan_trains_with_rings_as_with_stock(tmp_path: Path) -> None:
 def test_the_plan_turns_sequence_parallelism_on() -> None:
     words, notes = rewrite(plan_of("rings"), flags=native_flags(), words=MEGATRON_FLAGS)
     assert "--sequence-parallel" in words
-    assert notes == []
+    assert notes == [
+        "the plan adds --tensor-model-parallel-size 2 --sequence-parallel --padded-vocab-size 128"
+    ]
 
 
 def test_a_feature_that_does_not_go_is_refused_by_name() -> None:
