@@ -176,9 +176,9 @@ def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str
         new = values.get(item.dest)
         now = "left out" if new is None else "set" if new is True else str(new)
         replaced.append(f"{item.flag}{old} -> {now}")
-    parts = ([f"replaces {', '.join(replaced)}"] if replaced else []) + (
-        [f"adds {shlex.join(added)}"] if added else []
-    )
+    parts = [f"replaces {', '.join(replaced)}"] if replaced else []
+    if added:
+        parts.append(f"adds {shlex.join(added)}")
     return edited, [f"the plan {' and '.join(parts)}"] if parts else []
 
 

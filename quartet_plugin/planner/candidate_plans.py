@@ -51,8 +51,8 @@ MAX_KEPT = 20_000
 QUANTUM = 0.25
 _LAYOUT_KINDS = ("shape", "layout", *map(kind_of, BEFORE_SCHEDULE))
 
-# What is least for the best plan, such as seconds for equal work; a plan's loads; its model for any split and
-# mapping; whether a plan can be predicted; whether it may fit in memory.
+# A number that is least for the best plan, such as seconds for equal work; a plan's loads; its model for any
+# split and mapping; whether a plan can be predicted; whether it may fit in memory.
 Rate = Callable[[Sequence[Plan]], list[float]]
 EndsOf = Callable[[Plan], EndLoads]
 SplitsOf = Callable[[Plan], CalibratedSplits | None]

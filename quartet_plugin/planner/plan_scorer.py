@@ -22,9 +22,10 @@ from quartet_plugin.space.plan_space import Space
 
 # A plan counts as an improvement only beyond this part of the best one.
 LEAST_GAIN = 0.002
-# Plans that fit with a smaller chance get no search of splits and mappings.
-LEAST_CHANCE = 0.1
-# By how much the logarithm of an objective is below others that do not count.
+# Plans that fit in memory with a smaller chance get no search of splits and mappings.
+LEAST_CHANCE_TO_MOVE = 0.1
+# How far below the measured plans, of which none fits, the objective lies that others are compared with: a
+# difference of logarithms.
 FAR_BELOW = 1.0
 # Plans that are tried while nothing is measured.
 NUM_FIRST = 20
@@ -177,7 +178,7 @@ class PlanScorer:
         ]
 
     def _may_fit(self, plan: Plan) -> bool:
-        return self.predictor.feasibility.chance_of_memory(plan) >= LEAST_CHANCE
+        return self.predictor.feasibility.chance_of_memory(plan) >= LEAST_CHANCE_TO_MOVE
 
     def _log_value(self, plan: Plan, iteration_s: float) -> float:
         return math.log(score_of_median(plan, iteration_s=iteration_s).value(self._objective))

@@ -21,9 +21,10 @@ BAR_WIDTH = 40
 YOUR_COMMAND, PLAIN_BASELINE = BASELINE_NAMES = ("your command", "baseline")
 # The head of the column with the plan's seconds less its baseline's.
 DIFFERENCE = "difference"
-# The share of a difference from which on the residual's is said.
+# The share of two iterations' difference above which the residual's part of it is said.
 NOTABLE_RESIDUAL = 0.25
-RANK_NOTE = "the seconds of the busiest pipeline rank"
+# Above the table of terms.
+TERMS_NOTE = "the seconds of the busiest pipeline rank; compute is the sum of its parts"
 MAX_RANKS = 32
 # The least columns of a terminal with room for bars and meanings beside two iterations' seconds.
 MEANING_COLUMNS = 120
@@ -103,7 +104,7 @@ class Explanation:
     compete. `basis` says what calibrated the figures, `num_trials` by how many trials of the run, None where
     by none. `measured_s` is the plan's measured iteration, None where it was not measured: of the final
     rounds, or of its single trial without `is_measured_in_rounds`. `baseline` is the iteration of what the
-    plan is compared with. `choice` has the lines that say how the final rounds chose it, none where none did.
+    plan is compared with. `choice` has the lines that say how final rounds chose it, empty without them.
     """
 
     title: Sequence[tuple[str, str]]
@@ -202,7 +203,7 @@ def show(explanation: Explanation, *, console: "Console") -> None:
     parts += [Text(terminal_line(f"{name:<10}{line}")) for name, line in _grounds(explanation)]
     parts.append(Text(f"{'rates':<10}{explanation.rates.words}"))
     parts += [] if explanation.cost is None else [Text(f"{'cost':<10}{explanation.cost.words}")]
-    parts += [Text(""), Text(f"{RANK_NOTE}; compute is the sum of its parts")]
+    parts += [Text(""), Text(TERMS_NOTE)]
     parts += [_time_table(explanation, columns=console.width), Text(""), _memory_table(explanation), Text("")]
     parts += [Text(terminal_line(line)) for line in _closing(explanation)]
     for part in parts:
@@ -392,7 +393,7 @@ def _residual_lines(explanation: Explanation) -> list[str]:
         return []
     by_residual = _difference(explanation, "residual_s")
     whole = explanation.iteration_s - other.iteration_s
-    if abs(by_residual) < NOTABLE_RESIDUAL * abs(whole):
+    if abs(by_residual) <= NOTABLE_RESIDUAL * abs(whole):
         return []
     of_whole = f"{1e3 * by_residual:+,.0f} of {1e3 * whole:+,.0f} ms"
     return [
