@@ -192,6 +192,7 @@ def tune_command(
                 device_slice=first_slice,
                 nodes_launcher=placement.launcher_on(first_slice),
                 warm_starts=run.config.trial.warm_starts == "auto",
+                fence=lease.check,
             ) as backend,
         ):
             shown.message(f"run {run.name} in {path}; the command: {shlex.join(masked_argv(words))}")

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 
-from quartet_plugin.errors import StorageError
+from quartet_plugin.errors import QuartetError, StorageError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import read_shared
@@ -99,8 +100,16 @@ class Lease:
         """Held until the end of the block."""
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        """Give the run back."""
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give the run back. Raises StorageError in place of a fault of a tuner that was replaced.
+
+        The tuner that holds the run now may have removed what this one was writing: the fault that
+        this one sees (a missing folder) says nothing of the user's place.
+        """
+        if isinstance(fault, QuartetError | OSError):
+            self._verify()
         self.release()
 
     def _verify(self) -> None:

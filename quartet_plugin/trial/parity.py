@@ -99,6 +99,7 @@ class ParityGate:
     stop: Stop | None = None
     on_progress: OnProgress | None = None
     cwd: Path | None = None
+    fence: Callable[[], None] = lambda: None
     _references: dict[str, LossSeries] = field(default_factory=dict)
     _trial: LossSeries | None = None
     _layout_references: dict[str, LossSeries | None] = field(default_factory=dict)
@@ -301,6 +302,7 @@ class ParityGate:
             stop=self.stop,
             on_progress=None if report is None else lambda progress: report(name, progress),
             is_alone=True,
+            fence=self.fence,
         )
         if result.outcome is Outcome.CANCELLED:
             raise KeyboardInterrupt

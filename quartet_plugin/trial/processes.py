@@ -135,12 +135,14 @@ class _ProcessesFile:
 class ProcessRegistry:
     """The processes of one attempt, written to `path` whenever one is added.
 
-    A tuner that follows a killed one reads the file and ends exactly these processes.
+    A tuner that follows a killed one reads the file and ends exactly these processes. `fence` is called
+    before every write, and raises where the tuner that follows has the run already.
     """
 
-    def __init__(self, path: Path, *, attempt_id: str) -> None:
+    def __init__(self, path: Path, *, attempt_id: str, fence: Callable[[], None] = lambda: None) -> None:
         self._path = path
         self._attempt_id = attempt_id
+        self._fence = fence
         self._known: set[Identity] = set()
 
     @classmethod
@@ -187,6 +189,7 @@ class ProcessRegistry:
         if new:
             self._known |= new
             content = _ProcessesFile(attempt_id=self._attempt_id, processes=tuple(sorted(self._known)))
+            self._fence()
             write_json_atomic(self._path, dump(content))
 
 

@@ -43,6 +43,7 @@ def run_trial(
     poll_s: float = POLL_S,
     pick_port: Callable[[], int] = free_port,
     is_alone: bool = False,
+    fence: Callable[[], None] = lambda: None,
 ) -> TrialResult:
     """Run `request` and return its last attempt's result, which is in its folder as well.
 
@@ -52,6 +53,7 @@ def run_trial(
     trial to trial, checks the accelerators before and after every attempt; `pick_port` names the port of the
     ranks' rendezvous. `is_alone` says that this process starts nothing else with a session of its own
     meanwhile: then daemons of the trial that keep nothing of its environment are ended as well (`Subreaper`).
+    `fence` is called before every file of an attempt is written; what it raises ends the trial.
 
     Raises ConfigError for a command that cannot run here, StorageError when the folder cannot be written,
     InfrastructureError when nothing can be started at all, or a device is lost or not given back.
@@ -68,6 +70,7 @@ def run_trial(
         if devices is not None:
             devices.before(environment)
         port = pick_port() if request.command.port_flag is not None else None
+        fence()
         launch = create_attempt(request, number=number, port=port, engine=launcher.engine)
         if isinstance(launcher, WarmLauncher):
             launcher.prepare(
@@ -82,7 +85,9 @@ def run_trial(
             clock=clock,
             poll_s=poll_s,
             is_alone=is_alone,
+            fence=fence,
         )
+        fence()
         verdict, is_again = apply_retry_policy(
             _with_device_fault(_with_engine_fault(classify(end.evidence), end), devices, environment),
             earlier=earlier,
@@ -206,6 +211,7 @@ def _watch(
     clock: Callable[[], float],
     poll_s: float,
     is_alone: bool,
+    fence: Callable[[], None],
 ) -> AttemptEnd:
     attempt = launch.attempt
     with Subreaper(is_on=is_alone) as subreaper:
@@ -214,7 +220,9 @@ def _watch(
         if isinstance(launcher, WarmLauncher) and launcher.server_pid is not None:
             subreaper.leave_alone(launcher.server_pid)
         try:
-            registry = ProcessRegistry(attempt.processes_file, attempt_id=attempt.spec.attempt_id)
+            registry = ProcessRegistry(
+                attempt.processes_file, attempt_id=attempt.spec.attempt_id, fence=fence
+            )
             registry.rescan(handle.pid)
             monitor = AttemptMonitor(
                 attempt=attempt,

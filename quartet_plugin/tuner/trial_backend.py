@@ -106,7 +106,7 @@ class LocalBackend:
     """Runs plans with `trial.runner` on this machine or on a slice of it, or on the nodes of a launcher.
 
     One parity gate, of one command, serves a study. With `warm_starts` its processes are forked from a trial
-    server where they can be; `close` ends it.
+    server where they can be; `close` ends it. `fence` is called before a trial's files are written.
     """
 
     def __init__(
@@ -115,8 +115,10 @@ class LocalBackend:
         device_slice: DeviceSlice | None = None,
         warm_starts: bool = False,
         nodes_launcher: NodesLauncher | None = None,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         self._slice = device_slice
+        self._fence = fence
         self._launcher: Launcher
         if nodes_launcher is not None:
             self._launcher = nodes_launcher
@@ -172,6 +174,7 @@ class LocalBackend:
                 stop=should_stop,
                 pick_port=free_port if self._slice is None else self._slice.free_port,
                 is_alone=True,
+                fence=self._fence,
             )
         )
 
@@ -237,6 +240,7 @@ class LocalBackend:
                 devices=self._devices,
                 stop=should_stop,
                 cwd=request.cwd,
+                fence=self._fence,
             )
         self._gate.on_progress = lambda _, progress: on_progress(progress)
         return self._gate

@@ -592,6 +592,25 @@ def test_under_the_real_torchrun_with_gloo(trial: Trial, mode: str, outcome: Out
     assert word in result.reason
 
 
+@pytest.mark.parametrize("num_writes", [0, 1, 2])
+def test_row_32_a_replaced_tuner_writes_nothing_into_the_attempt_that_it_started(
+    fake_torchrun: Path, tmp_path: Path, num_writes: int
+) -> None:
+    """Replaced before the attempt, before the list of its processes, or before its next list or result."""
+    allowed = iter(range(num_writes))
+
+    def fence() -> None:
+        if next(allowed, None) is None:
+            raise StorageError("the run is held by another tuner")
+
+    request = trial_request(fake_torchrun, tmp_path / "000")
+    with pytest.raises(StorageError, match="another tuner"):
+        run_trial(request, launcher=BareLauncher(), poll_s=0.02, is_alone=True, fence=fence)
+    names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert "result.json" not in names
+    assert ("trial.json" in names, "processes.json" in names) == (num_writes > 0, num_writes > 1)
+
+
 def test_row_10_under_the_real_torchrun(tmp_path: Path) -> None:
     """Its ranks have sessions of their own, and live on when it is killed."""
     launcher = BareLauncher()

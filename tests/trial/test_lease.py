@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from quartet_plugin.errors import ExitCode, StorageError
+from quartet_plugin.errors import ConfigError, ExitCode, StorageError
 from quartet_plugin.trial.lease import Lease
 from quartet_plugin.trial.processes import boot_id
 
@@ -134,6 +134,26 @@ def test_row_32_a_tuner_that_wakes_up_after_a_takeover_writes_nothing(tmp_path: 
     second.release()
     with pytest.raises(StorageError, match="nobody"):
         second.check()
+
+
+@pytest.mark.parametrize("fault", [ConfigError("cannot be written: No such file"), FileNotFoundError("gone")])
+def test_row_32_a_fault_of_a_replaced_tuner_is_told_as_its_replacement(
+    tmp_path: Path, fault: Exception
+) -> None:
+    """What it was writing into is gone because the next tuner removed it, not by the user's fault."""
+    lease = Lease.acquire(tmp_path)
+    change_lock(tmp_path, generation=2)
+    with pytest.raises(StorageError, match="it writes nothing more") as caught, lease:
+        raise fault
+    assert caught.value.__context__ is fault
+    assert json.loads((tmp_path / "lock.json").read_text())["generation"] == 2
+
+
+def test_a_fault_of_the_holder_is_told_as_it_is(tmp_path: Path) -> None:
+    """And the run is given back."""
+    with pytest.raises(ConfigError, match="no such plan"), Lease.acquire(tmp_path):
+        raise ConfigError("no such plan")
+    assert not (tmp_path / "lock.json").exists()
 
 
 def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
