@@ -23,7 +23,7 @@ def knobs_command(
     With a RUN the list also has the value in that run's command, the values that its search may choose, and
     the reason where a value is kept. With a command after -- it has the values of the command's flags.
     """
-    from quartet_plugin.space.knob_table import knob_rows
+    from quartet_plugin.space.knob_table import NOT_ASKED, knob_rows
 
     words = invocation(ctx).user_command
     if run is not None and words is not None:
@@ -36,6 +36,8 @@ def knobs_command(
         return
     for row in rows:
         show(*_lines(row))
+    if any(row.state == NOT_ASKED for row in rows):
+        show("", f"{NOT_ASKED}: settings that seldom gain, or by which a checkpoint no longer loads")
 
 
 def _space_of(run: str, run_dir: Path) -> "Space":
@@ -71,4 +73,5 @@ def _lines(row: "KnobRow") -> list[str]:
         f"    {knob.description}",
         f"    {knob.rule}",
     ]
+    lines += [f"    search.{knob.name} does not name {', '.join(row.left_out)}"] if row.left_out else []
     return [*lines, f"    {named}"] if named else lines

@@ -155,7 +155,10 @@ def train_lines(history: "RunHistory", *, path: Path) -> list[str]:
 
     if history.winner is None:
         return []
-    words = ["quartet", "train", "--plan", str(path / "best" / "plan.json"), "--", *history.command]
+    device = history.config.get("device", "auto")
+    words = ["quartet", "train", "--plan", str(path / "best" / "plan.json")]
+    words += [] if device == "auto" else ["--device", str(device)]
+    words += ["--", *history.command]
     return [
         f"sh {shlex.quote(str(path / 'best' / 'command.sh'))}",
         "",

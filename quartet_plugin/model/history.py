@@ -33,6 +33,8 @@ class TrialRow:
     `iterations_s` are the measured iterations, `iteration_s` their median. `value` is the objective, as it
     would have been when the baseline was measured: `drift` is how fast the machine was since.
     `predicted_iteration_s` and `predicted_memory_bytes` are what the cost model said before the launch.
+    `expected_gain` is the share by which the planner expected the plan to be faster than the best known one,
+    chance included, when it proposed it; None of a plan that the exploring sampler chose.
     `repeats` is the number of the trial that measured the same plan before, `source` the run and trial that
     did where another run was begun with. `folder` is the latest attempt's,
     relative to the run.
@@ -55,6 +57,7 @@ class TrialRow:
     memory_excess_bytes: int = 0
     predicted_iteration_s: float | None = None
     predicted_memory_bytes: int | None = None
+    expected_gain: float | None = None
     ranks: tuple[RankMemory, ...] = ()
     wall_s: float = 0.0
     num_attempts: int = 0

@@ -49,7 +49,8 @@ class FinalChoice:
     rounds, `gain` compares their speedups and `chance_better` is None. `is_runner_up_win` is whether
     the runner-up could have won, `is_runner_up_other_model` whether it has another shape than the user's own.
     `proof_level` is the largest probability of luck with which the sequential test would have proven the
-    runner-up then; None where it was proven, and in files of earlier releases.
+    runner-up then; None where it was proven, and in files of earlier releases. `selection` says which trials
+    went to the final rounds, by what, and which came next; None in files of earlier releases.
     """
 
     rule: _Words
@@ -60,6 +61,7 @@ class FinalChoice:
     is_runner_up_win: bool = False
     is_runner_up_other_model: bool = False
     proof_level: _Share | None = field(default=None, metadata=ADDED)
+    selection: _Words | None = field(default=None, metadata=ADDED)
 
 
 @record

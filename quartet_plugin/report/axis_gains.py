@@ -4,6 +4,7 @@ from quartet_plugin.model.axis_gains import FILE_NAME, AxisGain, AxisGains
 from quartet_plugin.model.history import RunHistory
 from quartet_plugin.report import markup
 from quartet_plugin.report.formatting import clean
+from quartet_plugin.report.trial_table import label_of
 
 NAMES = {
     "shape": "width and depth",
@@ -30,7 +31,7 @@ def axis_lines(history: RunHistory) -> list[str]:
         head = "axes" if row == 0 else ""
         lines.append(
             f"{head:<10}{NAMES[gain.axis]:<{width}}  {_words(gain)} over the best plan without it, "
-            f"fitted: {clean(gain.best_without, limit=200)}"
+            f"fitted: {_best_without(gain, history)}"
         )
     return lines + [f"{'':<10}{words}" for words in _without_row(history)]
 
@@ -41,7 +42,7 @@ def axis_section(history: RunHistory) -> str:
     if gains is None or not gains.gains:
         reason = _why_none(history)
         return markup.section(_HEADING, markup.note(f"{reason[0].upper()}{reason[1:]}."))
-    rows = [[NAMES[gain.axis], _words(gain), clean(gain.best_without, limit=200)] for gain in _sorted(gains)]
+    rows = [[NAMES[gain.axis], _words(gain), _best_without(gain, history)] for gain in _sorted(gains)]
     table = markup.table(
         ["axis", "gives", "best plan with the axis as in your command"], rows, label=_HEADING
     )
@@ -52,6 +53,19 @@ def axis_section(history: RunHistory) -> str:
     )
     note += "".join(markup.note(f"{words[0].upper()}{words[1:]}.") for words in _without_row(history))
     return markup.section(_HEADING, f"{table}\n{note}")
+
+
+def _best_without(gain: AxisGain, history: RunHistory) -> str:
+    """The best plan without the axis, the trial that measured it, and the gain that the final rounds gave."""
+    label = clean(gain.best_without, limit=200)
+    number = next((row.number for row in history.trials if label_of(row) == gain.best_without), None)
+    if number is None:
+        return f"{label}, not tried"
+    measured = None if history.winner is None else history.winner.measurement
+    choice = None if measured is None else measured.choice
+    if choice is None or choice.gain is None or choice.runner_up != number:
+        return f"{label}, trial {number}"
+    return f"{label}, trial {number}; {100 * (choice.gain - 1):.0f} % in the final rounds"
 
 
 def _without_row(history: RunHistory) -> list[str]:

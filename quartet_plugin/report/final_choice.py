@@ -5,24 +5,30 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.formatting import clean
 
 
-def choice_words(plan: Plan) -> tuple[str, str] | None:
-    """The rule by which a winner was chosen, and its runner-up; None of a plan that no final rounds chose."""
+def choice_words(plan: Plan) -> dict[str, str]:
+    """Which trials went to the final rounds, the rule by which one won, and the runner-up, each by its name.
+
+    Empty of a plan that no final rounds chose.
+    """
     choice = None if plan.measurement is None else plan.measurement.choice
     if choice is None:
-        return None
-    return clean(choice.rule, limit=2_000), _runner_up_words(choice, winner=plan.provenance.trial)
+        return {}
+    selected = {} if choice.selection is None else {"selected": clean(choice.selection, limit=2_000)}
+    return {
+        **selected,
+        "chosen": clean(choice.rule, limit=2_000),
+        "runner-up": _runner_up_words(choice, winner=plan.provenance.trial),
+    }
 
 
 def choice_lines(plan: Plan) -> list[str]:
-    """The same as two lines for a terminal, or none."""
-    words = choice_words(plan)
-    return [] if words is None else [f"chosen    {words[0]}", f"runner-up {words[1]}"]
+    """The same as lines for a terminal."""
+    return [f"{name:<10}{words}" for name, words in choice_words(plan).items()]
 
 
 def choice_paragraph(plan: Plan) -> str:
-    """The same as a paragraph, or nothing."""
-    words = choice_words(plan)
-    return "" if words is None else f"Chosen: {words[0]}. Runner-up: {words[1]}."
+    """The same as a paragraph."""
+    return " ".join(f"{name.capitalize()}: {words}." for name, words in choice_words(plan).items())
 
 
 def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
@@ -42,6 +48,8 @@ def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
             f", the median ratio of the same {choice.num_rounds} rounds, "
             f"faster at all with a chance of {100 * chance:.0f} %"
         )
+        if chance >= 1.0 - 0.5**choice.num_rounds:
+            parts[0] += f", the most that {choice.num_rounds} rounds can say"
     if not choice.is_runner_up_win and choice.chance_better is None:
         rounds = f"{choice.num_rounds} round{'' if choice.num_rounds == 1 else 's'}"
         parts.append(f"trial {number} left after {rounds}, before it could be proven")

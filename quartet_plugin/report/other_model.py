@@ -1,6 +1,9 @@
 """What a winner of another model (class D) costs, how to keep the model, and its best measured plan."""
 
+import math
+
 from quartet_plugin.model.history import Finalist, RunHistory, TrialRow
+from quartet_plugin.model.measurement import Comparison
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.formatting import clean, iteration_words, speedup_sentence, speedup_spread
 
@@ -44,7 +47,7 @@ def _own_model_words(history: RunHistory) -> str:
     ranked = [(finalists[row.number], row) for row in rows if row.number in finalists]
     if ranked:
         finalist, row = max(ranked, key=lambda pair: pair[0].comparison.speedup.median)
-        return _plan_words(row, _finalist_words(finalist), history)
+        return _plan_words(row, _finalist_words(finalist, search_s=history.search_s), history)
     best = max(
         (row for row in rows if row.is_measured),
         key=lambda row: (row.value or 0.0, -row.number),
@@ -66,10 +69,18 @@ def _is_of_own_model(row: TrialRow) -> bool:
     return is_first and row.plan is not None and not row.plan.is_other_model
 
 
-def _finalist_words(finalist: Finalist) -> str:
+def _finalist_words(finalist: Finalist, *, search_s: float) -> str:
     comparison = finalist.comparison
     seconds = iteration_words(comparison.plan.iteration_s.median)
-    return f"{seconds} s/iteration, {speedup_spread(comparison.speedup)}, measured in turns"
+    words = f"{seconds} s/iteration, {speedup_spread(comparison.speedup)}, measured in turns"
+    num = payback_iterations(comparison, search_s=search_s) if search_s > 0 else None
+    return words if num is None else f"{words}, paid back after {num:,} iterations of training"
+
+
+def payback_iterations(comparison: Comparison, *, search_s: float) -> int | None:
+    """The iterations in which a plan gains the `search_s` seconds of its search; None if it is slower."""
+    gain_s = comparison.baseline.iteration_s.median - comparison.plan.iteration_s.median
+    return math.ceil(search_s / gain_s) if gain_s > 0 else None
 
 
 def _plan_words(row: TrialRow, speed: str, history: RunHistory) -> str:

@@ -9,8 +9,8 @@ from quartet_plugin.report.tables import OBJECTIVE_WORDS
 from quartet_plugin.report.trial_table import (
     NUMBER_HEADS,
     class_of,
-    drift_note_of,
     label_of,
+    notes_of,
     number_cells,
     outcome_of,
 )
@@ -49,7 +49,7 @@ def trials(history: RunHistory) -> str:
         ]
         body.append(f'<tr class="{style}">{"".join(cells)}</tr>')
     more = len(history.trials) - MAX_ROWS
-    notes = [note] if (note := drift_note_of(history)) else []
+    notes = notes_of(history)
     if more > 0:
         notes.append(f"The first {MAX_ROWS}; {more} more are in quartet trials.")
     table = markup.grid(heads, body, label="Every trial", numbers=numbers)

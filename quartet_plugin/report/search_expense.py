@@ -1,12 +1,11 @@
 """What a search cost, in device-hours, and after how many iterations with its winner that is paid back."""
 
-import math
 from dataclasses import dataclass
 
 from quartet_plugin.model.history import RunHistory
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.formatting import duration
-from quartet_plugin.report.other_model import NO_PAYBACK
+from quartet_plugin.report.other_model import NO_PAYBACK, payback_iterations
 
 # From this share of unstable launches on a machine is called busy.
 BUSY_SHARE = 0.1
@@ -61,11 +60,9 @@ def expense_of(history: RunHistory) -> SearchExpense:
 
 
 def _payback_iterations(winner: Plan | None, *, search_s: float) -> int | None:
-    comparison = None if winner is None else winner.measurement
-    if winner is None or comparison is None or winner.is_other_model:
+    if winner is None or winner.measurement is None or winner.is_other_model:
         return None
-    gain_s = comparison.baseline.iteration_s.median - comparison.plan.iteration_s.median
-    return math.ceil(search_s / gain_s) if gain_s > 0 else None
+    return payback_iterations(winner.measurement, search_s=search_s)
 
 
 def expense_words(expense: SearchExpense, winner: Plan | None) -> str:
@@ -80,16 +77,18 @@ def expense_lines(history: RunHistory) -> list[str]:
     expense = expense_of(history)
     if expense.launch_s <= 0:
         return []
-    lines = [f"spent     {expense_words(expense, history.winner)}", f"time      {time_words(expense)}"]
-    unstable = unstable_words(history)
-    return [*lines, f"unstable  {unstable}"] if unstable else lines
+    return [
+        f"spent     {expense_words(expense, history.winner)}",
+        f"time      {time_words(expense)}",
+        f"unstable  {unstable_words(history)}",
+    ]
 
 
 def unstable_words(history: RunHistory) -> str:
-    """The number of launches whose iterations vary too much, and what follows; empty without one."""
+    """The number of launches whose iterations vary too much, and what follows."""
     num, num_measured = history.launch_parts.num_unstable, history.launch_parts.num_measured
     if not num:
-        return ""
+        return f"none of {num_measured} measured launches: the machine was quiet enough"
     words = f"{num} of {num_measured} measured launches, those of the gate included: their iteration times "
     words += "vary too much; each was made once more, and what is unstable again counts by its median"
     return words + ("; the machine was too busy" if num >= BUSY_SHARE * num_measured else "")

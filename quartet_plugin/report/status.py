@@ -20,6 +20,7 @@ from quartet_plugin.model.launch import LaunchPosition
 from quartet_plugin.model.measurement import NOTABLE, Regret
 from quartet_plugin.model.schema import dump
 from quartet_plugin.report.axis_gains import axis_lines
+from quartet_plugin.report.drift_words import drift_lines
 from quartet_plugin.report.final_choice import choice_lines
 from quartet_plugin.report.formatting import (
     clean,
@@ -87,6 +88,7 @@ def status_lines(history: RunHistory) -> list[str]:
         lines += shape_lines(history.shape_curve, winner=history.winner)
     if history.baseline_note:
         lines.append(f"baseline  {history.baseline_note}")
+    lines += drift_lines(history.controls)
     left = "" if history.time_left_s is None else f"; about {duration(history.time_left_s)} left"
     lines.append(f"elapsed   {duration(history.elapsed_s)}{left}")
     lines += expense_lines(history)

@@ -25,7 +25,19 @@ from quartet_plugin.report.tables import changes
 from quartet_plugin.space.plan_label import SEPARATOR, plan_label
 
 # The columns of `number_cells`.
-NUMBER_HEADS = (SECONDS_HEAD, "predicted", "tokens/s", SPEEDUP_HEAD, "FLOP/s/device", MEMORY_HEAD)
+NUMBER_HEADS = (
+    SECONDS_HEAD,
+    "predicted",
+    "expected gain",
+    "tokens/s",
+    SPEEDUP_HEAD,
+    "FLOP/s/device",
+    MEMORY_HEAD,
+)
+_GAIN_NOTE = (
+    "expected gain: over the best plan known when it was proposed, chance included; the planner tries the "
+    "plan with the largest. None where the exploring sampler chose."
+)
 _HEAD = (">trial", "class", "plan", "outcome", *(f">{head}" for head in NUMBER_HEADS))
 
 
@@ -62,8 +74,7 @@ def outcome_of(row: TrialRow) -> str:
 def table_lines(history: RunHistory) -> list[str]:
     """A row a trial, what its marks mean, then the reasons of the trials that were refused or failed."""
     rows = [list(_HEAD), *(_cells(row, history) for row in history.trials)]
-    note = drift_note_of(history)
-    lines = aligned(rows) + ([] if note is None else [note])
+    lines = aligned(rows) + notes_of(history)
     reasons = [row for row in history.trials if row.reason and not row.is_measured and row.repeats is None]
     if reasons:
         lines.append("")
@@ -114,10 +125,11 @@ def _cells(row: TrialRow, history: RunHistory) -> list[str]:
 
 
 def number_cells(row: TrialRow, history: RunHistory) -> list[str]:
-    """Seconds, predicted seconds, tokens/s, speedup, FLOP/s a device and peak memory; or ""."""
+    """Seconds, predicted seconds, expected gain, tokens/s, speedup, FLOP/s a device, peak memory; or ""."""
     numbers = (
         (row.iteration_s, iteration_words),
         (row.predicted_iteration_s, iteration_words),
+        (row.expected_gain, lambda gain: f"{100 * gain:.1f} %"),
         (row.tokens_per_s, "{:,.0f}".format),
         (history.versus_baseline(row), partial(speedup_words, drift=row.drift)),
         (row.model_flops_per_s_per_device, rate),
@@ -131,6 +143,13 @@ def drift_note_of(history: RunHistory) -> str | None:
     return drift_note(row.drift for row in history.trials if history.versus_baseline(row) is not None)
 
 
+def notes_of(history: RunHistory) -> list[str]:
+    """What marks in the column of speedups and the column of expected gains mean, where they are used."""
+    drift = drift_note_of(history)
+    has_gains = any(row.expected_gain is not None for row in history.trials)
+    return [*([] if drift is None else [drift]), *([_GAIN_NOTE] if has_gains else [])]
+
+
 def _record(row: TrialRow, history: RunHistory) -> dict[str, Any]:
     return {
         "trial": row.number,
@@ -142,6 +161,7 @@ def _record(row: TrialRow, history: RunHistory) -> dict[str, Any]:
         "reason": masked(row.reason) or None,
         "iteration_s": row.iteration_s,
         "predicted_iteration_s": row.predicted_iteration_s,
+        "expected_gain": row.expected_gain,
         "tokens_per_s": row.tokens_per_s,
         "model_flops_per_s_per_device": row.model_flops_per_s_per_device,
         "versus_baseline": history.versus_baseline(row),

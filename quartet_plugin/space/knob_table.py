@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quartet_plugin.model.plan import STOCK
-from quartet_plugin.space.config import SearchConfig
+from quartet_plugin.space.config import DEFAULT_NAMES, STOCK_NAMES, SearchConfig
 from quartet_plugin.space.knobs.knob import Knob, KnobContext, LayoutKnob, SettingKnob, Value
 from quartet_plugin.space.knobs.mapping import MAPPING
 from quartet_plugin.space.knobs.registry import KNOBS, OPTIONS
@@ -20,13 +20,15 @@ NOT_ASKED = "kept unless search asks for it"
 class KnobRow:
     """One knob; `value`, `choices` and `state` are of a job, None and empty where none is known.
 
-    `choices` are empty too for a knob whose values are not listed, such as a split that is tuned. `state` is
-    `tuned`, `fixed by the search section`, or why the command's value is kept.
+    `choices` are empty too for a knob whose values are not listed, such as a split that is tuned. `left_out`
+    are values that the search section does not name, where it names some. `state` is `tuned`, `fixed by the
+    search section`, or why the command's value is kept.
     """
 
     knob: Knob
     value: str | None = None
     choices: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     state: str
 
     def record(self) -> dict[str, object]:
@@ -43,6 +45,7 @@ class KnobRow:
             "default": knob.default,
             "value": self.value,
             "choices": list(self.choices),
+            "left_out": list(self.left_out),
             "state": self.state,
         }
 
@@ -56,6 +59,7 @@ def knob_rows(space: Space | None = None) -> list[KnobRow]:
             knob=knob,
             value=_value(knob, space),
             choices=_choices(knob, space),
+            left_out=_schedules_left_out(space.search) if knob is SCHEDULE else (),
             state=_state(knob, space),
         )
         for knob in KNOBS
@@ -95,6 +99,14 @@ def _choices(knob: Knob, space: Space) -> tuple[str, ...]:
     return _texts(knob, values)
 
 
+def _schedules_left_out(search: SearchConfig) -> tuple[str, ...]:
+    """The schedules that `auto` offers and that the search section, which names others, does not."""
+    requested = search.requested(SCHEDULE.name)
+    if requested is None or requested == (STOCK,):
+        return ()
+    return tuple(name for name in (*STOCK_NAMES, *DEFAULT_NAMES) if name not in requested)
+
+
 def _texts(knob: Knob, values: Iterable[Value | None]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(STOCK if value is None else knob.text(value) for value in values))
 
@@ -103,12 +115,14 @@ def _state(knob: Knob, space: Space) -> str:
     reason = space.locked.get(knob.axis)
     if reason is not None:
         return f"kept: {reason}"
+    requested = _requested(knob, space.search)
+    kept = knob.kept(space.rules()) if isinstance(knob, LayoutKnob) else None
+    if kept is not None and requested in (None, (STOCK,)):
+        return f"kept: {kept}"
     if isinstance(knob, SettingKnob) and space.job.setting(knob.name) is None:
         return "kept: the framework did not report it"
-    requested = _requested(knob, space.search)
     if requested is None:
-        kept = knob.kept(space.rules()) if isinstance(knob, LayoutKnob) else None
-        return TUNED if kept is None else f"kept: {kept}"
+        return TUNED
     if requested == (STOCK,):
         return NOT_ASKED
     return TUNED if len(requested) > 1 else FIXED

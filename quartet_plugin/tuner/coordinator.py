@@ -246,7 +246,7 @@ class Coordinator:
             plan = stand_in.plan
             baseline = replace(baseline, plan=plan, launched_plan=plan)
         finalists = proven_finalists(ranked, context=context, parity=parity)
-        self._show_finalists(
+        selection = self._show_finalists(
             [trial for trial in ranked if trial in finalists or parity.refusal_of(trial.plan) is None],
             finalists=finalists,
             means=None if full_size is not None else search.posterior_means(trials),
@@ -257,6 +257,9 @@ class Coordinator:
         rankings = FinalRounds(context=context, launcher=launcher, baseline=baseline).measure(finalists)
         rankings = rankings if full_size is None else full_size.in_order(rankings)
         winner = winner_of(rankings)
+        choice = (
+            choice_of(rankings, seed=self._config.seed) if full_size is None else full_size.choice(rankings)
+        )
         at_full_size = None
         if full_size is not None and winner is not None:
             at_full_size = full_size.winner(winner, baseline=baseline, launcher=launcher)
@@ -267,11 +270,7 @@ class Coordinator:
             trials=tuple(trials),
             rankings=tuple(rankings),
             winner=winner,
-            choice=(
-                choice_of(rankings, seed=self._config.seed)
-                if full_size is None
-                else full_size.choice(rankings)
-            ),
+            choice=None if choice is None else replace(choice, selection=selection or None),
             receipt=None if winner is None else parity.receipt_of(winner.trial.plan),
             drift_checks=tuple(search.drift_monitor.measurements),
             stand_in=stand_in,
@@ -291,8 +290,11 @@ class Coordinator:
         finalists: list[FinishedTrial],
         means: dict[int, float] | None,
         baseline: BaselineScore,
-    ) -> None:
-        """Say and log the finalists, their rank values and the next plan; `means` is None at full size."""
+    ) -> str:
+        """Say, log and return the finalists, their rank values and the next plan.
+
+        `means` is None at full size.
+        """
         values = {trial.number: trial.record.value for trial in ranked if trial.record.value is not None}
         speedups: dict[int, float] = {}
         rank_words = "the predicted throughput with all replicas"
@@ -310,6 +312,7 @@ class Coordinator:
             trials=[trial.number for trial in finalists],
             ranked=[{"trial": trial.number, "speedup": speedups.get(trial.number)} for trial in ranked],
         )
+        return words
 
     # A command that does not fit
 

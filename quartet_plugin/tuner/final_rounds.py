@@ -82,7 +82,10 @@ def finalist_words(
 
     numbers = [trial.number for trial in finalists]
     left = [trial for trial in ranked if trial.number not in numbers]
-    words = f"{len(finalists)} of {len(ranked)} candidates go to the final rounds, by {rank_words}: "
+    words = (
+        f"{len(finalists)} of {len(ranked)} plans that are not clearly slower than your own command go to "
+        f"the final rounds, by {rank_words}: "
+    )
     words += ", ".join(map(name, finalists))
     if left:
         words += f"; next, left out: {name(left[0])}"

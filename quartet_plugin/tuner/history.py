@@ -32,6 +32,7 @@ from quartet_plugin.tuner.finalists import BASELINE, rank
 from quartet_plugin.tuner.history_rows import (
     baseline_note_of,
     drift_checks_of,
+    expected_gains_of,
     limits_of,
     objective_by_events,
     read_events,
@@ -261,8 +262,9 @@ class _Reader:
         baseline = next((row for row in rows if row.number == BASELINE), TrialRow(number=BASELINE))
         baseline_s = baseline.iteration_s
         baseline_flops = baseline.plan.shape.model_flops_per_sequence if baseline.plan else None
+        gains = expected_gains_of(self._events)
         predicted = []
-        for row in rows:
+        for row in (replace(row, expected_gain=gains.get(row.number)) for row in rows):
             prediction = row.plan.prediction if row.plan is not None else None
             if prediction is None or row.plan is None:
                 predicted.append(row)

@@ -143,6 +143,20 @@ def limits_of(events: list[dict[str, Any]]) -> tuple[str, ...]:
     return ()
 
 
+def expected_gains_of(events: list[dict[str, Any]]) -> dict[int, float]:
+    """The gain that the planner expected of each trial when it proposed it; none of a sampler's choice.
+
+    An event's `gain` is of the objective's logarithm.
+    """
+    return {
+        event["trial"]: math.expm1(float(event["gain"]))
+        for event in events
+        if event["kind"] == "proposed"
+        and isinstance(event.get("trial"), int)
+        and isinstance(event.get("gain"), int | float)
+    }
+
+
 def slow_nodes_of(events: list[dict[str, Any]]) -> tuple[SlowNode, ...]:
     """The nodes that are slow by the latest event of each."""
     factors: dict[str, float] = {}

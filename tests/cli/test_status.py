@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import shutil
 import socket
@@ -25,6 +26,7 @@ from quartet_plugin.space.plan_label import plan_label
 from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.lease import Lease
 from quartet_plugin.tuner.history import open_run, read_history
+from quartet_plugin.tuner.history_rows import read_events
 from tests.cli.runs import copy_of, kept_run
 from tests.cli.tuning import environment
 
@@ -109,6 +111,13 @@ def test_every_trial_is_listed_with_what_came_of_it(run: Path, capsys: pytest.Ca
     measured = [row for row in rows if row["verdict"] == "measured"]
     assert all(row["tokens_per_s"] > 0 and row["peak_memory_bytes"] for row in measured)
     assert all(row["predicted_iteration_s"] > 0 for row in measured[1:] if row["repeats"] is None)
+    proposals = read_events(open_run(run).folder.events_file)
+    gains = {event["trial"]: event["gain"] for event in proposals if "gain" in event}
+    assert len(gains) > 1
+    expected = {
+        row["trial"]: math.log1p(row["expected_gain"]) for row in rows if row["expected_gain"] is not None
+    }
+    assert expected == pytest.approx(gains)
     failed = [row for row in rows if row["verdict"] == "infeasible" and row["repeats"] is None]
     assert failed
     assert all(row["reason"] and row["memory_excess_bytes"] == 1 << 20 for row in failed)

@@ -7,9 +7,11 @@ import pytest
 
 from quartet_plugin.model.axis_gains import AxisGain, AxisGains
 from quartet_plugin.model.history import RunHistory
+from quartet_plugin.model.measurement import FinalChoice
 from quartet_plugin.report.axis_gains import axis_lines
 from quartet_plugin.report.page import Extras, page
 from quartet_plugin.report.status import status_lines, status_record
+from quartet_plugin.report.trial_table import label_of
 from tests.model.plans import PLAN
 from tests.report.histories import comparison, history
 
@@ -25,9 +27,19 @@ GAINS = AxisGains(
 def test_the_axis_that_gave_most_comes_first_and_no_gain_is_nothing() -> None:
     first, second = axis_lines(replace(history(), axis_gains=GAINS))
     assert first.startswith("axes      layers per stage")
-    assert first.endswith("21 % over the best plan without it, fitted: PP 2 · <zb-h1>")
+    assert first.endswith("21 % over the best plan without it, fitted: PP 2 · <zb-h1>, not tried")
     assert second.split()[:2] == ["micro-batch", "nothing"]
     assert not second.startswith("axes")
+
+
+def test_the_trial_without_the_axis_and_its_final_rounds_are_named() -> None:
+    trial = next(row for row in history().trials if row.number == 1)
+    gains = replace(GAINS, gains=(AxisGain(axis="split", gain=1.1, best_without=label_of(trial)),))
+    assert axis_lines(replace(history(), axis_gains=gains))[0].endswith(f"{label_of(trial)}, trial 1")
+    choice = FinalChoice(rule="the faster", runner_up=1, gain=1.148)
+    won = replace(PLAN, measurement=replace(comparison(1.2), choice=choice))
+    (line,) = axis_lines(replace(history(winner=won), axis_gains=gains))
+    assert line.endswith(", trial 1; 15 % in the final rounds")
 
 
 def test_status_and_page_have_it_where_a_plan_won() -> None:

@@ -67,6 +67,15 @@ def test_a_runner_up_that_is_faster_is_said_with_the_reason() -> None:
     )
 
 
+def test_the_selection_and_a_chance_that_cannot_be_larger_are_said() -> None:
+    sure = replace(CHOICE, chance_better=0.96875, selection="2 of 3 plans go to the final rounds")
+    first, second, third = choice_lines(chosen(sure))
+    assert first == "selected  2 of 3 plans go to the final rounds"
+    assert second == LINES[0]
+    assert third.endswith("with a chance of 97 %, the most that 5 rounds can say")
+    assert "Selected: 2 of 3 plans go to the final rounds. Chosen: " in choice_paragraph(chosen(sure))
+
+
 def test_few_shared_rounds_and_no_runner_up_are_said() -> None:
     few = replace(CHOICE, chance_better=None, num_rounds=2)
     assert "by their speedups: they share 2 rounds only" in choice_lines(chosen(few))[1]

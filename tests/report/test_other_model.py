@@ -52,7 +52,7 @@ def test_a_plan_of_the_final_rounds_goes_before_a_single_launch() -> None:
             Finalist(number=1, comparison=comparison(1.1, ratios=(1.1, 1.1, 1.1))),
         ),
     )
-    words = "trial 1, 0.455 s/iteration, 1.10x (1.04x to 1.16x), measured in turns: "
+    words = "trial 1, 0.455 s/iteration, 1.10x (1.04x to 1.16x), measured in turns, paid back after "
     assert words in other_model_words(run)[1]
 
 

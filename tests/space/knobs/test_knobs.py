@@ -153,6 +153,21 @@ def test_the_table_says_what_is_tuned_and_why_not() -> None:
     assert "reduce_bucket_size" not in rows
     assert all(isinstance(row.record()["rule"], str) for row in rows.values())
     assert {row.state for row in knob_rows() if isinstance(row.knob, SettingKnob)} == {NOT_ASKED}
+    assert rows["schedule"].left_out == ()
+
+
+def test_the_table_names_the_schedules_that_the_search_leaves_out() -> None:
+    rows = {row.knob.name: row for row in knob_rows(space_of({"schedule": ["1f1b", "zb-h1"]}))}
+    left_out = rows["schedule"].left_out
+    assert {"interleaved", "v-half", "searched"} <= set(left_out)
+    assert not {"1f1b", "zb-h1"} & set(left_out)
+    assert rows["schedule"].record()["left_out"] == list(left_out)
+    assert knob_rows(space_of({"schedule": "stock"}))[0].left_out == ()
+
+
+def test_a_knob_of_experts_is_kept_for_their_reason_and_not_because_nobody_asked() -> None:
+    rows = {row.knob.name: row for row in knob_rows(space_of({}))}
+    assert rows["moe_token_dispatcher"].state == "kept: the model has no experts"
 
 
 @pytest.mark.parametrize(
