@@ -112,18 +112,22 @@ def _collectives(run: TrainingRun, constants: Constants) -> tuple[Times, float]:
 
     Two all-reduces forward and two backward (Shoeybi et al. 2019), or as many gather and scatter pairs
     under sequence parallelism, which gathers once more for the weight gradients (Korthikanti et al. 2022).
+    Transformer Engine gathers the operands of narrow products in their own format
+    (`distributed.gather_along_first_dim`); what is scattered has the layers' precision.
     """
     tp = run.layout.tensor_parallel
     if tp == 1:
         return Times(), 0.0
     ranks = group(run.machines, constants, size=tp, stride=1)
     size = run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size
-    forward = 2 * ranks.reduce_s(size)
+    is_narrow = run.has_narrow_products and run.software.gathers_narrow and run.layout.sequence_parallel
+    narrow = 1.0 / run.element_bytes if is_narrow else 1.0
+    forward = 2 * ranks.reduce_s(size) * (1.0 + narrow) / 2
     backward = forward
     overlap = run.software.tensor_overlap
     left = constants.tensor_exposed
     if overlap is Overlap.NONE:
-        gathered_again = 2 * ranks.gather_s(size) if run.layout.sequence_parallel else 0.0
+        gathered_again = 2 * ranks.gather_s(size * narrow) if run.layout.sequence_parallel else 0.0
         return Times(forward, backward + gathered_again, 0.0), forward
     if overlap is Overlap.FULL:
         return Times(forward * left, backward * left, 0.0), forward * left

@@ -28,6 +28,10 @@ FUSED_KERNELS, PLAIN_KERNELS = 14, 30
 # A fused attention's backward multiplies five matrices where its forward multiplies two, a bit slower.
 FLASH_BACKWARD = 2.5 / 0.85
 ELEMENTWISE_BACKWARD = 1.5
+# Bytes of a cast an element. To 8 bits: read 2, write 1 for each of the two layouts that products need. To 4
+# bits: read 2 for the largest value, read 2 again for each layout, since one of them is rotated first
+# (Transformer Engine, `recipe.NVFP4BlockScaling`), and write half a byte for each.
+CAST_BYTES = {"fp8": 4.0, "fp4": 7.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +55,7 @@ class Rates:
 
     def __init__(self, run: TrainingRun, constants: Constants) -> None:
         device = run.machines.device
-        low = run.matmul in ("fp8", "fp4")
+        low = run.has_narrow_products
         self.half = half_rate(device, run.half, constants)
         self.matmul = device.ceiling(run.matmul) * constants.fp8_rate if low else self.half
         self.flash = self.half * constants.flash_rate * flash_share(run)
@@ -59,7 +63,7 @@ class Rates:
         self.traffic = constants.gemm_traffic / device.memory_bandwidth_bytes_per_s
         self.element = run.element_bytes
         self.operand_bytes = 1 if low else self.element
-        self.cast = constants.cast if low else 0.0
+        self.cast = constants.cast * CAST_BYTES.get(run.matmul, 0.0)
         self.units = device.compute_units
         graphed = 1.0 if run.software.graphs else run.software.graphed_share
         self.launch_s = constants.launch_s * (1.0 - graphed)
@@ -180,7 +184,7 @@ def layer_times(
         num_casts = sizes
     passes = _elementwise_bytes(run, hidden_ffn * rates.ratios.activation) + attention_passes + routed
     scale = constants.elementwise / rates.memory
-    cast = rates.cast * sum(4.0 * t * (size_in + size_out) for size_out, size_in in num_casts) / rates.memory
+    cast = rates.cast * sum(t * (size_in + size_out) for size_out, size_in in num_casts) / rates.memory
     memory = passes * scale
     add = _accumulation_s(run, rates, sizes, hidden_ffn if experts is None else 0.0)
     back = ELEMENTWISE_BACKWARD * rates.ratios.elementwise_backward

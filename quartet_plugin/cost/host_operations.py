@@ -38,7 +38,7 @@ def operations(run: TrainingRun, experts: Experts) -> Times:
         return Times()
     local = max(1.0, experts.num_experts / run.layout.expert_parallel)
     product = PRODUCT_OPERATIONS
-    if run.matmul in ("fp8", "fp4"):
+    if run.has_narrow_products:
         product = product.plus(BLOCK_SCALE_OPERATIONS if run.has_block_scales else TENSOR_SCALE_OPERATIONS)
     layer = LAYER_OPERATIONS.scaled(1.0 - run.software.graphed_share)
     if run.software.expert_overlap:

@@ -101,6 +101,7 @@ class Software:
     `expert_overlap`: experts' all-to-all of one microbatch runs beside another's computation.
     `graphed_share`: the share of a layer's kernels that are replayed from graphs of its parts.
     `sends_once_a_domain`: a dispatcher that sends a token to another domain once, for all its experts there.
+    `gathers_narrow`: sequence parallelism gathers the narrow operands of products in 8 or 4 bits.
     `plain_operations`: norms, rotations, activations and attention are PyTorch's operations one by one, each
     of which saves its operands.
     """
@@ -141,6 +142,7 @@ class Software:
     expert_overlap: bool = False
     sends_once_a_domain: bool = False
     graphed_share: float = 0.0
+    gathers_narrow: bool = True
     plain_operations: bool = False
 
 
@@ -216,6 +218,11 @@ class TrainingRun:
     recomputed_layers: int | None = None
     imbalance: float = IMBALANCE
     normalization: str | None = None
+
+    @property
+    def has_narrow_products(self) -> bool:
+        """Whether the layers' products are in 8 or 4 bits."""
+        return self.matmul in ("fp8", "fp4")
 
     @property
     def expert_shards(self) -> int:

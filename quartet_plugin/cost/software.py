@@ -109,6 +109,7 @@ def _family(words: str) -> Software:
         return replace(
             _CORE,
             name="torchtitan",
+            gathers_narrow=False,
             attention="flash-2",
             tensor_overlap=Overlap.NONE,
             selective_fraction=0.5,

@@ -64,6 +64,20 @@ def test_tensor_parallel_overlap() -> None:
     assert communication.tensor_parallel(run(tp=1, dp=8, gbs=32), CONSTANTS) == (Times(), 0.0)
 
 
+def test_narrow_operands_are_gathered_in_their_own_format() -> None:
+    """One byte is gathered in place of two, and two are scattered as before: three quarters of the traffic."""
+
+    def forward_s(**changes: Any) -> float:
+        row = {"gpu": "H100-SXM-80GB", "software": "Megatron-Core", "seq_len": 65536, **changes}
+        return communication.tensor_parallel(run(**row), CONSTANTS)[0].forward
+
+    half, narrow = forward_s(precision="bf16"), forward_s(precision="fp8")
+    assert narrow / half == pytest.approx(0.75, rel=0.01)
+    assert forward_s(precision="fp8", sp=False) == forward_s(precision="bf16", sp=False)
+    words = "torchtitan"
+    assert forward_s(precision="fp8", software=words) == forward_s(precision="bf16", software=words)
+
+
 def test_the_network_is_slower_than_the_node() -> None:
     inside = communication.transfer_s(run(PIPELINE), CONSTANTS, sender=0, receiver=1)
     across = communication.transfer_s(run(PIPELINE), CONSTANTS, sender=7, receiver=8)

@@ -95,6 +95,15 @@ def test_fp8_speeds_up_products_and_pays_for_casts() -> None:
     assert low.attention.total == half.attention.total
 
 
+def test_a_cast_to_4_bits_moves_more_bytes_than_one_to_8() -> None:
+    """7 bytes an element against 4, which is all that differs of the elementwise part."""
+    half, byte, nibble = (
+        layer(precision=precision, gpu="B200-SXM-180GB", software="NeMo").elementwise.total
+        for precision in ("bf16", "mxfp8", "nvfp4")
+    )
+    assert (nibble - half) / (byte - half) == pytest.approx(7 / 4)
+
+
 def test_experts_cost_by_what_is_routed() -> None:
     few, many = layer(EXPERTS, topk=2), layer(EXPERTS, topk=8)
     assert 1.5 < many.gemm.total / few.gemm.total < 4
