@@ -65,7 +65,7 @@ def test_tensor_parallel_overlap() -> None:
 
 
 def test_narrow_operands_are_gathered_in_their_own_format() -> None:
-    """One byte is gathered in place of two, and two are scattered as before: three quarters of the traffic."""
+    """One byte is gathered in place of two, and two are scattered as before: 3/4 of the traffic."""
 
     def forward_s(**changes: Any) -> float:
         row = {"gpu": "H100-SXM-80GB", "software": "Megatron-Core", "seq_len": 65536, **changes}
