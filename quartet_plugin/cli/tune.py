@@ -27,7 +27,6 @@ from quartet_plugin.errors import SeamError, UsageError
 
 if TYPE_CHECKING:
     from quartet_plugin.model.launch import Observer
-    from quartet_plugin.model.measurement import Comparison
     from quartet_plugin.model.plan import Plan
     from quartet_plugin.tuner.run_folder import TuningRun
     from quartet_plugin.tuner.tune_result import TuneResult
@@ -276,7 +275,6 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
             lines.append(f"nearest   trial {number}, {plan_label(result.rankings[0].trial.plan)}")
             lines.append(f"          {NEAREST_RULE}")
             lines += comparison_lines(result.rankings[0].comparison, names=("your own", f"trial {number}"))
-            lines += noise_lines(result.rankings[0].comparison)
             explained = [explain_line(run, trial=number)]
         return [*lines, *study_lines(result), *explained]
     proof = []
@@ -296,21 +294,6 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         explain_line(run),
         f"plan      {path_here(run.folder.best_plan)}",
         *(full_size or [f"train     sh {path_here(run.folder.best_command)}"]),
-    ]
-
-
-# Launches of one plan on a machine that does nothing else lie closer together.
-NOISY_RATIO = 1.25
-
-
-def noise_lines(comparison: "Comparison") -> list[str]:
-    """That the machine hid small gains, where launches of the user's own command lie far apart; else none."""
-    seconds = comparison.baseline.iteration_s
-    if seconds.high < NOISY_RATIO * seconds.low:
-        return []
-    return [
-        f"noise     launches of your own command took {seconds.low:.3f} to {seconds.high:.3f} s/iteration, "
-        f"{seconds.high / seconds.low:.2f}x apart: the machine was too busy to prove a small gain"
     ]
 
 

@@ -31,7 +31,7 @@ def axis_lines(history: RunHistory) -> list[str]:
         head = "axes" if row == 0 else ""
         lines.append(
             f"{head:<10}{NAMES[gain.axis]:<{width}}  {_words(gain)} over the best plan without it, "
-            f"fitted: {_best_without(gain, history)}"
+            f"{_best_without(gain, history)}"
         )
     return lines + [f"{'':<10}{words}" for words in _without_row(history)]
 
@@ -60,12 +60,12 @@ def _best_without(gain: AxisGain, history: RunHistory) -> str:
     label = clean(gain.best_without, limit=200)
     number = next((row.number for row in history.trials if label_of(row) == gain.best_without), None)
     if number is None:
-        return f"{label}, not tried"
+        return f"predicted: {label}, not tried"
     measured = None if history.winner is None else history.winner.measurement
     choice = None if measured is None else measured.choice
     if choice is None or choice.gain is None or choice.runner_up != number:
-        return f"{label}, trial {number}"
-    return f"{label}, trial {number}; {100 * (choice.gain - 1):.0f} % in the final rounds"
+        return f"fitted: {label}, trial {number}"
+    return f"fitted: {label}, trial {number}; {100 * (choice.gain - 1):.0f} % in the final rounds"
 
 
 def _without_row(history: RunHistory) -> list[str]:

@@ -10,7 +10,7 @@ def drift_sentence(check: DriftMeasurement) -> str:
     """One drift check with its verdict and the rule, for the middle of a line."""
     ran = (
         f"after {check.num_tried} trials your own command ran at {speedup_words(check.ratio)} of its first "
-        "measurement"
+        "measured speed"
     )
     limit = check.chance_limit
     if limit is None:

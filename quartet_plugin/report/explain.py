@@ -32,6 +32,8 @@ MEANING_COLUMNS = 120
 LEAST_SHARE = 0.002
 # What would be shown as 0.0 %.
 LEAST_SHOWN = 0.0005
+# Saved seconds by the terms and as measured that lie further apart are not the same seconds.
+APART = 1.25
 _GIB = float(2**30)
 _MEANING = {
     "compute": "matrix products, attention, elementwise kernels, head",
@@ -223,10 +225,23 @@ def _grounds(explanation: Explanation) -> list[tuple[str, str]]:
             ratio = _measured_words(other.measured_s, other.iteration_s, word=explanation.word)
             words += f", measured {ratio}"
         lines.append(("before", words))
+        lines += _saved(explanation, other)
     lines.append(("basis", explanation.basis))
     if explanation.num_trials is not None and explanation.measured_s is not None:
         lines.append(("", _FITTED_TO_ROUNDS if explanation.is_measured_in_rounds else _FITTED_TO_TRIALS))
     return lines
+
+
+def _saved(explanation: Explanation, other: BaselineTerms) -> list[tuple[str, str]]:
+    """The seconds that were saved, measured and by the terms, where both plans were measured."""
+    if explanation.measured_s is None or other.measured_s is None:
+        return []
+    measured_s = other.measured_s - explanation.measured_s
+    modelled_s = other.iteration_s - explanation.iteration_s
+    words = f"{1000 * measured_s:.0f} ms an iteration measured, {1000 * modelled_s:.0f} ms {explanation.word}"
+    if measured_s <= 0 or not 1.0 / APART <= modelled_s / measured_s <= APART:
+        words += ": of the table below take the order and the shares, not the seconds"
+    return [("saved", words)]
 
 
 _FITTED_TO_ROUNDS = (

@@ -241,6 +241,13 @@ def prediction_words(history: RunHistory) -> str:
     return words if agreement is None else f"{words}; of all pairs {100 * agreement:.0f} % in the right order"
 
 
+def prediction_lines(history: RunHistory) -> list[str]:
+    """How good the predictions before the launches were, as a line for a terminal, where there are some."""
+    if not _predicted_rows(history):
+        return []
+    return [f"predicted {prediction_words(history)} (by chance half), each before its launch"]
+
+
 def _predicted_rows(history: RunHistory) -> list[TrialRow]:
     return [
         row

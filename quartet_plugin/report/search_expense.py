@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from quartet_plugin.model.history import RunHistory
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.formatting import duration
+from quartet_plugin.report.noise import noise_words
 from quartet_plugin.report.other_model import NO_PAYBACK, payback_iterations
 
 # From this share of unstable launches on a machine is called busy.
@@ -81,6 +82,7 @@ def expense_lines(history: RunHistory) -> list[str]:
         f"spent     {expense_words(expense, history.winner)}",
         f"time      {time_words(expense)}",
         f"unstable  {unstable_words(history)}",
+        *([f"noise     {noise}"] if (noise := noise_words(history)) else []),
     ]
 
 
@@ -88,7 +90,7 @@ def unstable_words(history: RunHistory) -> str:
     """The number of launches whose iterations vary too much, and what follows."""
     num, num_measured = history.launch_parts.num_unstable, history.launch_parts.num_measured
     if not num:
-        return f"none of {num_measured} measured launches: the machine was quiet enough"
+        return f"none of {num_measured} measured launches"
     words = f"{num} of {num_measured} measured launches, those of the gate included: their iteration times "
     words += "vary too much; each was made once more, and what is unstable again counts by its median"
     return words + ("; the machine was too busy" if num >= BUSY_SHARE * num_measured else "")

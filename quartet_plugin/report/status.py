@@ -21,6 +21,7 @@ from quartet_plugin.model.measurement import NOTABLE, Regret
 from quartet_plugin.model.schema import dump
 from quartet_plugin.report.axis_gains import axis_lines
 from quartet_plugin.report.drift_words import drift_lines
+from quartet_plugin.report.figures import prediction_lines
 from quartet_plugin.report.final_choice import choice_lines
 from quartet_plugin.report.formatting import (
     clean,
@@ -82,6 +83,7 @@ def status_lines(history: RunHistory) -> list[str]:
         lines.append("winner    none: your own command stays as it is")
     if history.regret is not None:
         lines += regret_lines(history.regret, compared_with=regret_base(history), checks=history.controls)
+    lines += prediction_lines(history)
     lines += axis_lines(history)
     lines += kept_lines(history)
     if history.shape_curve is not None:

@@ -27,7 +27,7 @@ GAINS = AxisGains(
 def test_the_axis_that_gave_most_comes_first_and_no_gain_is_nothing() -> None:
     first, second = axis_lines(replace(history(), axis_gains=GAINS))
     assert first.startswith("axes      layers per stage")
-    assert first.endswith("21 % over the best plan without it, fitted: PP 2 · <zb-h1>, not tried")
+    assert first.endswith("21 % over the best plan without it, predicted: PP 2 · <zb-h1>, not tried")
     assert second.split()[:2] == ["micro-batch", "nothing"]
     assert not second.startswith("axes")
 
