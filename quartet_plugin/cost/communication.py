@@ -4,7 +4,10 @@ Megatron numbers ranks tp fastest, then cp, dp and pp; a group of `size` ranks `
 scale-up domain, or several with some ranks in each.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from quartet_plugin.cost.compute import LayerTimes
 from quartet_plugin.cost.constants import ClusterConstants, Constants
@@ -12,6 +15,7 @@ from quartet_plugin.cost.iteration.orders import device_of_stages
 from quartet_plugin.cost.layer_partition import exposed_times, stock_share
 from quartet_plugin.cost.run import Overlap, TrainingRun, UniformCluster
 from quartet_plugin.cost.times import Times
+from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.job_description import Experts
 
 
@@ -189,11 +193,24 @@ def _share_sent(experts: Experts, num_domains: int) -> float:
 
 
 def beside_compute(run: TrainingRun, constants: Constants, exchange: Times, layer: LayerTimes) -> Times:
-    """What stays exposed of a layer's exchanges where they run beside another microbatch's computation."""
+    """What stays exposed of a layer's exchanges where they run beside another microbatch's computation.
+
+    Nothing is hidden here where the schedule itself says by its pairs what runs beside what.
+    """
     total, compute = sum(exchange), sum(layer.total)
-    if not run.software.expert_overlap or not total:
+    if not run.software.expert_overlap or run.has_pairs or not total:
         return exchange
     return exchange.scaled(max(constants.data_exposed, 1.0 - compute / total))
+
+
+def hideable_s(constants: Constants, exchanges: Sequence[Times]) -> FloatArray:
+    """Seconds of each stage's exchanges that a pair can hide, forward and backward [2, num_stages].
+
+    As with all overlapped traffic, a constant part of it stays exposed.
+    """
+    seconds = np.array([(exchange.forward, exchange.input_grad) for exchange in exchanges], dtype=np.float64)
+    hideable: FloatArray = (1.0 - constants.data_exposed) * seconds.T
+    return hideable
 
 
 def transfer_s(run: TrainingRun, constants: Constants, *, sender: int, receiver: int) -> float:

@@ -26,7 +26,9 @@ from quartet_plugin.model.layout import Recompute
 def predict(run: TrainingRun, constants: Constants) -> RowPrediction:
     """The iteration's time by cause, seen from the busiest pipeline device, whose waiting is the bubble."""
     forward_s, backward_s = transfers_s(run, constants)
-    pipeline = pipeline_terms(run, stage_parts(run, constants), forward_s=forward_s, backward_s=backward_s)
+    pipeline = pipeline_terms(
+        run, constants, stage_parts(run, constants), forward_s=forward_s, backward_s=backward_s
+    )
     step = step_terms(run, constants, forward_s=pipeline.forward_s, backward_s=pipeline.backward_s)
     return summed(run, constants, pipeline, step)
 

@@ -249,6 +249,11 @@ class TrainingRun:
         return self.custom is not None or self.schedule.is_custom
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether the schedule says by overlapped pairs what runs beside what."""
+        return self.custom is not None and self.custom.has_pairs
+
+    @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are actions of their own."""
         return self.schedule.splits_backward

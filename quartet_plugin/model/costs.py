@@ -40,7 +40,8 @@ class Costs:
 
     `device_slowdown` [num_devices]; `transfer_s` [num_devices, num_devices], diagonal 0;
     `memory_limit_bytes` [num_devices] or None, for activations only; `backward_fused_s` [len(layers)]
-    or None, the whole backward where it is cheaper than I + W.
+    or None, the whole backward where it is cheaper than I + W. `exchange_s` [len(layers)] or None, the
+    seconds of F and of the backward (I or B) that are the experts' all-to-all: an overlapped pair hides them.
     """
 
     num_devices: int
@@ -51,6 +52,7 @@ class Costs:
     memory_limit_bytes: FloatArray | None
     weight_grad_held_fraction: float
     backward_fused_s: tuple[float, ...] | None
+    exchange_s: tuple[tuple[float, ...], ...] | None = None
 
     @property
     def has_embedding(self) -> bool:
@@ -74,7 +76,8 @@ class StageCosts:
 
     All arrays are [num_stages]. `forward_transfer_s[s]` is from stage s to s+1 (last entry 0),
     `backward_transfer_s[s]` from stage s to s-1 (first entry 0); 0 where both are on one device.
-    `held_fraction` of `activation_bytes` stays between I and W.
+    `held_fraction` of `activation_bytes` stays between I and W. `exchange_s` [2, num_stages], None for zeros,
+    are the seconds of F and of the backward that an overlapped pair can hide.
     """
 
     device_of_stage: IntArray
@@ -86,6 +89,7 @@ class StageCosts:
     forward_transfer_s: FloatArray
     backward_transfer_s: FloatArray
     held_fraction: float
+    exchange_s: FloatArray | None = None
 
     @property
     def num_stages(self) -> int:
@@ -119,7 +123,7 @@ def stage_costs(costs: Costs, *, placement: Sequence[int], layers_per_stage: Seq
 
     input_grad_s = total([layer.input_grad_s for layer in costs.layers]) * slowdown
     weight_grad_s = total([layer.weight_grad_s for layer in costs.layers]) * slowdown
-    fused = costs.backward_fused_s
+    fused, exchange = costs.backward_fused_s, costs.exchange_s
     return StageCosts(
         device_of_stage=device,
         forward_s=total([layer.forward_s for layer in costs.layers]) * slowdown,
@@ -130,4 +134,7 @@ def stage_costs(costs: Costs, *, placement: Sequence[int], layers_per_stage: Seq
         forward_transfer_s=np.append(costs.transfer_s[device[:-1], device[1:]], 0.0),
         backward_transfer_s=np.concatenate(([0.0], costs.transfer_s[device[1:], device[:-1]])),
         held_fraction=costs.weight_grad_held_fraction,
+        exchange_s=None
+        if exchange is None
+        else np.stack([total([layer[way] for layer in exchange]) * slowdown for way in range(2)]),
     )

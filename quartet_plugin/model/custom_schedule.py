@@ -15,7 +15,16 @@ from quartet_plugin.model.schema import record
 
 MAX_STAGES = 4_096
 MAX_ACTIONS = 5_000_000
-_ACTION = re.compile(r"(0|[1-9][0-9]{0,4})[FIWB](0|[1-9][0-9]{0,5})", re.ASCII)
+_ACTION = re.compile(
+    r"(?:0|[1-9][0-9]{0,4})[FIWB](?:0|[1-9][0-9]{0,5})"
+    r"|\((?:0|[1-9][0-9]{0,4})F(?:0|[1-9][0-9]{0,5});(?:0|[1-9][0-9]{0,4})[IB](?:0|[1-9][0-9]{0,5})\)OVERLAP_F_B",
+    re.ASCII,
+)
+# Why no plan holds a schedule with overlapped pairs.
+PAIRS_ONLY_SIMULATED = (
+    "overlapped pairs can only be simulated: the runtime runs actions one after the other, which hides no "
+    "all-to-all, and Megatron's combined 1F1B pairs only inside its own interleaved schedule"
+)
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 
 
@@ -72,10 +81,10 @@ class CustomSchedule:
     """A schedule that the plugin's runtime executes.
 
     `placement[s]` is the pipeline rank of stage s. `orders[d]` are the actions of pipeline rank d as
-    `{stage}{F|I|W|B}{microbatch}`, for the plan's own number of microbatches. `named` (with `group` where the
-    schedule takes one) or `family`, the parameters of a point of the family, make orders for any number; with
-    neither, other numbers get the family's plain order. Raises PlanError for a placement that is not legal or
-    a schedule that nothing makes.
+    `{stage}{F|I|W|B}{microbatch}`, for the plan's own number of microbatches; overlapped pairs of them are
+    only there to be predicted. `named` (with `group` where the schedule takes one) or `family`, the
+    parameters of a point of the family, make orders for any number; with neither, other numbers get the
+    family's plain order. Raises PlanError for a placement that is not legal or a schedule that nothing makes.
     """
 
     placement: tuple[int, ...]
@@ -106,6 +115,11 @@ class CustomSchedule:
     def num_devices(self) -> int:
         """Pipeline ranks."""
         return max(self.placement) + 1
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the order has overlapped pairs, which nothing executes."""
+        return any(text.startswith("(") for row in self.orders or () for text in row)
 
     @property
     def label(self) -> str:

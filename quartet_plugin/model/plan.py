@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.model.canonical import digest
-from quartet_plugin.model.custom_schedule import CustomSchedule
+from quartet_plugin.model.custom_schedule import PAIRS_ONLY_SIMULATED, CustomSchedule
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.job_description import JobDescription
 from quartet_plugin.model.layout import Layout
@@ -88,6 +88,10 @@ class ScheduleChoice:
     name: ScheduleName
     group: Annotated[int, Bounds(ge=1, le=MAX_BATCH)] | None = None
     custom: CustomSchedule | None = field(default=None, metadata=ADDED)
+
+    def __post_init__(self) -> None:
+        if self.custom is not None and self.custom.has_pairs:
+            raise PlanError(f"schedule.custom.orders: {PAIRS_ONLY_SIMULATED}")
 
     @property
     def placement(self) -> tuple[int, ...] | None:

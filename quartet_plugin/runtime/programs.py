@@ -12,7 +12,7 @@ import numpy as np
 
 from quartet_plugin.errors import ConfigError, PlanError, QuartetError
 from quartet_plugin.model.costs import FloatArray, StageCosts
-from quartet_plugin.model.custom_schedule import CustomSchedule
+from quartet_plugin.model.custom_schedule import PAIRS_ONLY_SIMULATED, CustomSchedule
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.choice import family_of, relative_costs, written_of
 from quartet_plugin.schedule.family import Family, generate
@@ -105,9 +105,12 @@ class ProgramCache:
 def make_schedule(spec: ScheduleSpec, num_microbatches: int) -> Schedule:
     """The specified schedule for this number of microbatches, checked.
 
-    Raises PlanError for a written order that breaks a rule, or for another placement than the costs have.
+    Raises PlanError for a written order that breaks a rule or has pairs, or for another placement than the
+    costs have.
     """
     schedule = _ordered(spec, num_microbatches)
+    if schedule.pairs:
+        raise PlanError(f"orders: {PAIRS_ONLY_SIMULATED}")
     if schedule.placement != spec.placement:
         raise PlanError(
             f"placement: the order is for {list(schedule.placement)[:16]}, "
@@ -176,7 +179,7 @@ def lower_schedule(schedule: Schedule, costs: StageCosts, *, forward_only: bool 
     refuse_two_copies(schedule)
     if forward_only:
         forwards = tuple(order[order & 3 == ActionKind.F] for order in schedule.orders)
-        schedule = replace(schedule, orders=forwards)
+        schedule = replace(schedule, orders=forwards, pairs=())
     start_s, end_s = action_times(schedule, costs)
     transfer_s = _transfers(costs, schedule.num_devices)
     return lower(schedule, start_s=start_s, end_s=end_s, transfer_s=transfer_s)

@@ -1,7 +1,8 @@
-"""One unit of pipeline work, and its text form.
+"""One unit of pipeline work, two that run beside each other, and their text forms.
 
-The text is the one of PyTorch's pipelining: `{stage}{kind}{microbatch}`, so `2F0` is the forward of
-microbatch 0 on stage 2, `2I0` its input gradient, `2W0` its weight gradient, `2B0` a whole backward.
+The texts are those of PyTorch's pipelining: `{stage}{kind}{microbatch}`, so `2F0` is the forward of
+microbatch 0 on stage 2, `2I0` its input gradient, `2W0` its weight gradient, `2B0` a whole backward;
+`(0F4;3B2)OVERLAP_F_B` is an overlapped pair, the forward `0F4` beside the backward `3B2`.
 """
 
 import re
@@ -15,6 +16,9 @@ MAX_MICROBATCHES = 65_536
 MAX_ACTIONS = 5_000_000
 
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,4})([FIWB])(0|[1-9][0-9]{0,5})", re.ASCII)
+OVERLAPPED = "OVERLAP_F_B"
+_PAIR_TEXT = re.compile(rf"\(([^;()]{{1,40}});([^;()]{{1,40}})\){OVERLAPPED}", re.ASCII)
+PAIR_FORM = "must be (sFm;tBn)OVERLAP_F_B like (0F4;3B2)OVERLAP_F_B; two actions, and no pair in a pair"
 
 
 class ActionKind(IntEnum):
@@ -56,3 +60,50 @@ class Action(NamedTuple):
         """The exact inverse of `encode`."""
         stage, microbatch = divmod(code >> 2, num_microbatches)
         return cls(stage, _KINDS[code & 3], microbatch)
+
+
+class OverlappedPair(NamedTuple):
+    """A forward and a backward on one device that run beside each other, as one action.
+
+    Both start when the inputs of both are there, and the results of both are there when the pair ends. What
+    it can save is the all-to-all of one part behind the compute of the other.
+    """
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward}){OVERLAPPED}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The exact inverse of `str`; raises PlanError for anything else, and for a pair that is none."""
+        match = _PAIR_TEXT.fullmatch(text)
+        if match is None:
+            raise PlanError(f"pair {text[:60]!r}: {PAIR_FORM}")
+        pair = cls(*(Action.parse(part) for part in match.groups()))
+        fault = pair.fault
+        if fault is not None:
+            raise PlanError(f"pair {text!r}: {fault}")
+        return pair
+
+    @property
+    def fault(self) -> str | None:
+        """The rule that the two parts break, with what to write instead, or None."""
+        forward, backward = self
+        if forward.kind is not ActionKind.F or backward.kind not in (ActionKind.I, ActionKind.B):
+            return (
+                f"{forward} and {backward}: a pair is one forward, then one full backward or input gradient; "
+                "write other actions one after the other"
+            )
+        if forward.microbatch == backward.microbatch:
+            return (
+                f"{forward} and {backward}: of one microbatch the backward needs every forward; take another "
+                "microbatch's, or write them one after the other"
+            )
+        return None
+
+
+def parse_entry(text: str) -> Action | OverlappedPair:
+    """The action or the pair that a text means; raises PlanError where it means none."""
+    return OverlappedPair.parse(text) if text.startswith("(") else Action.parse(text)

@@ -12,7 +12,7 @@ from quartet_plugin.model.custom_schedule import PER_STAGE, CustomSchedule, Stag
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import ScheduleChoice
 from quartet_plugin.schedule.family import PER_CHUNK, SCALARS, Family, generate
-from quartet_plugin.schedule.files import order_texts, parse_order
+from quartet_plugin.schedule.files import entry_texts, parse_entries
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 
@@ -35,12 +35,10 @@ def choice_of(
     family = origin.get("family")
     # A search that started from a named schedule and improved it says {"start": ...}: no parameters.
     known = isinstance(family, Mapping) and set(family) == set(Family.json_keys())
-    exact = not origin.get("inserted") and (known or origin.get("name") is not None)
+    exact = not schedule.pairs and not origin.get("inserted") and (known or origin.get("name") is not None)
     orders = None
     if with_orders or (with_orders is None and not exact):
-        orders = tuple(
-            tuple(order_texts(order, num_microbatches=schedule.num_microbatches)) for order in schedule.orders
-        )
+        orders = tuple(map(tuple, entry_texts(schedule)))
     return CustomSchedule(
         placement=schedule.placement,
         profile=profile_of(costs, memory_limit_bytes=memory_limit_bytes),
@@ -106,15 +104,16 @@ def written_of(choice: CustomSchedule, *, num_microbatches: int) -> Schedule | N
     """The order that is written out, for the plan's own number of microbatches, or None."""
     if choice.orders is None:
         return None
-    orders = tuple(
-        parse_order(row, num_stages=len(choice.placement), num_microbatches=num_microbatches)
+    rows = [
+        parse_entries(row, num_stages=len(choice.placement), num_microbatches=num_microbatches)
         for row in choice.orders
-    )
+    ]
     return Schedule(
         num_devices=choice.num_devices,
         num_microbatches=num_microbatches,
         placement=choice.placement,
-        orders=orders,
+        orders=tuple(order for order, _ in rows),
+        pairs=tuple(pairs for _, pairs in rows) if choice.has_pairs else (),
     )
 
 

@@ -16,7 +16,14 @@ from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.costs import Costs, LayerCost, NumBytes, Seconds
 from quartet_plugin.model.files import read_json, shown, write_json_atomic
 from quartet_plugin.model.schema import Bounds, Length, dump, parse, record
-from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, MAX_STAGES, Action, ActionKind
+from quartet_plugin.schedule.action import (
+    MAX_ACTIONS,
+    MAX_MICROBATCHES,
+    MAX_STAGES,
+    ActionKind,
+    OverlappedPair,
+    parse_entry,
+)
 from quartet_plugin.schedule.placement import fault_of
 from quartet_plugin.schedule.schedule import CodeArray, Schedule
 
@@ -35,6 +42,7 @@ _ABSENT: Any = ("absent",)
 _KIND_NAMES = "".join(kind.name for kind in ActionKind)
 _ORDER = re.compile(r"(?:(?:0|[1-9][0-9]{0,4})[FIWB](?:0|[1-9][0-9]{0,5}),)*+", re.ASCII)
 _TO_NUMBERS = str.maketrans({kind.name: f" {int(kind)} " for kind in ActionKind} | {",": " "})
+_NO_PAIRS = np.empty(0, dtype=np.int64)
 
 
 @record
@@ -48,6 +56,7 @@ class _CostsFile:
     memory_limit_bytes: tuple[NumBytes, ...] | None = None
     weight_grad_held_fraction: Annotated[float, Bounds(ge=0, le=1)] = 1.0
     backward_fused_s: tuple[Seconds, ...] | None = None
+    exchange_s: tuple[Annotated[tuple[Seconds, ...], Length(least=2, most=2)], ...] | None = None
 
     def __post_init__(self) -> None:
         devices = self.num_devices
@@ -65,6 +74,23 @@ class _CostsFile:
             _expect_length("memory_limit_bytes", self.memory_limit_bytes, devices, "one a device")
         if self.backward_fused_s is not None:
             _expect_length("backward_fused_s", self.backward_fused_s, len(self.layers), "one a layer")
+        if self.exchange_s is not None:
+            _expect_length("exchange_s", self.exchange_s, len(self.layers), "one a layer")
+            self._check_exchanges(self.exchange_s)
+
+    def _check_exchanges(self, exchange_s: tuple[tuple[float, ...], ...]) -> None:
+        """An exchange is a part of the action that it is in."""
+        fused = self.backward_fused_s
+        for index, (layer, exchange) in enumerate(zip(self.layers, exchange_s, strict=True)):
+            backward_s = layer.input_grad_s if fused is None else min(layer.input_grad_s, fused[index])
+            for way, (part_s, whole_s) in enumerate(
+                zip(exchange, (layer.forward_s, backward_s), strict=True)
+            ):
+                if part_s > whole_s:
+                    name = ("forward_s", "input_grad_s or backward_fused_s")[way]
+                    raise ConfigError(
+                        f"exchange_s[{index}][{way}]: {part_s}: must be at most the layer's {name}, {whole_s}"
+                    )
 
 
 @record
@@ -146,12 +172,14 @@ def costs_from_json(data: Any, *, where: str = "costs") -> Costs:
         memory_limit_bytes=None if limit is None else np.array(limit, dtype=np.float64),
         weight_grad_held_fraction=file.weight_grad_held_fraction,
         backward_fused_s=fused,
+        exchange_s=file.exchange_s,
     )
 
 
 def costs_to_json(costs: Costs) -> dict[str, Any]:
-    """The exact inverse of `costs_from_json`, every key written."""
+    """The exact inverse of `costs_from_json`: every key but an absent `exchange_s` is written."""
     limit, fused = costs.memory_limit_bytes, costs.backward_fused_s
+    exchange = {} if costs.exchange_s is None else {"exchange_s": [list(layer) for layer in costs.exchange_s]}
     return {
         "schema_version": SCHEMA_VERSION,
         "num_devices": costs.num_devices,
@@ -162,7 +190,7 @@ def costs_to_json(costs: Costs) -> dict[str, Any]:
         "memory_limit_bytes": None if limit is None else limit.tolist(),
         "weight_grad_held_fraction": costs.weight_grad_held_fraction,
         "backward_fused_s": None if fused is None else list(fused),
-    }
+    } | exchange
 
 
 def read_schedule(path: str | os.PathLike[str]) -> Schedule:
@@ -180,8 +208,8 @@ def schedule_from_json(data: Any, *, where: str = "schedule") -> Schedule:
     if total > MAX_ACTIONS:
         raise ConfigError(f"{where}: orders: {total} actions: at most {MAX_ACTIONS}")
     try:
-        orders = [
-            parse_order(row, num_stages=len(file.placement), num_microbatches=file.num_microbatches)
+        rows = [
+            parse_entries(row, num_stages=len(file.placement), num_microbatches=file.num_microbatches)
             for row in file.orders
         ]
     except _OrderError as error:
@@ -193,7 +221,8 @@ def schedule_from_json(data: Any, *, where: str = "schedule") -> Schedule:
         num_microbatches=file.num_microbatches,
         placement=file.placement,
         layers_per_stage=file.layers_per_stage,
-        orders=tuple(orders),
+        orders=tuple(order for order, _ in rows),
+        pairs=tuple(pairs for _, pairs in rows) if any(len(pairs) for _, pairs in rows) else (),
         origin={}
         if file.origin is None
         else {key: value for key, value in dump(file.origin).items() if value is not None},
@@ -216,9 +245,7 @@ def schedule_to_json(schedule: Schedule, *, predicted: Mapping[str, Any] | None 
         "num_microbatches": schedule.num_microbatches,
         "placement": list(schedule.placement),
         "layers_per_stage": list(schedule.layers_per_stage),
-        "orders": [
-            order_texts(order, num_microbatches=schedule.num_microbatches) for order in schedule.orders
-        ],
+        "orders": entry_texts(schedule),
     }
     if schedule.origin:
         value["origin"] = _origin_to_json(schedule.origin)
@@ -253,8 +280,18 @@ def to_csv(schedule: Schedule) -> str:
         raise PlanError(
             "routes: a CSV has one device a stage; a schedule with two copies cannot be written as one"
         )
-    rows = (order_texts(order, num_microbatches=schedule.num_microbatches) for order in schedule.orders)
-    return "".join(",".join(row) + "\n" for row in rows)
+    return "".join(",".join(row) + "\n" for row in entry_texts(schedule))
+
+
+def entry_texts(schedule: Schedule) -> list[list[str]]:
+    """The texts of every device's actions, `2F0` and so on, the two parts of a pair as one text."""
+    texts = [order_texts(order, num_microbatches=schedule.num_microbatches) for order in schedule.orders]
+    if not schedule.pairs:
+        return texts
+    return [
+        row if not len(schedule.pairs[device]) else [str(entry) for entry in schedule.entries(device)]
+        for device, row in enumerate(texts)
+    ]
 
 
 def order_texts(order: CodeArray, *, num_microbatches: int) -> list[str]:
@@ -269,7 +306,7 @@ class _OrderError(PlanError):
 
     def __init__(self, row: Sequence[str], index: int, rule: str) -> None:
         super().__init__(f"[{index}]: {shown(row[index])}: {rule}")
-        self.row = row
+        self.row, self.index, self.rule = row, index, rule
 
 
 def parse_order(texts: Sequence[str], *, num_stages: int, num_microbatches: int) -> CodeArray:
@@ -292,10 +329,39 @@ def parse_order(texts: Sequence[str], *, num_stages: int, num_microbatches: int)
     return (stages * num_microbatches + microbatches) * 4 + kinds
 
 
+def parse_entries(
+    texts: Sequence[str], *, num_stages: int, num_microbatches: int
+) -> tuple[CodeArray, CodeArray]:
+    """The codes of action texts, some of which may be pairs, and the indices of the pairs' forwards.
+
+    Raises PlanError that starts with the index of the first wrong text.
+    """
+    if not any(text.startswith("(") for text in texts):
+        return parse_order(texts, num_stages=num_stages, num_microbatches=num_microbatches), _NO_PAIRS
+    flat: list[str] = []
+    index_of: list[int] = []
+    first: list[int] = []
+    for index, text in enumerate(texts):
+        parts = [text]
+        if text.startswith("("):
+            try:
+                parts = [str(part) for part in OverlappedPair.parse(text)]
+            except PlanError as error:
+                raise _OrderError(texts, index, str(error).partition(": ")[2]) from error
+            first.append(len(flat))
+        flat += parts
+        index_of += [index] * len(parts)
+    try:
+        codes = parse_order(flat, num_stages=num_stages, num_microbatches=num_microbatches)
+    except _OrderError as error:
+        raise _OrderError(texts, index_of[error.index], error.rule) from error
+    return codes, np.array(first, dtype=np.int64)
+
+
 def _first_bad(texts: Sequence[str]) -> int:
     for index, text in enumerate(texts):
         try:
-            Action.parse(text)
+            parse_entry(text)
         except PlanError:
             return index
     raise AssertionError("the joined text does not match although every action does")

@@ -2,6 +2,10 @@
 
 A *lane* is a stage of one copy of the model. A *unit* is `stage * num_microbatches + microbatch`; an action's
 code is `unit * 4 + kind`. The kernels release the GIL, so threads run them side by side.
+
+The parts of overlapped pairs are marked in `parts`, which is as long as the orders, or empty where there is
+no pair: 1 for the forward, 2 for the backward behind it, 0 for every other action. Both parts of a pair start
+when the inputs of both are there, and both end, with their results, when the pair does.
 """
 
 from typing import NamedTuple
@@ -10,8 +14,10 @@ import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule.compilation import compiled, inner
+from quartet_plugin.schedule.schedule import PartArray
 
 F, I, W, B = 0, 1, 2, 3  # noqa: E741 - the field's letter for the input gradient
+NO_PARTS: PartArray = np.empty(0, dtype=np.uint8)
 MEMORY_TOLERANCE = 1e-9
 
 
@@ -20,7 +26,8 @@ class Lanes(NamedTuple):
 
     One route is the rule; schedules with two copies of the model have two. `cost_s` [4, lanes] are seconds by
     kind, `send_s` [2, lanes] those of a transfer out of a lane, forward-going and backward-going. `route`
-    says which route each microbatch takes [num_microbatches].
+    says which route each microbatch takes [num_microbatches]. `exchange_s` [2, lanes] are the seconds of F
+    and of the backward that a pair can hide.
     """
 
     num_stages: int
@@ -31,6 +38,32 @@ class Lanes(NamedTuple):
     num_bytes: FloatArray
     held_fraction: float
     route: IntArray
+    exchange_s: FloatArray
+
+
+def hidden_s(
+    forward_s: float, forward_exchange_s: float, backward_s: float, backward_exchange_s: float
+) -> float:
+    """Seconds that a pair is shorter than its parts: each one's exchange behind the other's compute.
+
+    `forward_s` and `backward_s` are the parts alone, with their exchanges. This is the one rule for the time
+    of a pair; without exchanges it takes the sum of its parts.
+    """
+    behind_backward_s = min(forward_exchange_s, backward_s - backward_exchange_s)
+    behind_forward_s = min(backward_exchange_s, forward_s - forward_exchange_s)
+    return behind_backward_s + behind_forward_s
+
+
+_hidden_s = inner(hidden_s)
+
+
+@inner
+def _pair_s(lanes: Lanes, forward_lane: int, kind: int, backward_lane: int) -> float:
+    """Seconds of a pair of a forward and a backward of a kind."""
+    forward_s, backward_s = float(lanes.cost_s[F, forward_lane]), float(lanes.cost_s[kind, backward_lane])
+    exchange_s = lanes.exchange_s
+    hidden = _hidden_s(forward_s, exchange_s[0, forward_lane], backward_s, exchange_s[1, backward_lane])
+    return forward_s + backward_s - hidden
 
 
 @compiled
@@ -94,7 +127,7 @@ def check_memory(
 
 @compiled
 def run_orders(
-    orders: IntArray, offsets: IntArray, lanes: Lanes
+    orders: IntArray, offsets: IntArray, parts: PartArray, lanes: Lanes
 ) -> tuple[int, FloatArray, FloatArray, IntArray]:
     """Run checked orders as soon as possible: the number that ran (all, unless deadlocked), starts and ends.
 
@@ -115,6 +148,7 @@ def run_orders(
     waits_for = np.full(num_devices, -1)
     stack = np.empty(num_devices, dtype=np.int64)
     height = num_devices
+    has_pairs = len(parts) > 0
     for device in range(num_devices):
         following[device] = offsets[device]
         stack[device] = num_devices - 1 - device
@@ -132,7 +166,11 @@ def run_orders(
             stage = unit // num_microbatches
             lane = route[unit - stage * num_microbatches] * num_stages + stage
             ready = now
-            if kind == F:
+            part = parts[position] if has_pairs else 0
+            if part == 2:
+                # Its inputs were waited for with the forward's, and it ends with it.
+                pass
+            elif kind == F:
                 if stage > 0:
                     before = forward_end[unit - num_microbatches]
                     if before < 0.0:
@@ -153,8 +191,27 @@ def run_orders(
                         waits_for[device] = (unit + num_microbatches) * 2 + 1
                         break
                     ready = max(ready, before + lane_send[1, lane + 1])
-            start[position] = ready
-            now = ready + lane_cost[kind, lane]
+            if part == 1:
+                beside = orders[position + 1] >> 2
+                beside_kind = orders[position + 1] & 3
+                beside_stage = beside // num_microbatches
+                beside_lane = route[beside - beside_stage * num_microbatches] * num_stages + beside_stage
+                if forward_end[beside] < 0.0:
+                    waits_for[device] = beside * 2
+                    break
+                if beside_stage < num_stages - 1:
+                    before = gradient_end[beside + num_microbatches]
+                    if before < 0.0:
+                        waits_for[device] = (beside + num_microbatches) * 2 + 1
+                        break
+                    ready = max(ready, before + lane_send[1, beside_lane + 1])
+                start[position] = ready
+                now = ready + _pair_s(lanes, lane, beside_kind, beside_lane)
+            elif part == 2:
+                start[position] = start[position - 1]
+            else:
+                start[position] = ready
+                now = ready + lane_cost[kind, lane]
             end[position] = now
             sequence[ran] = position
             ran += 1
@@ -183,6 +240,7 @@ def run_orders(
 @inner
 def _repeat(
     orders: IntArray,
+    parts: PartArray,
     sequence: IntArray,
     device_of: IntArray,
     lanes: Lanes,
@@ -192,6 +250,7 @@ def _repeat(
     """One more run of the lists, each device starting when `free` says; updates `free` in place."""
     num_stages, num_microbatches, route = lanes.num_stages, lanes.num_microbatches, lanes.route
     lane_cost, lane_send = lanes.cost_s, lanes.send_s
+    has_pairs = len(parts) > 0
     for step in range(len(sequence)):
         position = sequence[step]
         code = orders[position]
@@ -201,12 +260,25 @@ def _repeat(
         lane = route[unit - stage * num_microbatches] * num_stages + stage
         device = device_of[position]
         ready = free[device]
-        if kind == F:
+        part = parts[position] if has_pairs else 0
+        if part == 2:
+            pass
+        elif kind == F:
             if stage > 0:
                 ready = max(ready, ends[0, unit - num_microbatches] + lane_send[0, lane - 1])
         elif kind != W and stage < num_stages - 1:
             ready = max(ready, ends[1, unit + num_microbatches] + lane_send[1, lane + 1])
-        done = ready + lane_cost[kind, lane]
+        if part == 1:
+            beside = orders[position + 1] >> 2
+            beside_stage = beside // num_microbatches
+            beside_lane = route[beside - beside_stage * num_microbatches] * num_stages + beside_stage
+            if beside_stage < num_stages - 1:
+                ready = max(ready, ends[1, beside + num_microbatches] + lane_send[1, beside_lane + 1])
+            done = ready + _pair_s(lanes, lane, orders[position + 1] & 3, beside_lane)
+        elif part == 2:
+            done = ready
+        else:
+            done = ready + lane_cost[kind, lane]
         free[device] = done
         if kind == F:
             ends[0, unit] = done
@@ -240,6 +312,7 @@ def _largest_cycle_mean(weights: FloatArray) -> float:
 def steady_period(
     orders: IntArray,
     offsets: IntArray,
+    parts: PartArray,
     sequence: IntArray,
     lanes: Lanes,
     tries: int | np.int64,
@@ -258,7 +331,7 @@ def steady_period(
     free = np.zeros(num_devices)
     history = np.zeros((tries + 1, num_devices))
     for k in range(1, tries + 1):
-        _repeat(orders, sequence, device_of, lanes, free, ends)
+        _repeat(orders, parts, sequence, device_of, lanes, free, ends)
         for device in range(num_devices):
             history[k, device] = free[device]
         for back in range(1, k + 1):
@@ -278,7 +351,7 @@ def steady_period(
         for unit in range(ends.shape[1]):
             ends[0, unit] = never
             ends[1, unit] = never
-        _repeat(orders, sequence, device_of, lanes, free, ends)
+        _repeat(orders, parts, sequence, device_of, lanes, free, ends)
         for device in range(num_devices):
             weights[source, device] = free[device]
     return _largest_cycle_mean(weights)

@@ -2,7 +2,8 @@
 
 A device runs its list in order, one action at a time. A transfer starts when its producer ends and
 occupies nobody. `activation_bytes` are taken at the start of F; the end of I frees all but the held
-fraction, the end of W the rest; the end of B frees all.
+fraction, the end of W the rest; the end of B frees all. A pair takes its forward's activations while those
+of its backward are held.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ from quartet_plugin.model.costs import Costs, FloatArray, IntArray, StageCosts, 
 from quartet_plugin.schedule import kernel
 from quartet_plugin.schedule.action import Action
 from quartet_plugin.schedule.kernel import Lanes
-from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.schedule import PartArray, Schedule, marked_parts
 from quartet_plugin.schedule.table import refusal
-from quartet_plugin.schedule.validate import validate
+from quartet_plugin.schedule.validate import check_pairs, validate
 
 _PERIOD_ROUNDS = 24
 
@@ -29,7 +30,8 @@ class Simulation:
 
     `period_s` is the steady interval when the lists repeat without a barrier. `bubble_fraction` is
     1 - sum(busy_s) / (num_devices * makespan_s). `peak_activation_bytes` and `busy_s` are [num_devices];
-    `start_s[d]` and `end_s[d]` are aligned with the schedule's `orders[d]`.
+    `start_s[d]` and `end_s[d]` are aligned with the schedule's `orders[d]`; both parts of a pair have the
+    pair's times.
     """
 
     makespan_s: float
@@ -56,6 +58,9 @@ def lanes_of_stages(costs: Sequence[StageCosts], route: IntArray) -> Lanes:
         num_bytes=join("activation_bytes"),
         held_fraction=float(costs[0].held_fraction),
         route=route,
+        exchange_s=np.concatenate(
+            [np.zeros((2, c.num_stages)) if c.exchange_s is None else c.exchange_s for c in costs], axis=1
+        ),
     )
 
 
@@ -71,6 +76,7 @@ def one_route(placement: Sequence[int], num_microbatches: int) -> Lanes:
         num_bytes=np.zeros(num_stages),
         held_fraction=0.0,
         route=np.zeros(num_microbatches, dtype=np.int64),
+        exchange_s=np.zeros((2, num_stages)),
     )
 
 
@@ -125,6 +131,8 @@ def simulate(
     is_whole = len(schedule.orders) == schedule.num_devices
     if not (is_whole and kernel.are_complete(orders, offsets, lanes)):
         validate(schedule)
+    check_pairs(schedule)
+    parts = marked_parts(schedule)
     limit = np.full(schedule.num_devices, np.inf) if memory_limit_bytes is None else memory_limit_bytes
     peak = np.zeros(schedule.num_devices)
     device, index = kernel.check_memory(orders, offsets, lanes, limit, peak)
@@ -132,11 +140,11 @@ def simulate(
         action = Action.decode(int(schedule.orders[device][index]), schedule.num_microbatches)
         reason = f"{action} on device {device} exceeds its limit of {limit[device]:g} activation bytes"
         raise refusal(schedule, reason, mark=(device, index))
-    ran, start, end, sequence = kernel.run_orders(orders, offsets, lanes)
+    ran, start, end, sequence = kernel.run_orders(orders, offsets, parts, lanes)
     if ran < len(orders):
         validate(schedule)
-    period = kernel.steady_period(orders, offsets, sequence, lanes, _PERIOD_ROUNDS)
-    return _summary(offsets, start, end, peak, float(period))
+    period = kernel.steady_period(orders, offsets, parts, sequence, lanes, _PERIOD_ROUNDS)
+    return _summary(offsets, parts, start, end, peak, float(period))
 
 
 def action_times(schedule: Schedule, costs: StageCosts) -> tuple[list[FloatArray], list[FloatArray]]:
@@ -145,7 +153,8 @@ def action_times(schedule: Schedule, costs: StageCosts) -> tuple[list[FloatArray
     Forwards alone are allowed too. Raises PlanError when the devices wait for one another.
     """
     orders, offsets = flatten(schedule)
-    ran, start, end, _ = kernel.run_orders(orders, offsets, lanes_of(schedule, costs))
+    parts = marked_parts(schedule)
+    ran, start, end, _ = kernel.run_orders(orders, offsets, parts, lanes_of(schedule, costs))
     if ran < len(orders):
         raise PlanError(f"deadlock: the devices stop after {ran} of {len(orders)} actions; reorder them")
     return np.split(start, offsets[1:-1]), np.split(end, offsets[1:-1])
@@ -179,17 +188,19 @@ def bubble_fraction(busy_s: float, *, makespan_s: float, num_devices: int) -> fl
 
 
 def _summary(
-    offsets: IntArray, start: FloatArray, end: FloatArray, peak: FloatArray, period: float
+    offsets: IntArray, parts: PartArray, start: FloatArray, end: FloatArray, peak: FloatArray, period: float
 ) -> Simulation:
-    parts = [slice(a, b) for a, b in pairwise(offsets.tolist())]
-    busy = np.diff(np.concatenate(([0.0], np.cumsum(end - start)))[offsets])
+    devices = [slice(a, b) for a, b in pairwise(offsets.tolist())]
+    # Both parts of a pair have its times.
+    lasting = np.where(parts == 2, 0.0, end - start) if len(parts) else end - start
+    busy = np.diff(np.concatenate(([0.0], np.cumsum(lasting)))[offsets])
     makespan = float(end.max()) if len(end) else 0.0
     return Simulation(
         makespan_s=makespan,
         period_s=period,
-        bubble_fraction=bubble_fraction(float(busy.sum()), makespan_s=makespan, num_devices=len(parts)),
+        bubble_fraction=bubble_fraction(float(busy.sum()), makespan_s=makespan, num_devices=len(devices)),
         peak_activation_bytes=peak,
         busy_s=busy,
-        start_s=tuple(start[part] for part in parts),
-        end_s=tuple(end[part] for part in parts),
+        start_s=tuple(start[device] for device in devices),
+        end_s=tuple(end[device] for device in devices),
     )

@@ -25,7 +25,8 @@ def render(
 
     `mark` is (device, index in its order) and shown as `[2F0]`; an index one past the end marks the place
     of a missing action. `related` cells are shown as `(2F0)`. `centres` [num_devices] gives each row a
-    window of its own, for devices that have come unequally far; the row then says where it starts.
+    window of its own, for devices that have come unequally far; the row then says where it starts. A pair
+    is two cells, the first with a plus: `2F1+  2B0`.
     At most 17 devices and 110 characters a line are shown, those nearest to the mark.
     """
     marked_device, marked_index = mark if mark is not None else (0, around)
@@ -94,6 +95,8 @@ def _cell(schedule: Schedule, cell: Cell, mark: Cell | None, related: frozenset[
     order = schedule.orders[device]
     if index < len(order):
         text = str(Action.decode(int(order[index]), schedule.num_microbatches))
+        if schedule.pairs and index in schedule.pairs[device]:
+            text += "+"
     else:
         text = _EMPTY if cell == mark else ""
     if cell == mark:

@@ -2,14 +2,15 @@
 
 A schedule is valid when every (stage, microbatch) has exactly one F and either one B or one I and one W,
 each on the device that holds the stage, F before I before W, and when the devices, each in its order, can
-all finish: no cycle of waiting for one another.
+all finish: no cycle of waiting for one another. An overlapped pair starts when both of its parts can, and its
+results are there when it ends. Positions count the two parts of a pair as two.
 """
 
 import numpy as np
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import Costs
-from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, Action, ActionKind
+from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, Action, ActionKind, OverlappedPair
 from quartet_plugin.schedule.placement import fault_of
 from quartet_plugin.schedule.schedule import CodeArray, Schedule
 from quartet_plugin.schedule.table import Cell, place, refusal
@@ -26,7 +27,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def check_actions(schedule: Schedule) -> None:
-    """Check all rules but the last: sizes, placement, completeness, devices, F before I before W."""
+    """Check all rules but the last: sizes, placement, completeness, devices, F before I before W, pairs."""
     _check_sizes(schedule)
     for placement in schedule.routes or (schedule.placement,):
         fault = fault_of(placement, num_devices=schedule.num_devices)
@@ -37,6 +38,32 @@ def check_actions(schedule: Schedule) -> None:
     flat.check_devices()
     flat.check_complete()
     flat.check_order()
+    check_pairs(schedule)
+
+
+def check_pairs(schedule: Schedule) -> None:
+    """Check that each pair is a forward, then a backward of another microbatch, and that none share a part.
+
+    Raises PlanError.
+    """
+    if not schedule.pairs:
+        return
+    if len(schedule.pairs) != schedule.num_devices:
+        raise PlanError(f"pairs: {len(schedule.pairs)} lists; one for each of {schedule.num_devices} devices")
+    for device, first in enumerate(schedule.pairs):
+        actions, before = schedule.actions(device), -2
+        for index in first.tolist():
+            if not before + 2 <= index < len(actions) - 1:
+                raise PlanError(
+                    f"pairs[{device}]: {index}; indices ascend, two pairs share no part, and both parts are "
+                    f"among the {len(actions)} actions"
+                )
+            before = index
+            fault = OverlappedPair(actions[index], actions[index + 1]).fault
+            if fault is not None:
+                mark = (device, index)
+                reason = f"pair at {place(mark)}: {fault}"
+                raise refusal(schedule, reason, mark=mark, related=[(device, index + 1)])
 
 
 def check_costs(schedule: Schedule, costs: Costs) -> None:
@@ -238,6 +265,7 @@ def _walk(schedule: Schedule) -> list[int]:
     have = (bytearray(pairs), bytearray(pairs))
     waiting: dict[tuple[int, bool], int] = {}
     orders = [order.tolist() for order in schedule.orders]
+    paired = [set(first.tolist()) for first in schedule.pairs] or [set()] * len(orders)
     done = [0] * len(orders)
     runnable = list(range(len(orders)))
     while runnable:
@@ -246,6 +274,12 @@ def _walk(schedule: Schedule) -> list[int]:
         while index < len(order):
             code = order[index]
             kind = code & 3
+            if index in paired[device]:
+                # A pair starts when its backward can, too.
+                needed, _ = _needs(order[index + 1], num_microbatches=m, num_stages=schedule.num_stages)
+                if needed >= 0 and not have[True][needed]:
+                    waiting[needed, True] = device
+                    break
             if kind != ActionKind.W:
                 needed, is_backward = _needs(code, num_microbatches=m, num_stages=schedule.num_stages)
                 if needed >= 0 and not have[is_backward][needed]:
@@ -262,18 +296,13 @@ def _walk(schedule: Schedule) -> list[int]:
 
 def _deadlock(schedule: Schedule, done: list[int], device: int) -> PlanError:
     """Follow who waits for whom until a device comes up again: that cycle is the fault."""
-    m = schedule.num_microbatches
     flat = _Flat(schedule)
     path: list[int] = []
     words: dict[int, str] = {}
     source_cells: dict[int, Cell] = {}
     while device not in path:
         path.append(device)
-        code = int(schedule.orders[device][done[device]])
-        needed, is_backward = _needs(code, num_microbatches=m, num_stages=schedule.num_stages)
-        kinds = (ActionKind.I, ActionKind.B) if is_backward else (ActionKind.F,)
-        source = next(needed * 4 + kind for kind in kinds if flat.where(needed * 4 + kind))
-        cell = flat.where(source)[0]
+        code, source, cell = _missing_input(flat, device, done)
         words[device] = f"device {device} waits at {flat.action(code)} for {flat.action(source)}"
         source_cells[device] = cell
         device = cell[0]
@@ -288,3 +317,21 @@ def _deadlock(schedule: Schedule, done: list[int], device: int) -> PlanError:
         related=[(member, done[member]) for member in cycle] + [source_cells[member] for member in cycle],
         centres=done,
     )
+
+
+def _missing_input(flat: _Flat, device: int, done: list[int]) -> tuple[int, int, Cell]:
+    """The code that a device waits at, of a pair the part that waits; the code it waits for, and where."""
+    schedule, index = flat.schedule, done[device]
+    order = schedule.orders[device]
+    is_pair = bool(schedule.pairs) and index in schedule.pairs[device]
+    for code in order[index : index + (2 if is_pair else 1)].tolist():
+        needed, is_backward = _needs(
+            code, num_microbatches=schedule.num_microbatches, num_stages=schedule.num_stages
+        )
+        kinds = (ActionKind.I, ActionKind.B) if is_backward else (ActionKind.F,)
+        source = next((needed * 4 + kind for kind in kinds if flat.where(needed * 4 + kind)), None)
+        if needed >= 0 and source is not None:
+            cell = flat.where(source)[0]
+            if cell[1] >= done[cell[0]]:
+                return code, source, cell
+    raise AssertionError("a device that is stuck waits for an input")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from quartet_plugin.errors import ConfigError, PlanError, QuartetError
-from quartet_plugin.model.custom_schedule import CustomSchedule
+from quartet_plugin.model.custom_schedule import PAIRS_ONLY_SIMULATED, CustomSchedule
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.schedule.choice import choice_of, family_of
 from quartet_plugin.schedule.files import read_schedule
@@ -95,6 +95,8 @@ def read_written_schedule(path: Path) -> WrittenSchedule:
     schedule = read_schedule(path)
     if schedule.routes is not None:
         raise ConfigError(f"{path}: routes: two copies of the model; such a schedule can only be simulated")
+    if schedule.pairs:
+        raise ConfigError(f"{path}: orders: {PAIRS_ONLY_SIMULATED}")
     if schedule.num_devices < 2:
         raise ConfigError(f"{path}: num_devices: 1; a schedule needs a pipeline of at least 2 devices")
     for stage, count in enumerate(schedule.layers_per_stage or ()):

@@ -124,6 +124,10 @@ def test_other_counts_are_refused_before_a_process_starts(
     [
         ({"layers_per_stage": [4, 0, 3, 3]}, "layers_per_stage[1]: 0; a schedule with an empty stage"),
         ({"routes": [[0, 1, 1, 0], [0, 1, 1, 0]], "route_of_microbatch": [0, 1, 0, 1]}, "routes: two copies"),
+        (
+            {"orders": [["(0F1;0B0)OVERLAP_F_B"], ["1F0"]]},
+            "orders: overlapped pairs can only be simulated",
+        ),
         ({"placement": [0, 1, 1, 1]}, "placement"),
         ({"num_microbatches": 0}, "num_microbatches"),
     ],

@@ -90,6 +90,8 @@ def test_a_contradiction_is_refused(make: Any, words: str) -> None:
         (("placement",), [0, 1, 1], "placement"),
         (("placement",), [0, "1", 1, 0], "placement"),
         (("orders",), [["0F0; rm"], []], "orders"),
+        (("orders",), [["(0F1;0B0)OVERLAP_F_B"], []], "overlapped pairs can only be simulated"),
+        (("orders",), [["(0F1;0F0)OVERLAP_F_B"], []], "expected {stage}"),
         (("named",), "zb-v", "named"),
         (("code",), "import os", "code"),
         (("profile", "forward_s"), [1, 2, 3, "x"], "forward_s"),

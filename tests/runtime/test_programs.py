@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, make_schedule
-from quartet_plugin.schedule.action import Action, ActionKind
+from quartet_plugin.schedule.action import ActionKind, parse_entry
 from quartet_plugin.schedule.channels import Backend, check_program
 from quartet_plugin.schedule.instruction import Compute
 from quartet_plugin.schedule.named import named
@@ -44,7 +44,7 @@ def test_an_evaluation_has_the_forwards_in_their_order(name: str) -> None:
 
 def written(rows: list[list[str]], **changes: Any) -> ScheduleSpec:
     schedule = Schedule.of_actions(
-        [[Action.parse(text) for text in row] for row in rows],
+        [[parse_entry(text) for text in row] for row in rows],
         num_microbatches=2,
         placement=(0, 1),
     )
@@ -67,6 +67,7 @@ def test_a_written_order_is_used_for_its_own_number_and_replaced_elsewhere() -> 
         ([GOOD[0], ["1F0", "1B0", "1F1"]], "1B1"),
         ([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]], "deadlock|wait"),
         ([["0B0", "0F0", "0F1", "0B1"], GOOD[1]], "0B0"),
+        ([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"], GOOD[1]], "overlapped pairs can only be simulated"),
     ],
 )
 def test_a_wrong_written_order_is_refused(rows: list[list[str]], words: str) -> None:

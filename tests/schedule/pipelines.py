@@ -1,11 +1,15 @@
 """Random pipelines and random legal schedules of them, for property tests."""
 
+from dataclasses import replace
+
 import numpy as np
 
+from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import Costs
-from quartet_plugin.schedule.action import Action, ActionKind
+from quartet_plugin.schedule.action import Action, ActionKind, OverlappedPair
 from quartet_plugin.schedule.files import costs_from_json
 from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.validate import check_progress
 
 
 def random_placement(rng: np.random.Generator, num_devices: int, num_chunks: int) -> list[int]:
@@ -97,4 +101,51 @@ def _able(action: Action, done: set[tuple[int, ActionKind, int]], num_stages: in
         return (stage, ActionKind.I, i) in done
     return (stage, ActionKind.F, i) in done and (
         stage == num_stages - 1 or (stage + 1, ActionKind.I, i) in done
+    )
+
+
+def with_random_pairs(rng: np.random.Generator, schedule: Schedule) -> Schedule:
+    """The schedule with some neighbours as overlapped pairs, fewer until the devices can all finish."""
+    share = rng.uniform(0.2, 1.0)
+    while True:
+        rows = [_paired(rng, schedule.actions(d), share) for d in range(schedule.num_devices)]
+        paired = Schedule.of_actions(
+            rows, num_microbatches=schedule.num_microbatches, placement=schedule.placement
+        )
+        paired = replace(paired, layers_per_stage=schedule.layers_per_stage, origin=schedule.origin)
+        try:
+            check_progress(paired)
+        except PlanError:
+            share = 0.8 * share if share > 1e-3 else 0.0
+        else:
+            return paired
+
+
+def _paired(rng: np.random.Generator, actions: list[Action], share: float) -> list[Action | OverlappedPair]:
+    row: list[Action | OverlappedPair] = []
+    index = 0
+    while index < len(actions):
+        two = sorted(actions[index : index + 2], key=lambda action: action.kind)
+        pair = OverlappedPair(*two) if len(two) == 2 else None
+        if pair is not None and pair.fault is None and rng.random() < share:
+            row.append(pair)
+            index += 2
+        else:
+            row.append(actions[index])
+            index += 1
+    return row
+
+
+def with_exchanges(rng: np.random.Generator, costs: Costs) -> Costs:
+    """The costs with a random part of each forward and each input gradient as all-to-all."""
+    fused = costs.backward_fused_s
+    return replace(
+        costs,
+        exchange_s=tuple(
+            (
+                layer.forward_s * rng.uniform(0, 1),
+                min(layer.input_grad_s, np.inf if fused is None else fused[index]) * rng.uniform(0, 1),
+            )
+            for index, layer in enumerate(costs.layers)
+        ),
     )

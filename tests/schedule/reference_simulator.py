@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import StageCosts
-from quartet_plugin.schedule.action import Action, ActionKind
+from quartet_plugin.schedule.action import Action, ActionKind, OverlappedPair
 from quartet_plugin.schedule.schedule import Schedule
 
 _SETS = ({ActionKind.F, ActionKind.B}, {ActionKind.F, ActionKind.I, ActionKind.W})
@@ -32,14 +32,15 @@ def simulate_reference(
     schedule: Schedule, costs: StageCosts, *, other_route: StageCosts | None = None
 ) -> ReferenceResult:
     """Run `schedule` action by action; raises PlanError when it is incomplete or deadlocks."""
-    rows = [schedule.actions(d) for d in range(schedule.num_devices)]
+    rows = [schedule.entries(d) for d in range(schedule.num_devices)]
+    actions = [schedule.actions(d) for d in range(schedule.num_devices)]
     routes = [costs] if other_route is None else [costs, other_route]
 
     def costs_of(action: Action) -> StageCosts:
         chosen = schedule.route_of_microbatch
         return routes[0 if chosen is None else chosen[action.microbatch]]
 
-    _check_complete(schedule, rows)
+    _check_complete(schedule, actions)
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     free = [0.0] * schedule.num_devices
@@ -49,12 +50,15 @@ def simulate_reference(
         moved = False
         for device, row in enumerate(rows):
             while done[device] < len(row):
-                action = row[done[device]]
-                ready = _ready(action, costs_of(action), end)
-                if ready is None:
+                entry = row[done[device]]
+                parts = tuple(entry) if isinstance(entry, OverlappedPair) else (entry,)
+                ready = [_ready(action, costs_of(action), end) for action in parts]
+                if None in ready:
                     break
-                start[action] = max(free[device], ready)
-                end[action] = free[device] = start[action] + duration(action, costs_of(action))
+                begin = max(free[device], *(moment for moment in ready if moment is not None))
+                free[device] = begin + _together(parts, costs_of)
+                for action in parts:
+                    start[action], end[action] = begin, free[device]
                 done[device] += 1
                 moved = True
     if any(done[d] < len(row) for d, row in enumerate(rows)):
@@ -62,7 +66,7 @@ def simulate_reference(
     return ReferenceResult(
         start_s=start,
         end_s=end,
-        peak_activation_bytes=[_peak(row, costs_of) for row in rows],
+        peak_activation_bytes=[_peak(row, costs_of) for row in actions],
     )
 
 
@@ -75,6 +79,20 @@ def duration(action: Action, costs: StageCosts) -> float:
         ActionKind.B: costs.backward_s,
     }
     return float(seconds[action.kind][action.stage])
+
+
+def _together(parts: tuple[Action, ...], costs_of: Callable[[Action], StageCosts]) -> float:
+    """Seconds of an action, or of a pair: all compute, and what the other's leaves of each exchange."""
+    alone = [duration(action, costs_of(action)) for action in parts]
+    if len(parts) == 1:
+        return alone[0]
+    exchanges = []
+    for way, action in enumerate(parts):
+        exchange_s = costs_of(action).exchange_s
+        exchanges.append(0.0 if exchange_s is None else float(exchange_s[way, action.stage]))
+    forward, backward = (whole - part for whole, part in zip(alone, exchanges, strict=True))
+    exposed = max(0.0, exchanges[0] - backward) + max(0.0, exchanges[1] - forward)
+    return forward + backward + exposed
 
 
 def _ready(action: Action, costs: StageCosts, end: dict[Action, float]) -> float | None:

@@ -71,6 +71,10 @@ def space_of(written: WrittenSchedule, *, features: tuple[str, ...] = (), **sear
             {"routes": [[0, 1, 1, 0], [0, 1, 1, 0]], "route_of_microbatch": [0, 1, 0, 1]},
             "routes: two copies of the model",
         ),
+        (
+            {"orders": [["(0F1;0B0)OVERLAP_F_B"], ["1F0"]]},
+            "orders: overlapped pairs can only be simulated",
+        ),
         ({"orders": [["0F0"], ["1F0"]]}, "0F1 of device 0: missing"),
         (
             {

@@ -181,7 +181,11 @@ class AssignedRun:
         """The replica's pipeline, between the domains of its ranks."""
         forward_s, backward_s = self._replica_transfers(replica)
         return pipeline_terms(
-            self.run, self._replica_parts(replica), forward_s=forward_s, backward_s=backward_s
+            self.run,
+            self.constants,
+            self._replica_parts(replica),
+            forward_s=forward_s,
+            backward_s=backward_s,
         )
 
     def _replica_parts(self, replica: Replica) -> list[StageParts]:

@@ -184,7 +184,9 @@ class IterationModel:
                 held.append((units.head, 1, Coefficient.HEAD))
             stages.append(self._scaled(held, scale, float(slowdown[self._placement[stage]])))
         forward_s, backward_s = both_ways(scale[_LINKS] @ self._sends)
-        pipeline = pipeline_terms(self.run, stages, forward_s=forward_s, backward_s=backward_s)
+        pipeline = pipeline_terms(
+            self.run, self._machine_model.constants, stages, forward_s=forward_s, backward_s=backward_s
+        )
         step = {
             name: float(scale[INDEX[coefficient]]) * seconds
             for coefficient, terms in self._step_terms.items()

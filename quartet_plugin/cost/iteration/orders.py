@@ -19,7 +19,7 @@ from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.choice import generated, written_of
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.placement import Placement, PlacementKind
-from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.schedule import Schedule, marked_parts
 from quartet_plugin.schedule.simulate import flatten
 
 # Rounds of microbatches that are simulated action by action, and the last ones of them, which give the rate
@@ -38,6 +38,7 @@ class OrderedActions:
         self.num_devices = schedule.num_devices
         self.placement = np.asarray(schedule.placement, dtype=np.int64)
         self.orders, self.offsets = flatten(schedule)
+        self.parts = marked_parts(schedule)
 
 
 WeightedOrders = tuple[tuple[OrderedActions, float], ...]
@@ -137,9 +138,11 @@ def _named(kind: ScheduleKind, devices: int, chunks: int, count: int, group: int
 
 @functools.lru_cache(maxsize=512)
 def _carried(custom: CustomSchedule, _family: str, layout: Layout, count: int) -> OrderedActions:
-    choice = ScheduleChoice(name="custom", custom=custom)
     written = written_of(custom, num_microbatches=count)
-    return OrderedActions(written or generated(choice, layout=layout, num_microbatches=count))
+    if written is not None:
+        return OrderedActions(written)
+    choice = ScheduleChoice(name="custom", custom=custom)
+    return OrderedActions(generated(choice, layout=layout, num_microbatches=count))
 
 
 def clear_caches() -> None:

@@ -3,13 +3,16 @@
 A collective's time is that of its traffic alone; what `predict` counts of it is the exposed rest.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from quartet_plugin.cost import communication, compute
 from quartet_plugin.cost.compute import Rates
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.orders import stages_of_devices
-from quartet_plugin.cost.iteration.replay import blocks_on_sends
+from quartet_plugin.cost.iteration.replay import blocks_on_sends, hidden_by_pairs
 from quartet_plugin.cost.iteration.step import (
     busiest_rank,
     fullest_rank,
@@ -17,7 +20,7 @@ from quartet_plugin.cost.iteration.step import (
     held_weights,
     transfers_s,
 )
-from quartet_plugin.cost.iteration.terms import stage_parts
+from quartet_plugin.cost.iteration.terms import StageParts, stage_parts
 from quartet_plugin.cost.memory import weights_of_stages
 from quartet_plugin.cost.run import Overlap, TrainingRun
 from quartet_plugin.cost.times import Times
@@ -28,7 +31,8 @@ def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
 
     Transfers that do not block are hidden as a whole: the waiting that they cause is in the bubble.
     """
-    sums = [Times.sum_of(part.values()) for part in stage_parts(run, constants)]
+    parts = stage_parts(run, constants)
+    sums = [Times.sum_of(part.values()) for part in parts]
     rank = busiest_rank(run, [stage.total for stage in sums])
     stages, count = list(stages_of_devices(run)[rank]), run.num_microbatches
     layers = count * held_layers(run, rank)
@@ -38,6 +42,7 @@ def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
     hidden = {
         "tp_comm_s": layers * _tensor_s(run, constants),
         "cp_comm_s": layers * _context_s(run, constants),
+        "ep_comm_s": _in_pairs_s(run, constants, parts, sums, rank) if run.has_pairs else 0.0,
         "pp_comm_s": 0.0 if blocks_on_sends(run) else count * sent,
         "fsdp_comm_s": count * _sharded_s(run, constants, forward_s=forward_s, backward_s=backward_s),
         "dp_comm_s": _gradients_s(run, constants, forward_s=forward_s, backward_s=backward_s),
@@ -49,6 +54,14 @@ def _tensor_s(run: TrainingRun, constants: Constants) -> float:
     plain = replace(run, software=replace(run.software, tensor_overlap=Overlap.NONE))
     alone, exposed = (communication.tensor_parallel(each, constants)[0].total for each in (plain, run))
     return alone - exposed
+
+
+def _in_pairs_s(
+    run: TrainingRun, constants: Constants, parts: Sequence[StageParts], sums: Sequence[Times], rank: int
+) -> float:
+    """What the overlapped pairs of a rank hide of the experts' exchanges in an iteration."""
+    hideable = communication.hideable_s(constants, [part.get("ep_comm", Times()) for part in parts])
+    return float(hidden_by_pairs(run, np.array(sums).T, hideable)[rank])
 
 
 def _context_s(run: TrainingRun, constants: Constants) -> float:

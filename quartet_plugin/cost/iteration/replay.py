@@ -17,6 +17,7 @@ from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule import kernel
 from quartet_plugin.schedule.compilation import compiled
 from quartet_plugin.schedule.kernel import Lanes
+from quartet_plugin.schedule.schedule import PartArray
 from quartet_plugin.schedule.simulate import bubble_fraction
 
 # Two times count as equal within this part of the makespan.
@@ -39,39 +40,57 @@ def blocks_on_sends(run: TrainingRun) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpan:
-    """The pipeline's makespan, one rank's part of it that is blocked by its sends, and all ranks' bubble."""
+    """The pipeline's makespan, and all ranks' bubble.
+
+    Of one rank it has the part of the makespan that is blocked by its sends, and the seconds of all-to-all
+    that its overlapped pairs hide.
+    """
 
     makespan_s: float
     blocked_s: float
+    hidden_s: float
     bubble_fraction: float
 
 
 def pipeline_span(
-    run: TrainingRun, sums: Sequence[Times], device: int, *, forward_s: FloatArray, backward_s: FloatArray
+    run: TrainingRun,
+    sums: Sequence[Times],
+    device: int,
+    *,
+    forward_s: FloatArray,
+    backward_s: FloatArray,
+    exchange_s: FloatArray | None = None,
 ) -> PipelineSpan:
-    """The pipeline's span, with the sends that block `device`.
+    """The pipeline's span, with the sends that block `device` and what its pairs hide.
 
     `sums` are the stages' times without their sends. `forward_s` and `backward_s` [num_stages] are the
-    seconds of a stage's transfers to the next and to the one before.
+    seconds of a stage's transfers to the next and to the one before, `exchange_s` [2, num_stages] those of
+    its forward's and of its backward's all-to-all that a pair can hide (None: nothing).
     """
     work = np.array(sums).T
     sends = np.stack((forward_s, backward_s))
     is_blocking = blocks_on_sends(run)
-    makespan = replayed_s(run, work, sends)
+    makespan = replayed_s(run, work, sends, exchange_s)
+    hideable = np.zeros_like(sends) if exchange_s is None else exchange_s
+    hidden = hidden_by_pairs(run, work, hideable)
     count, devices = run.num_microbatches, run.layout.pipeline_parallel
     blocked = count * float(sends[:, list(stages_of_devices(run)[device])].sum()) if is_blocking else 0.0
-    busy = count * float(work.sum() + (sends.sum() if is_blocking else 0.0))
+    busy = count * float(work.sum() + (sends.sum() if is_blocking else 0.0)) - float(hidden.sum())
     bubble = bubble_fraction(busy, makespan_s=makespan, num_devices=devices)
-    return PipelineSpan(makespan_s=makespan, blocked_s=blocked, bubble_fraction=bubble)
+    return PipelineSpan(
+        makespan_s=makespan, blocked_s=blocked, hidden_s=float(hidden[device]), bubble_fraction=bubble
+    )
 
 
-def replayed_s(run: TrainingRun, work: FloatArray, sends: FloatArray) -> float:
+def replayed_s(
+    run: TrainingRun, work: FloatArray, sends: FloatArray, exchange_s: FloatArray | None = None
+) -> float:
     """Seconds from the first forward to the last gradient of a step.
 
     `work` [3, num_stages] are the seconds of a stage's forward, input and weight gradient, `sends`
-    [2, num_stages] of its transfers to the next and to the one before. With post-validation the steady
-    interval instead: the optimizer's barrier is gone (Qi et al. 2024). Raises PlanError for orders that do
-    not run.
+    [2, num_stages] of its transfers to the next and to the one before, `exchange_s` [2, num_stages] of what
+    overlapped pairs can hide; None for nothing. With post-validation the steady interval instead: the
+    optimizer's barrier is gone (Qi et al. 2024). Raises PlanError for orders that do not run.
     """
     if run.layout.pipeline_parallel == 1:
         return run.num_microbatches * float(work.sum())
@@ -80,14 +99,47 @@ def replayed_s(run: TrainingRun, work: FloatArray, sends: FloatArray) -> float:
     seconds = 0.0
     # Two kernels: few runs have a steady interval, and its kernel takes seconds to compile.
     replay = steady_interval if is_steady else makespan
-    for order, weight in orders_of(run):
-        span = replay(order.orders, order.offsets, order.placement, order.num_microbatches, times, left)
+    hideable = np.zeros_like(left) if exchange_s is None else exchange_s
+    orders = orders_of(run)
+    for order, weight in orders:
+        span = replay(
+            order.orders,
+            order.offsets,
+            order.parts,
+            order.placement,
+            order.num_microbatches,
+            times,
+            left,
+            hideable,
+        )
         if span < 0.0:
             raise PlanError("orders: they wait for each other; take another schedule")
         seconds += weight * span
+    if any(len(order.parts) for order, _ in orders):
+        # Pairs keep a rank busy for less than its actions take alone. Such orders are never folded.
+        return seconds
     # A line through two shorter orders may be less steep than a rank is busy.
     busy = np.bincount(device_of_stages(run), weights=times[:3].sum(axis=0))
     return max(seconds, run.num_microbatches * float(busy.max()))
+
+
+def hidden_by_pairs(run: TrainingRun, work: FloatArray, exchange_s: FloatArray) -> FloatArray:
+    """Seconds of all-to-all that the overlapped pairs of each pipeline rank hide in an iteration [pp].
+
+    The arguments are those of `replayed_s`.
+    """
+    hidden = np.zeros(run.layout.pipeline_parallel)
+    backward = np.stack((work[0], work[1], work[2], work[1] + work[2]))
+    for order, weight in orders_of(run):
+        for index in np.flatnonzero(order.parts == 1).tolist():
+            stages = order.orders[index : index + 2] // 4 // order.num_microbatches
+            hidden[order.placement[stages[0]]] += weight * kernel.hidden_s(
+                work[0, stages[0]],
+                exchange_s[0, stages[0]],
+                backward[order.orders[index + 1] & 3, stages[1]],
+                exchange_s[1, stages[1]],
+            )
+    return hidden
 
 
 def both_ways(ahead_s: FloatArray) -> FloatArray:
@@ -121,16 +173,31 @@ def with_sends(work: FloatArray, sends: FloatArray, is_blocking: bool) -> tuple[
 def makespan(
     orders: IntArray,
     offsets: IntArray,
+    parts: PartArray,
     placement: IntArray,
     num_microbatches: int,
     times_s: FloatArray,
     sends_s: FloatArray,
+    exchange_s: FloatArray,
 ) -> float:
-    """The makespan in seconds; -1 where the orders do not run."""
+    """The makespan in seconds; -1 where the orders do not run.
+
+    `parts` marks the parts of pairs, which hide what they can of `exchange_s` [2, num_stages]: see `kernel`.
+    """
     num_stages = len(placement)
     route = np.zeros(num_microbatches, dtype=np.int64)
-    lanes = Lanes(num_stages, num_microbatches, placement, times_s, sends_s, np.zeros(num_stages), 0.0, route)
-    ran, _, end, _ = kernel.run_orders(orders, offsets, lanes)
+    lanes = Lanes(
+        num_stages,
+        num_microbatches,
+        placement,
+        times_s,
+        sends_s,
+        np.zeros(num_stages),
+        0.0,
+        route,
+        exchange_s,
+    )
+    ran, _, end, _ = kernel.run_orders(orders, offsets, parts, lanes)
     if ran < len(orders):
         return -1.0
     last = 0.0
@@ -157,8 +224,10 @@ def makespans(
     num_stages, num = len(placement), times_s.shape[2]
     route = np.zeros(num_microbatches, dtype=np.int64)
     none, no_sends = np.zeros((4, num_stages)), np.zeros((2, num_stages))
-    lanes = Lanes(num_stages, num_microbatches, placement, none, no_sends, np.zeros(num_stages), 0.0, route)
-    ran, _, _, sequence = kernel.run_orders(orders, offsets, lanes)
+    lanes = Lanes(
+        num_stages, num_microbatches, placement, none, no_sends, np.zeros(num_stages), 0.0, route, no_sends
+    )
+    ran, _, _, sequence = kernel.run_orders(orders, offsets, np.empty(0, dtype=np.uint8), lanes)
     last = np.zeros(num)
     if ran < len(orders):
         last[:] = -1.0
@@ -197,19 +266,31 @@ def makespans(
 def steady_interval(
     orders: IntArray,
     offsets: IntArray,
+    parts: PartArray,
     placement: IntArray,
     num_microbatches: int,
     times_s: FloatArray,
     sends_s: FloatArray,
+    exchange_s: FloatArray,
 ) -> float:
-    """The seconds after which orders that repeat come again; -1 where they do not run."""
+    """The seconds after which orders that repeat come again; -1 where they do not run. See `makespan`."""
     num_stages = len(placement)
     route = np.zeros(num_microbatches, dtype=np.int64)
-    lanes = Lanes(num_stages, num_microbatches, placement, times_s, sends_s, np.zeros(num_stages), 0.0, route)
-    ran, _, _, sequence = kernel.run_orders(orders, offsets, lanes)
+    lanes = Lanes(
+        num_stages,
+        num_microbatches,
+        placement,
+        times_s,
+        sends_s,
+        np.zeros(num_stages),
+        0.0,
+        route,
+        exchange_s,
+    )
+    ran, _, _, sequence = kernel.run_orders(orders, offsets, parts, lanes)
     if ran < len(orders):
         return -1.0
-    return float(kernel.steady_period(orders, offsets, sequence, lanes, _PERIOD_ROUNDS))
+    return float(kernel.steady_period(orders, offsets, parts, sequence, lanes, _PERIOD_ROUNDS))
 
 
 @compiled
@@ -232,8 +313,18 @@ def critical_path(
     """
     count = len(orders)
     num_stages, num_microbatches = len(placement), len(route)
-    lanes = Lanes(num_stages, num_microbatches, placement, times_s, sends_s, np.zeros(num_stages), 0.0, route)
-    ran, start, end, _ = kernel.run_orders(orders, offsets, lanes)
+    lanes = Lanes(
+        num_stages,
+        num_microbatches,
+        placement,
+        times_s,
+        sends_s,
+        np.zeros(num_stages),
+        0.0,
+        route,
+        np.zeros((2, num_stages)),
+    )
+    ran, start, end, _ = kernel.run_orders(orders, offsets, np.empty(0, dtype=np.uint8), lanes)
     if ran < count:
         return -1.0
     # The position of each unit's forward, and of the action that makes its gradient.

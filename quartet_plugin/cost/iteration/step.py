@@ -14,6 +14,7 @@ from quartet_plugin.cost.iteration.replay import PipelineSpan, both_ways, pipeli
 from quartet_plugin.cost.iteration.terms import COMPUTE, StageParts, stage_sums
 from quartet_plugin.cost.memory import Weights, weights_of_stages
 from quartet_plugin.cost.run import Software, TrainingRun, UniformCluster
+from quartet_plugin.cost.times import Times
 from quartet_plugin.model.costs import FloatArray
 
 # Bytes a parameter that an Adam step reads and writes: fp32 weight and moments twice, gradient, new weight.
@@ -52,9 +53,14 @@ class PipelineTerms:
 
 
 def pipeline_terms(
-    run: TrainingRun, parts: Sequence[StageParts], *, forward_s: FloatArray, backward_s: FloatArray
+    run: TrainingRun,
+    constants: Constants,
+    parts: Sequence[StageParts],
+    *,
+    forward_s: FloatArray,
+    backward_s: FloatArray,
 ) -> PipelineTerms:
-    """The terms of a pipeline whose stages take `parts` a microbatch.
+    """The terms of a pipeline whose stages take `parts` a microbatch; what pairs hide is not in `ep_comm_s`.
 
     `forward_s` and `backward_s` [num_stages] are the seconds of a stage's transfers to the next and to the
     one before.
@@ -67,7 +73,17 @@ def pipeline_terms(
         for name, times in parts[k].items():
             by_cause[f"{name}_s"] = by_cause.get(f"{name}_s", 0.0) + m * times.total
     busy = sum(by_cause.values())
-    span = pipeline_span(run, sums, device, forward_s=forward_s, backward_s=backward_s)
+    span = pipeline_span(
+        run,
+        sums,
+        device,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        exchange_s=communication.hideable_s(constants, [part.get("ep_comm", Times()) for part in parts]),
+    )
+    if span.hidden_s:
+        by_cause["ep_comm_s"] -= span.hidden_s
+        busy -= span.hidden_s
     by_cause["pp_comm_s"] = span.blocked_s
     is_alone = run.layout.pipeline_parallel == 1
     by_cause["pp_bubble_s"] = 0.0 if is_alone else max(0.0, span.makespan_s - busy - span.blocked_s)

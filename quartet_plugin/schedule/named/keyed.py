@@ -46,6 +46,7 @@ def list_schedule(
         num_bytes=np.ones(num_lanes),
         held_fraction=1.0,
         route=np.repeat(np.arange(num_routes), count),
+        exchange_s=np.zeros((2, num_lanes)),
     )
     makespan = generate_orders(
         lanes,

@@ -69,7 +69,10 @@ def lanes_of_split(counts: IntArray, placed: PlacedCosts) -> Lanes:
         send[1, stage] = transfer[placement[stage], placement[stage - 1]] if stage > 0 else 0.0
         begin = end
     route = np.zeros(placed.num_microbatches, dtype=np.int64)
-    return Lanes(num_stages, placed.num_microbatches, placement, cost, send, sizes, placed.held, route)
+    unhidden = np.zeros((2, num_stages))
+    return Lanes(
+        num_stages, placed.num_microbatches, placement, cost, send, sizes, placed.held, route, unhidden
+    )
 
 
 @inner
@@ -85,11 +88,12 @@ def order_score(orders: IntArray, offsets: IntArray, counts: IntArray, placed: P
             excess += peak[device] / max(placed.limit[device], 1e-300) - 1.0
     if excess > 0.0:
         return TOO_LARGE * (1.0 + excess)
-    ran, _, end, sequence = run_orders(orders, offsets, lanes)
+    parts = np.empty(0, dtype=np.uint8)
+    ran, _, end, sequence = run_orders(orders, offsets, parts, lanes)
     if ran < len(orders):
         return np.inf
     if placed.want_period:
-        return steady_period(orders, offsets, sequence, lanes, _PERIOD_ROUNDS)
+        return steady_period(orders, offsets, parts, sequence, lanes, _PERIOD_ROUNDS)
     last = 0.0
     for position in range(len(end)):
         last = max(last, end[position])
@@ -134,8 +138,9 @@ def family_score(params: FloatArray, full_backward: IntArray, counts: IntArray, 
     makespan, orders, offsets = orders_of_params(params, full_backward, placed.chunk, lanes, placed.limit)
     if not placed.want_period or makespan == np.inf:
         return makespan
-    _, _, _, sequence = run_orders(orders, offsets, lanes)
-    return steady_period(orders, offsets, sequence, lanes, _PERIOD_ROUNDS)
+    parts = np.empty(0, dtype=np.uint8)
+    _, _, _, sequence = run_orders(orders, offsets, parts, lanes)
+    return steady_period(orders, offsets, parts, sequence, lanes, _PERIOD_ROUNDS)
 
 
 @inner

@@ -9,7 +9,7 @@ from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.model.costs import Costs, FloatArray
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.exact import ExactResult, exact_optimum
-from quartet_plugin.schedule.kernel import run_orders
+from quartet_plugin.schedule.kernel import NO_PARTS, run_orders
 from quartet_plugin.schedule.schedule import CodeArray, Schedule
 from quartet_plugin.schedule.search.insertion import improve_orders
 from quartet_plugin.schedule.search.problem import ScheduleProblem
@@ -114,6 +114,6 @@ class NoisyCosts:
         lanes = one_route(schedule.placement, schedule.num_microbatches)
         total = 0.0
         for draw in np.ascontiguousarray(seconds):
-            _, _, end, _ = run_orders(orders, offsets, lanes._replace(cost_s=draw, send_s=send))
+            _, _, end, _ = run_orders(orders, offsets, NO_PARTS, lanes._replace(cost_s=draw, send_s=send))
             total += float(end.max())
         return total / len(seconds)

@@ -144,7 +144,11 @@ def test_folding_changes_next_to_nothing(count: int, seed: int, schedule: str) -
 
     def whole(number: int) -> float:
         order = ordered(training, number)
-        return float(makespan(order.orders, order.offsets, order.placement, number, times, sends))
+        return float(
+            makespan(
+                order.orders, order.offsets, order.parts, order.placement, number, times, sends, 0.0 * sends
+            )
+        )
 
     makespans = {number: whole(number) for number in range(counts[0], count + 1)}
     extrapolated = sum(weight * makespans[size] for size, weight in folded(count, unit=4))
