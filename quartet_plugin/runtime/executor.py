@@ -6,11 +6,12 @@ tensors, and rehearses a cluster with compute that sleeps.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from quartet_plugin.errors import InfrastructureError, first_line
+from quartet_plugin.errors import InfrastructureError, PlanError, first_line
+from quartet_plugin.model.custom_schedule import PAIRS_ONLY_SIMULATED
 from quartet_plugin.runtime.records import Recorder
-from quartet_plugin.schedule.action import Action, ActionKind
+from quartet_plugin.schedule.action import Action, ActionKind, OverlappedPair
 from quartet_plugin.schedule.instruction import (
     Compute,
     Instruction,
@@ -51,6 +52,16 @@ class StageCompute(Protocol):
         """Run W, after the I of the same stage and microbatch."""
 
 
+@runtime_checkable
+class PairCompute(StageCompute, Protocol):
+    """Work that can run a forward and a backward beside each other."""
+
+    def pair(
+        self, forward: Action, backward: Action, received: Tensor | None, gradient: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run both; returns what the forward sends to the next stage and the backward to the one before."""
+
+
 class Transport(Protocol):
     """Moves boundary tensors between devices. Nothing is pending when a run has ended."""
 
@@ -79,7 +90,20 @@ class _ActionStep:
     writes: _Value | None
 
 
-_Step = _ActionStep | Post | Wait
+@dataclass(frozen=True, slots=True)
+class _PairStep:
+    """A Compute instruction of two actions that run beside each other."""
+
+    forward: _ActionStep
+    backward: _ActionStep
+
+    @property
+    def action(self) -> OverlappedPair:
+        """Both actions."""
+        return OverlappedPair(self.forward.action, self.backward.action)
+
+
+_Step = _ActionStep | _PairStep | Post | Wait
 
 
 class Executor:
@@ -91,6 +115,7 @@ class Executor:
         self.device = device
         num_stages = len(program.placement)
         self._steps = [_prepare(instruction, num_stages) for instruction in program.instructions[device]]
+        self._computed = [each for each in program.instructions[device] if isinstance(each, Compute)]
         self.num_runs = 0
         # Those of the last run.
         self.executed: list[Action] = []
@@ -98,7 +123,7 @@ class Executor:
     @property
     def actions(self) -> list[Action]:
         """The device's actions in order: those that a recorder's entries belong to."""
-        return [step.action for step in self._steps if isinstance(step, _ActionStep)]
+        return [action for instruction in self._computed for action in instruction.parts]
 
     def run(self, compute: StageCompute, transport: Transport, recorder: Recorder) -> None:
         """Execute every instruction once; `num_runs` and `executed` tell of it afterwards.
@@ -127,6 +152,9 @@ class Executor:
                     if step.writes is not None:
                         values[step.writes] = result
                     del received, result
+                elif isinstance(step, _PairStep):
+                    _run_pair(step, compute, recorder, values)
+                    executed += step.action
                 elif isinstance(step, Post):
                     transport.post([(t, _outgoing(t, values)) for t in step.transfers])
                 else:
@@ -134,7 +162,7 @@ class Executor:
             self._end(transport)
         except BaseException as error:
             transport.abort()
-            instruction = step.action if isinstance(step, _ActionStep) else step
+            instruction = step.action if isinstance(step, _ActionStep | _PairStep) else step
             error.add_note(f"quartet: device {self.device} was at {instruction}")
             raise
         assert not values, f"results that nobody read: {list(values)[:8]}"
@@ -166,7 +194,12 @@ class Executor:
 def _prepare(instruction: Instruction, num_stages: int) -> _Step:
     if not isinstance(instruction, Compute):
         return instruction
-    action = instruction.action
+    if instruction.beside is None:
+        return _prepare_action(instruction.action, num_stages)
+    return _PairStep(*(_prepare_action(action, num_stages) for action in instruction.parts))
+
+
+def _prepare_action(action: Action, num_stages: int) -> _ActionStep:
     forward = action.kind is ActionKind.F
     source, target = consumes(action, num_stages), produces(action, num_stages)
     return _ActionStep(
@@ -174,6 +207,23 @@ def _prepare(instruction: Instruction, num_stages: int) -> _Step:
         reads=None if source is None else (action.stage, forward, action.microbatch),
         writes=None if target is None else (target, forward, action.microbatch),
     )
+
+
+def _run_pair(
+    step: _PairStep, compute: StageCompute, recorder: Recorder, values: dict[_Value, Tensor]
+) -> None:
+    """Run both actions of a pair; both have its times. Raises PlanError for work that cannot run them so."""
+    if not isinstance(compute, PairCompute):
+        raise PlanError(f"{step.action}: {PAIRS_ONLY_SIMULATED}")
+    parts = (step.forward, step.backward)
+    received = [None if part.reads is None else values.pop(part.reads) for part in parts]
+    recorder.starts()
+    results = compute.pair(step.forward.action, step.backward.action, *received)
+    recorder.ends()
+    recorder.ends_beside()
+    for part, result in zip(parts, results, strict=True):
+        if part.writes is not None:
+            values[part.writes] = result
 
 
 def _value_of(message: Message) -> _Value:

@@ -57,7 +57,7 @@ class CudaClock:
 
 
 class Recorder:
-    """Keeps the times of the last step. An executor calls `begin`, `waits`, `starts` and `ends`.
+    """Keeps the times of the last step. An executor calls `begin`, `waits`, `starts`, `ends`, `ends_beside`.
 
     On a GPU the host is ahead of its device, by up to a step: everything is told by the clock's marks.
     """
@@ -93,6 +93,10 @@ class Recorder:
         """The action that started last has ended."""
         self._marks.append(self._mark())
 
+    def ends_beside(self) -> None:
+        """The next action ran beside the one that has ended, and has its times."""
+        self._marks += [None, *self._marks[-2:]]
+
     def begin_at(self) -> float:
         """The wall-clock time of the last step's begin in seconds, to lay ranks beside each other.
 
@@ -122,4 +126,4 @@ class NullRecorder(Recorder):
     def _skip(self) -> None:
         """Record nothing."""
 
-    begin = waits = starts = ends = _skip
+    begin = waits = starts = ends = ends_beside = _skip

@@ -98,7 +98,7 @@ class _ChannelState:
 
     def _step(self, device: int, instruction: Instruction) -> bool:
         if isinstance(instruction, Compute):
-            self._buffers.compute(device, instruction.action)
+            self._buffers.compute(device, instruction.parts)
         elif isinstance(instruction, Post):
             for transfer in instruction.transfers:
                 self._buffers.post(device, transfer)
@@ -205,7 +205,18 @@ class _BufferChecker:
         self._taken: set[tuple[int, Side, int]] = set()
         self._num_buffers = {Side.SEND: program.num_send_buffers, Side.RECV: program.num_receive_buffers}
 
-    def compute(self, device: int, action: Action) -> None:
+    def compute(self, device: int, parts: tuple[Action, ...]) -> None:
+        """Both parts of a pair need what they need before either is done."""
+        for action in parts:
+            self._check_ready(device, action)
+        for action in parts:
+            source = consumes(action, len(self._program.placement))
+            if action.kind != ActionKind.W:
+                self._done.add((action.stage, action.kind == ActionKind.F, action.microbatch))
+            if source is not None and self._program.placement[source] != device:
+                self._release(device, Side.RECV, (source, action.stage, action.microbatch))
+
+    def _check_ready(self, device: int, action: Action) -> None:
         program, forward = self._program, action.kind == ActionKind.F
         source = consumes(action, len(program.placement))
         ready = forward or (action.stage, action.kind != ActionKind.W, action.microbatch) in self._done
@@ -217,10 +228,6 @@ class _BufferChecker:
             raise PlanError(
                 f"{action} on device {device}: runs before what it needs; lower the schedule again"
             )
-        if action.kind != ActionKind.W:
-            self._done.add((action.stage, forward, action.microbatch))
-        if source is not None and program.placement[source] != device:
-            self._release(device, Side.RECV, (source, action.stage, action.microbatch))
 
     def post(self, device: int, transfer: Transfer) -> None:
         message = transfer.message

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from quartet_plugin.schedule.action import Action, ActionKind
+from quartet_plugin.schedule.action import Action, ActionKind, OverlappedPair
 
 TensorKey = tuple[int, int, int]  # from stage, to stage, microbatch
 
@@ -93,12 +93,18 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """Run an action."""
+    """Run an action, or a forward and the backward `beside` it as an overlapped pair."""
 
     action: Action
+    beside: Action | None = None
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The action alone, or both of the pair."""
+        return (self.action,) if self.beside is None else (self.action, self.beside)
 
     def __str__(self) -> str:
-        return str(self.action)
+        return str(self.action if self.beside is None else OverlappedPair(self.action, self.beside))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +172,7 @@ class Program:
 
 def _to_json(instruction: Instruction) -> dict[str, Any]:
     if isinstance(instruction, Compute):
-        return {"compute": str(instruction.action)}
+        return {"compute": str(instruction)}
     if isinstance(instruction, Post):
         return {"post": [_transfer_to_json(transfer) for transfer in instruction.transfers]}
     return {"wait": _transfer_to_json(instruction.transfer)}

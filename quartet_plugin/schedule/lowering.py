@@ -3,7 +3,8 @@
 Where things go. A SEND is posted right behind its producer. A RECV is posted where its device stands when
 the message is predicted to leave, never by the sender's position: earlier holds a buffer for nothing, later
 makes the message wait. A send is waited for once it is predicted to have arrived. A hand-over inside a
-device is no message; all that is posted at one point is one batch.
+device is no message; all that is posted at one point is one batch. An overlapped pair is one action here: its
+device waits for both inputs before it, and sends both results after it.
 
 Groups. Every pair of devices has up to four streams: activations and gradients, each way. No two streams of
 a pair share a group, so no queue holds both sends and receives of a pair and none holds both kinds:
@@ -35,7 +36,7 @@ import numpy as np
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import FloatArray
-from quartet_plugin.schedule.action import Action, ActionKind
+from quartet_plugin.schedule.action import Action, ActionKind, OverlappedPair
 from quartet_plugin.schedule.instruction import (
     Compute,
     Instruction,
@@ -54,6 +55,7 @@ from quartet_plugin.schedule.schedule import Schedule
 GROUP_NAMES = ("forward", "backward", "forward_return", "backward_return")
 
 _Stream = tuple[int, int, bool]
+_Parts = tuple[Action, ...]  # an action, or both of an overlapped pair
 
 
 @dataclass(slots=True)
@@ -67,9 +69,12 @@ class _TransferPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Timeline:
-    """Actions with their place in the linear order and their predicted times; all [device][index]."""
+    """Actions with their place in the linear order and their predicted times; all [device][index].
 
-    actions: list[list[Action]]
+    A pair is one entry of both its parts.
+    """
+
+    actions: list[list[_Parts]]
     rank: list[list[int]]
     start_s: list[list[float]]
     end_s: list[list[float]]
@@ -153,21 +158,25 @@ def groups_of_streams(placement: Sequence[int]) -> dict[_Stream, str]:
 
 def _timeline(schedule: Schedule, start_s: Sequence[FloatArray], end_s: Sequence[FloatArray]) -> _Timeline:
     """Merge the device lists into one order, by start as far as the data allow (Kahn)."""
-    actions = [schedule.actions(d) for d in range(schedule.num_devices)]
+    actions: list[list[_Parts]] = [
+        [tuple(entry) if isinstance(entry, OverlappedPair) else (entry,) for entry in schedule.entries(d)]
+        for d in range(schedule.num_devices)
+    ]
     position = {
         (a.stage, a.kind == ActionKind.F, a.microbatch): (d, n)
         for d, row in enumerate(actions)
-        for n, a in enumerate(row)
+        for n, parts in enumerate(row)
+        for a in parts
         if a.kind != ActionKind.W
     }
     rank = [[-1] * len(row) for row in actions]
-    starts, ends = ([row.tolist() for row in times] for times in (start_s, end_s))
+    starts, ends = ([row.tolist() for row in _of_entries(schedule, times)] for times in (start_s, end_s))
     followers: list[list[list[tuple[int, int]]]] = [[[] for _ in row] for row in actions]
     missing = [[0] * len(row) for row in actions]
     for d, row in enumerate(actions):
-        for n, action in enumerate(row):
+        for n, parts in enumerate(row):
             needs = [(d, n - 1)] if n else []
-            needs += [position[key] for key in _needed(action, schedule.num_stages)]
+            needs += [position[key] for action in parts for key in _needed(action, schedule.num_stages)]
             missing[d][n] = len(needs)
             for e, k in needs:
                 followers[e][k].append((d, n))
@@ -185,6 +194,13 @@ def _timeline(schedule: Schedule, start_s: Sequence[FloatArray], end_s: Sequence
     if count < sum(map(len, actions)):
         raise PlanError(f"deadlock: only {count} of {sum(map(len, actions))} actions can run; reorder them")
     return _Timeline(actions=actions, rank=rank, start_s=starts, end_s=ends, position=position)
+
+
+def _of_entries(schedule: Schedule, times: Sequence[FloatArray]) -> Sequence[FloatArray]:
+    """The times of actions, with one for both parts of a pair."""
+    if not schedule.pairs:
+        return times
+    return [np.delete(row, first + 1) for row, first in zip(times, schedule.pairs, strict=True)]
 
 
 def _needed(action: Action, num_stages: int) -> list[tuple[int, bool, int]]:
@@ -206,7 +222,7 @@ def _points(
     points = [[_TransferPoint() for _ in range(len(row) + 1)] for row in timeline.actions]
     streams: dict[_Stream, list[tuple[Message, int, int]]] = defaultdict(list)
     for source, row in enumerate(timeline.actions):
-        for index, action in enumerate(row):
+        for index, action in ((n, action) for n, parts in enumerate(row) for action in parts):
             to_stage = produces(action, schedule.num_stages)
             if to_stage is None or schedule.placement[to_stage] == source:
                 continue
@@ -288,7 +304,7 @@ class _Buffers:
 class _Device:
     """Writes one device's instructions and numbers its buffers."""
 
-    def __init__(self, actions: list[Action]) -> None:
+    def __init__(self, actions: list[_Parts]) -> None:
         self.buffers = {side: _Buffers() for side in Side}
         self._actions = actions
 
@@ -314,21 +330,24 @@ class _Device:
 
     def _run(
         self,
-        action: Action,
+        parts: _Parts,
         num_stages: int,
         arriving: dict[tuple[int, int, int], Message],
         sending: dict[tuple[int, int, int], Message],
         written: list[Instruction],
     ) -> None:
-        source, target = consumes(action, num_stages), produces(action, num_stages)
-        needed = None if source is None else arriving.pop((source, action.stage, action.microbatch), None)
-        if needed is not None:
-            written.append(Wait(transfer=self._transfer(Side.RECV, needed)))
-        made = None if target is None else sending.get((action.stage, target, action.microbatch))
-        if made is not None:
-            self.buffers[Side.SEND].take(made)
-        written.append(Compute(action=action))
-        if needed is not None:
+        read: list[Message] = []
+        for action in parts:
+            source, target = consumes(action, num_stages), produces(action, num_stages)
+            needed = None if source is None else arriving.pop((source, action.stage, action.microbatch), None)
+            if needed is not None:
+                written.append(Wait(transfer=self._transfer(Side.RECV, needed)))
+                read.append(needed)
+            made = None if target is None else sending.get((action.stage, target, action.microbatch))
+            if made is not None:
+                self.buffers[Side.SEND].take(made)
+        written.append(Compute(action=parts[0], beside=parts[1] if len(parts) == 2 else None))
+        for needed in read:
             self.buffers[Side.RECV].give_back(needed)
 
     def _transfer(self, side: Side, message: Message) -> Transfer:

@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.runtime.process_groups import Channels
 from quartet_plugin.runtime.transport import Boundary, PairTransport
+from quartet_plugin.schedule.action import Action, ActionKind, OverlappedPair
 from quartet_plugin.schedule.instruction import Side, Transfer
+from quartet_plugin.schedule.kernel import hidden_s
 
 # One number crosses every boundary: when its producer ended, on the clock that all processes share. A
 # transport hands out when it arrived.
@@ -59,6 +62,8 @@ class SleepingCompute:
         self._backward_s = (costs.backward_s * scale).tolist()
         self._input_grad_s = (costs.input_grad_s * scale).tolist()
         self._weight_grad_s = (costs.weight_grad_s * scale).tolist()
+        exchange_s = np.zeros((2, costs.num_stages)) if costs.exchange_s is None else costs.exchange_s
+        self._exchange_s = (exchange_s * scale).tolist()
 
     def begin(self, begin_s: float) -> None:
         """Begin a step at `begin_s`, from which `start_s` and `end_s` of every action count."""
@@ -80,6 +85,23 @@ class SleepingCompute:
     def weight_grad(self, stage: int, microbatch: int) -> None:
         """Sleep as long as the stage's W takes."""
         self._act(f"{stage}W{microbatch}", self._weight_grad_s[stage], None, sent=False)
+
+    def pair(self, forward: Action, backward: Action, received: Any, gradient: Any) -> tuple[Any, Any]:
+        """Sleep as long as the pair takes, once both inputs are there; what is sent onward and back."""
+        text = str(OverlappedPair(forward, backward))
+        backward_s = self._backward_s if backward.kind is ActionKind.B else self._input_grad_s
+        forward_s, gradient_s = self._forward_s[forward.stage], backward_s[backward.stage]
+        hidden = hidden_s(
+            forward_s, self._exchange_s[0][forward.stage], gradient_s, self._exchange_s[1][backward.stage]
+        )
+        inputs = [value for value in (received, gradient) if value is not None]
+        last = max(inputs, key=lambda value: float(value[0]), default=None)
+        result = self._act(text, forward_s + gradient_s - hidden, last, sent=True)
+        # Times are kept for each action.
+        self.start_s.append(self.start_s[-1])
+        self.end_s.append(self.end_s[-1])
+        is_last, is_first = forward.stage == self._last, backward.stage == 0
+        return None if is_last else result, None if is_first else result.clone()
 
     def _act(self, text: str, duration_s: float, received: Any, *, sent: bool) -> Any:
         self._show(text)
