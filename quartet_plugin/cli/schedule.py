@@ -178,6 +178,13 @@ def named(
         int | None,
         typer.Option(metavar="N", help="Microbatches that a chunk runs before the next one (interleaved)."),
     ] = None,
+    overlap: Annotated[
+        bool,
+        typer.Option(
+            "--overlap",
+            help="With overlapped pairs of a forward and a backward (interleaved, dualpipev, dualpipe).",
+        ),
+    ] = False,
     split: Split = EVEN,
     allow_empty: AllowEmpty = False,
 ) -> None:
@@ -185,10 +192,12 @@ def named(
     counts = parse_split(split)
     from quartet_plugin.report.summary import schedule_summary
     from quartet_plugin.schedule.files import read_costs, write_schedule
-    from quartet_plugin.schedule.named import named as make
+    from quartet_plugin.schedule.named import named as make_named
+    from quartet_plugin.schedule.named import named_with_pairs
     from quartet_plugin.split.entries import balanced_entries
 
     table = read_costs(costs)
+    make = named_with_pairs if overlap else make_named
     order = make(
         name,
         num_devices=table.num_devices,
@@ -315,7 +324,7 @@ def export(
     if form is ScheduleFormat.TRACE and costs is None:
         raise UsageError("--format trace: needs times; add --costs COSTS.json")
     from quartet_plugin.model.files import write_bytes_atomic, write_text_atomic
-    from quartet_plugin.schedule.files import order_texts, read_costs, read_schedule, to_csv, write_schedule
+    from quartet_plugin.schedule.files import entry_texts, read_costs, read_schedule, to_csv, write_schedule
     from quartet_plugin.schedule.validate import validate
 
     order = read_schedule(schedule)
@@ -328,8 +337,7 @@ def export(
     elif form is ScheduleFormat.JSON:
         write_schedule(output, order, predicted=None if simulation is None else figures(simulation))
     elif form is ScheduleFormat.TEXT:
-        rows = (order_texts(row, num_microbatches=order.num_microbatches) for row in order.orders)
-        write_text_atomic(output, "".join(" ".join(row) + "\n" for row in rows))
+        write_text_atomic(output, "".join(" ".join(row) + "\n" for row in entry_texts(order)))
     elif form is ScheduleFormat.PNG:
         write_bytes_atomic(output, picture(order, simulation))
     elif table is not None and simulation is not None:

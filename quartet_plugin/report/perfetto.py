@@ -67,6 +67,9 @@ def _names(schedule: Schedule, name: str) -> list[Event]:
 def _slices(schedule: Schedule, simulation: "Simulation", device: int) -> list[Event]:
     starts = (simulation.start_s[device] * _US).tolist()
     ends = (simulation.end_s[device] * _US).tolist()
+    pair_of = {
+        part: entry for entry in schedule.entries(device) if isinstance(entry, tuple) for part in entry
+    }
     return [
         {
             "ph": "X",
@@ -76,7 +79,8 @@ def _slices(schedule: Schedule, simulation: "Simulation", device: int) -> list[E
             "dur": end - start,
             "name": str(action),
             "cat": KIND_NAMES[action.kind],
-            "args": {"stage": action.stage, "kind": action.kind.name, "microbatch": action.microbatch},
+            "args": {"stage": action.stage, "kind": action.kind.name, "microbatch": action.microbatch}
+            | ({"pair": str(pair_of[action])} if action in pair_of else {}),
         }
         for action, start, end in zip(schedule.actions(device), starts, ends, strict=True)
     ]

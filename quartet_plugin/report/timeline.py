@@ -1,4 +1,7 @@
-"""A schedule's picture: devices down, time across, one colour a kind, one shade a chunk, gaps for waiting."""
+"""A schedule's picture: devices down, time across, one colour a kind, one shade a chunk, gaps for waiting.
+
+The parts of an overlapped pair lie one above the other.
+"""
 
 import io
 import math
@@ -12,7 +15,7 @@ from quartet_plugin.errors import ConfigError, UsageError
 from quartet_plugin.report.formatting import bubble_words, microbatch_words
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.placement import chunk_of_stage
-from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.schedule import Schedule, marked_parts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +62,10 @@ UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bars:
-    """Every action of every device as a bar, all arrays [num_actions]; times in the unit of the axis."""
+    """Every action of every device as a bar, all arrays [num_actions]; times in the unit of the axis.
+
+    `half` says which half of its row a part of a pair has: 1 the upper, 2 the lower, 0 for whole bars.
+    """
 
     device: NDArray[np.int64]
     start: FloatArray
@@ -67,6 +73,17 @@ class _Bars:
     kind: NDArray[np.int64]
     chunk: NDArray[np.int64]
     microbatch: NDArray[np.int64]
+    half: NDArray[np.uint8]
+
+    @property
+    def middle(self) -> FloatArray:
+        """Where the bars stand across the rows."""
+        return self.device + np.array([0.0, -0.25, 0.25])[self.half] * _BAR
+
+    @property
+    def height(self) -> FloatArray:
+        """The bars' heights, in rows."""
+        return np.where(self.half > 0, _BAR / 2, _BAR)
 
 
 def timeline_png(
@@ -153,6 +170,7 @@ def _bars(schedule: Schedule, simulation: "Simulation", scale: float) -> _Bars:
         kind=codes & 3,
         chunk=chunks[route[microbatch], stage],
         microbatch=microbatch,
+        half=marked_parts(schedule) if schedule.pairs else np.zeros(len(codes), dtype=np.uint8),
     )
 
 
@@ -217,8 +235,8 @@ def _draw_bars(axes: "Axes", bars: _Bars, page: _Page) -> None:
         axes.add_patch(Rectangle(corner, page.makespan, _BAR, facecolor=WAITING_COLOUR, edgecolor="none"))
     left, right = axes.get_xlim()
     shown = (bars.end > left) & (bars.start < right)
-    start, end, device = bars.start[shown], bars.end[shown], bars.device[shown]
-    low, high = device - _BAR / 2, device + _BAR / 2
+    start, end, height = bars.start[shown], bars.end[shown], bars.height[shown]
+    low, high = bars.middle[shown] - height / 2, bars.middle[shown] + height / 2
     sides = ((start, low), (end, low), (end, high), (start, high))
     corners = np.stack([np.stack([x, y], axis=-1) for x, y in sides], axis=1)
     count = int(bars.chunk.max()) + 1
@@ -243,7 +261,7 @@ def _label_bars(axes: "Axes", bars: _Bars, page: _Page) -> None:
     room = (bars.end - bars.start) * page.pixels_per_time - 1.5
     digit_pixels = _DIGIT_WIDTH * _DPI / 72
     wanted = (page.typical * page.pixels_per_time - 1.5) / (digits.max() * digit_pixels)
-    size = min(float(np.clip(wanted, *_FONT_POINTS)), page.row * _BAR * 0.6 * 72)
+    size = min(float(np.clip(wanted, *_FONT_POINTS)), page.row * float(bars.height.min()) * 0.6 * 72)
     left, right = axes.get_xlim()
     middle = (bars.start + bars.end) / 2
     inside = (bars.start >= left - 1e-9 * right) & (bars.end <= right * (1 + 1e-9))
@@ -251,11 +269,12 @@ def _label_bars(axes: "Axes", bars: _Bars, page: _Page) -> None:
     if size < _FONT_POINTS[0] or len(fits) > _MAX_LABELS:
         return
     count = int(bars.chunk.max()) + 1
+    across = bars.middle
     for bar in fits.tolist():
         colour = shade(ActionKind(int(bars.kind[bar])), int(bars.chunk[bar]), num_chunks=count)
         axes.text(
             middle[bar],
-            bars.device[bar] + 0.03,
+            across[bar] + 0.03,
             str(bars.microbatch[bar]),
             ha="center",
             va="center",

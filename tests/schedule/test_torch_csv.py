@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from quartet_plugin.errors import PlanError
 from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.files import to_csv
+from quartet_plugin.schedule.named import named_with_pairs
 from quartet_plugin.schedule.schedule import Schedule
-from tests.schedule.pipelines import random_placement, random_schedule
+from tests.schedule.pipelines import random_placement, random_schedule, with_random_pairs
 
 
 def make(seed: int, placement: list[int] | None = None, num_microbatches: int = 5) -> Schedule:
@@ -66,22 +68,40 @@ for argument in sys.argv[2:]:
     assert found == dict(enumerate(placement)), found
     for row in runtime.pipeline_order.values():
         print(",".join(map(str, row)))
+made = schedules.ScheduleDualPipeV.__new__(schedules.ScheduleDualPipeV)
+for made.pp_group_size, made._n_microbatches in SIZES:
+    for rank in range(made.pp_group_size):
+        print(",".join(map(str, made._calculate_single_rank_operations(rank))))
 """
+# Devices and microbatches of DualPipeV.
+SIZES = [(1, 2), (2, 4), (2, 7), (3, 6), (4, 8), (4, 10), (4, 19), (6, 12), (8, 32)]
 
 
-def test_pytorch_loads_and_validates_it(tmp_path: Path) -> None:
-    """A V, a loop and a linear placement, with whole and split backwards, in one process."""
-    arguments, texts = ["3"], []
+def cases() -> Iterator[tuple[str, Schedule]]:
+    """A V, a loop and a linear placement, with whole and split backwards, alone and in overlapped pairs."""
     for name, placement in (("v", [0, 1, 2, 2, 1, 0]), ("loop", [0, 1, 2, 0, 1, 2]), ("linear", [0, 1, 2])):
         schedule = make(1, placement, num_microbatches=6)
         kinds = {a.kind for d in range(schedule.num_devices) for a in schedule.actions(d)}
         assert kinds == set(ActionKind)
+        yield name, schedule
+        paired = with_random_pairs(np.random.default_rng(1), schedule)
+        assert "OVERLAP_F_B" in to_csv(paired)
+        yield f"{name} in pairs", paired
+
+
+def test_pytorch_loads_and_validates_it_and_has_the_same_dual_pipe_v(tmp_path: Path) -> None:
+    """All in one process, which then writes PyTorch's own DualPipeV, whose every action must be ours."""
+    arguments, texts = ["3"], []
+    for name, schedule in cases():
+        placement = list(schedule.placement)
         path = tmp_path / f"{name}.csv"
         path.write_text(to_csv(schedule))
         texts.append(to_csv(schedule))
         arguments.append(",".join(map(str, [path, 6, *placement])))
+    texts += [to_csv(named_with_pairs("dualpipev", num_devices=p, num_microbatches=m)) for p, m in SIZES]
+    loader = LOADER.replace("SIZES", repr(SIZES))
     done = subprocess.run(
-        [sys.executable, "-c", LOADER, *arguments], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", loader, *arguments], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-2_000:]
     assert done.stdout == "".join(texts)

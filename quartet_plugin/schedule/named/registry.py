@@ -4,7 +4,7 @@ Orders depend on the numbers of devices, microbatches and chunks alone, never on
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
@@ -21,6 +21,8 @@ from quartet_plugin.schedule.placement import PlacementKind
 from quartet_plugin.schedule.schedule import Schedule
 
 DeviceOrders = Sequence[IntArray]
+# The orders, and the indices of the forwards of pairs.
+PairedOrders = tuple[DeviceOrders, DeviceOrders]
 
 
 class Sizes(NamedTuple):
@@ -45,16 +47,17 @@ class Offer(StrEnum):
 class NamedSchedule:
     """What one named schedule needs.
 
-    `make` writes one order a device. `chunks` is the legal number of stages a device, None for any number
-    from 2. `has_group`: takes a group size. `split_backward`: uses I and W. `copies` of the model it carries;
-    two-copy schedules can only be simulated (`executable` is False), their parameters count twice.
-    `requirement` says in words which sizes it needs where it does not exist for some. `offer` is whether a
-    tuning run tries it.
+    `make` writes one order a device, `make_paired` one with overlapped pairs, None where the schedule has
+    none. `chunks` is the legal number of stages a device, None for any number from 2. `has_group`: takes a
+    group size. `split_backward`: uses I and W. `copies` of the model it carries; two-copy schedules can only
+    be simulated (`executable` is False), their parameters count twice. `requirement` says in words which
+    sizes it needs where it does not exist for some. `offer` is whether a tuning run tries it.
     """
 
     name: str
     placement: PlacementKind
     make: Callable[[Sizes], DeviceOrders]
+    make_paired: Callable[[Sizes], PairedOrders] | None = None
     chunks: int | None = 1
     has_group: bool = False
     split_backward: bool = False
@@ -100,6 +103,25 @@ def _looped(rule: Callable[[int, int, int, int, int], IntArray]) -> Callable[[Si
     return make
 
 
+def _dual_pipe_v_paired(size: Sizes) -> PairedOrders:
+    pairs = [rules.pairs_of(rules.dual_phases(size.p, size.m, d)) for d in range(size.p)]
+    return _phased(rules.dual_phases)(size), pairs
+
+
+def _interleaved_paired(size: Sizes) -> PairedOrders:
+    p, m, v, group = size
+    stages = places.stages_of_device(places.loop(p, v), p)
+    slots = [rules.interleaved_pairs(p, m, d, v, group) for d in range(p)]
+    orders = [order_of_slots(row, stages=stages[d], num_microbatches=m) for d, (row, _) in enumerate(slots)]
+    return orders, [pairs for _, pairs in slots]
+
+
+def _dual_pipe_paired(size: Sizes) -> PairedOrders:
+    p, half_m = size.p, size.m // 2
+    phases = [rules.dual_phases(p // 2, half_m, min(device, p - 1 - device)) for device in range(p)]
+    return _dual_pipe(size), [rules.pairs_of(each) for each in phases]
+
+
 def _dual_pipe(size: Sizes) -> DeviceOrders:
     p, m = size.p, size.m
     orders = []
@@ -139,7 +161,13 @@ _TWO_COPIES = partial(_LINEAR, copies=2)
 _ALL = (
     _LINEAR(name="gpipe", make=_phased(rules.gpipe), offer=Offer.REQUESTED),
     _LINEAR(name="1f1b", make=_phased(rules.one_f_one_b), offer=Offer.STOCK),
-    _LOOP(name="interleaved", make=_looped(rules.interleaved), has_group=True, offer=Offer.STOCK),
+    _LOOP(
+        name="interleaved",
+        make=_looped(rules.interleaved),
+        make_paired=_interleaved_paired,
+        has_group=True,
+        offer=Offer.STOCK,
+    ),
     _LOOP(name="breadth-first", make=_looped(rules.breadth_first), offer=Offer.REQUESTED),
     _LINEAR(name="zb-h1", make=_phased(rules.zb_h1), split_backward=True, offer=Offer.DEFAULT),
     _LINEAR(name="zb-h2", make=_phased(rules.zb_h2), split_backward=True, offer=Offer.DEFAULT),
@@ -147,7 +175,13 @@ _ALL = (
     _V(name="zb-v", make=_phased(rules.zb_v), offer=Offer.DEFAULT),
     _V(name="v-half", make=lambda size: blocks.v_half(size.p, size.m), offer=Offer.DEFAULT),
     _V(name="v-min", make=lambda size: blocks.v_min(size.p, size.m), offer=Offer.DEFAULT),
-    _V(name="dualpipev", make=_phased(rules.dual_phases), requirement=_at_least_2p, offer=Offer.REQUESTED),
+    _V(
+        name="dualpipev",
+        make=_phased(rules.dual_phases),
+        make_paired=_dual_pipe_v_paired,
+        requirement=_at_least_2p,
+        offer=Offer.REQUESTED,
+    ),
     NamedSchedule(
         name="hanayo",
         placement=PlacementKind.SNAKE,
@@ -156,7 +190,13 @@ _ALL = (
         even_chunks=True,
     ),
     _TWO_COPIES(name="chimera", make=lambda size: keyed.chimera(size.p, size.m), requirement=_even_both),
-    _TWO_COPIES(name="dualpipe", make=_dual_pipe, split_backward=True, requirement=_dual),
+    _TWO_COPIES(
+        name="dualpipe",
+        make=_dual_pipe,
+        make_paired=_dual_pipe_paired,
+        split_backward=True,
+        requirement=_dual,
+    ),
     _TWO_COPIES(name="mixpipe", make=lambda size: keyed.mix_pipe(size.p, size.m), requirement=_even_both),
 )
 NAMED = MappingProxyType({schedule.name: schedule for schedule in _ALL})
@@ -210,20 +250,51 @@ def named(
     num_devices is found by simulating it, as for any other order.
     """
     spec = lookup(name)
+    size = _checked_sizes(spec, num_devices, num_microbatches, chunks, group)
+    return _schedule(spec, size, spec.make(size))
+
+
+def named_with_pairs(
+    name: str,
+    *,
+    num_devices: int,
+    num_microbatches: int,
+    chunks: int | None = None,
+    group: int | None = None,
+) -> Schedule:
+    """The named schedule's order with the overlapped pairs that it is known with, without a split.
+
+    The arguments are those of `named`. Raises ConfigError as it does, and for a schedule without pairs.
+    """
+    spec = lookup(name)
+    if spec.make_paired is None:
+        known = ", ".join(known.name for known in _ALL if known.make_paired is not None)
+        raise ConfigError(f"schedule {name!r}: it has no overlapped pairs; these have: {known}")
+    size = _checked_sizes(spec, num_devices, num_microbatches, chunks, group)
+    orders, pairs = spec.make_paired(size)
+    return replace(_schedule(spec, size, orders), pairs=tuple(pairs) if any(map(len, pairs)) else ())
+
+
+def _checked_sizes(
+    spec: NamedSchedule, num_devices: int, num_microbatches: int, chunks: int | None, group: int | None
+) -> Sizes:
     reason = refusal_of(
-        name, num_devices=num_devices, num_microbatches=num_microbatches, chunks=chunks, group=group
+        spec.name, num_devices=num_devices, num_microbatches=num_microbatches, chunks=chunks, group=group
     )
     if reason is not None:
         raise ConfigError(reason)
     count = spec.default_chunks if chunks is None else chunks
-    size = Sizes(num_devices, num_microbatches, count, num_devices if group is None else group)
-    half = num_microbatches // 2
+    return Sizes(num_devices, num_microbatches, count, num_devices if group is None else group)
+
+
+def _schedule(spec: NamedSchedule, size: Sizes, orders: DeviceOrders) -> Schedule:
+    half = size.m // 2
     return Schedule(
-        num_devices=num_devices,
-        num_microbatches=num_microbatches,
-        placement=places.build(spec.placement, num_devices=num_devices, num_chunks=count),
-        orders=tuple(spec.make(size)),
-        origin={"name": name} | ({"group": size.group} if spec.has_group else {}),
-        routes=None if spec.executable else keyed.two_routes(num_devices),
+        num_devices=size.p,
+        num_microbatches=size.m,
+        placement=places.build(spec.placement, num_devices=size.p, num_chunks=size.v),
+        orders=tuple(orders),
+        origin={"name": spec.name} | ({"group": size.group} if spec.has_group else {}),
+        routes=None if spec.executable else keyed.two_routes(size.p),
         route_of_microbatch=None if spec.executable else (0,) * half + (1,) * half,
     )

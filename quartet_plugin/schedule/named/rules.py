@@ -3,10 +3,12 @@
 A letter is an action on a chunk: `f i w b` on chunk 0, `F I W B` on chunk 1 (the other copy in two-copy
 schedules); `x` is the weight gradient that has waited longest on the device. The n-th `f` is microbatch n of
 chunk 0, the n-th `i` or `b` likewise. Letters beyond the last microbatch are dropped; actions that a pattern
-does not reach are added at the end. Each rule gives the phases, or the slots, of device d of p.
+does not reach are added at the end. `f+B` is an overlapped pair where the schedule is asked for with pairs,
+and two actions where it is not. Each rule gives the phases, or the slots, of device d of p.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -29,10 +31,21 @@ _COUNTED = np.array([0, 1, 2, 1], dtype=np.int64)
 def slots_of(phases: Sequence[Phase]) -> IntArray:
     """`chunk * 4 + kind` of every letter, or OLDEST_W."""
     parts = [
-        np.tile(np.array([_LETTERS[letter] for letter in pattern], dtype=np.int64), max(0, times))
+        np.tile(
+            np.array([_LETTERS[letter] for letter in pattern if letter != "+"], dtype=np.int64), max(0, times)
+        )
         for pattern, times in phases
     ]
     return np.concatenate(parts)
+
+
+def pairs_of(phases: Sequence[Phase]) -> IntArray:
+    """The indices of the slots that run beside the next one, in phases of which no letter is dropped."""
+    marks = [
+        [following == "+" for letter, following in pairwise(f"{pattern} ") if letter != "+"] * max(0, times)
+        for pattern, times in phases
+    ]
+    return np.flatnonzero(np.concatenate(marks))
 
 
 def order_of_slots(
@@ -127,15 +140,18 @@ def zb_v(p: int, m: int, d: int) -> list[Phase]:
 def dual_phases(p: int, m: int, d: int) -> list[Phase]:
     """DualPipeV (DeepSeek and Sea AI Lab 2025), its eight phases; m >= 2p. Memory p + 1/2.
 
-    DualPipe has the same phases on 2p devices: 2p stages, m microbatches a direction.
+    DualPipe has the same phases on 2p devices: 2p stages, m microbatches a direction. The last device begins
+    its main phase without a pair, which would only add to the bubble.
     """
     half = (d + 1) // 2
+    alone = int(d == p - 1)
     return [
         ("f", 2 * (p - d - 1)),
         ("fF", d + 1),
         ("IxF", p - d - 1),
-        ("fBFb", m - 2 * p + d + 1),
-        ("BFb", p - d - 1),
+        ("fBF+b", alone),
+        ("f+BF+b", m - 2 * p + d + 1 - alone),
+        ("BF+b", p - d - 1),
         ("Bb", half),
         ("Bi", 1 - d % 2),
         ("Ii", d + 1 - half - (1 - d % 2)),
@@ -159,6 +175,17 @@ def interleaved(p: int, m: int, d: int, v: int, group: int) -> IntArray:
     return _alternate(
         chunks * 4 + ActionKind.F, (v - 1 - chunks) * 4 + ActionKind.B, 2 * (p - d - 1) + (v - 1) * group
     )
+
+
+def interleaved_pairs(p: int, m: int, d: int, v: int, group: int) -> tuple[IntArray, IntArray]:
+    """Megatron's combined 1F1B: one more forward of warm-up, then pairs; the indices of the pairs' forwards.
+
+    The forward more makes both parts of every pair independent. Memory p + p/v.
+    """
+    chunks = interleaved_chunks(m, v, group)
+    warm = min(2 * (p - d - 1) + (v - 1) * group + 1, len(chunks))
+    slots = _alternate(chunks * 4 + ActionKind.F, (v - 1 - chunks) * 4 + ActionKind.B, warm)
+    return slots, warm + 2 * np.arange(len(chunks) - warm)
 
 
 def _alternate(forward: IntArray, backward: IntArray, warm: int) -> IntArray:

@@ -18,7 +18,7 @@ from quartet_plugin.runtime.rehearsal import emulated_device, processes
 from quartet_plugin.runtime.rehearsal.processes import Rehearsal, Step
 from quartet_plugin.runtime.transport import PairTransport
 from quartet_plugin.schedule.action import Action, ActionKind
-from quartet_plugin.schedule.named import named
+from quartet_plugin.schedule.named import named, named_with_pairs
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import simulate
 
@@ -74,6 +74,29 @@ def test_every_action_comes_after_what_it_needs(name: str, tmp_path: Path) -> No
                 if source is not None:
                     same = schedule.placement[source[0]] == device
                     assert start >= ends_before(ends, source) + (0.0 if same else TRANSFER_S) - 1e-9
+
+
+def test_the_parts_of_a_pair_run_together_once_both_inputs_are_there(tmp_path: Path) -> None:
+    schedule = named_with_pairs("interleaved", num_devices=3, num_microbatches=6)
+    costs = costs_of(schedule.placement)
+    costs = replace(costs, exchange_s=np.full((2, 6), ACTION_S / 2))
+    (step,) = rehearsal(schedule, tmp_path, costs=costs, num_steps=1).run()
+    expected = simulate(schedule, costs)
+    assert expected.makespan_s < simulate(replace(schedule, pairs=()), costs).makespan_s
+    assert step.wall_s >= expected.makespan_s
+    ends = ends_of(schedule, step)
+    for device in range(3):
+        first = schedule.pairs[device]
+        start, end = np.array(step.start_s[device]), np.array(step.end_s[device])
+        assert len(first) > 0
+        assert (start[first] == start[first + 1]).all()
+        assert (end[first] == end[first + 1]).all()
+        # Of a pair's 3 actions' times both exchanges are hidden.
+        assert end[first] - start[first] == pytest.approx(np.full(len(first), 2 * ACTION_S))
+        for index in first.tolist():
+            for part in schedule.actions(device)[index : index + 2]:
+                source = source_of(part, schedule.num_stages)
+                assert source is None or start[index] >= ends_before(ends, source) - 1e-9
 
 
 def source_of(action: Action, num_stages: int) -> tuple[int, bool, int] | None:
