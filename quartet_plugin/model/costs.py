@@ -5,7 +5,7 @@ producer ends, costs no compute, and needs `transfer_s[from, to]`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
@@ -138,3 +138,16 @@ def stage_costs(costs: Costs, *, placement: Sequence[int], layers_per_stage: Seq
         if exchange is None
         else np.stack([total([layer[way] for layer in exchange]) * slowdown for way in range(2)]),
     )
+
+
+def without_exchanges(costs: Costs) -> Costs:
+    """The costs as if every all-to-all took no time: no pair is shorter than its parts are then."""
+    exchange, fused = costs.exchange_s, costs.backward_fused_s
+    if exchange is None:
+        return costs
+    layers = tuple(
+        replace(layer, forward_s=layer.forward_s - forward_s, input_grad_s=layer.input_grad_s - backward_s)
+        for layer, (forward_s, backward_s) in zip(costs.layers, exchange, strict=True)
+    )
+    whole = None if fused is None else tuple(b - e for b, (_, e) in zip(fused, exchange, strict=True))
+    return replace(costs, layers=layers, backward_fused_s=whole, exchange_s=None)

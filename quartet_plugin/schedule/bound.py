@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.costs import Costs, FloatArray, IntArray, stage_costs
+from quartet_plugin.model.costs import Costs, FloatArray, IntArray, stage_costs, without_exchanges
 from quartet_plugin.schedule.bound_program import entries, over_placements, over_splits
 from quartet_plugin.schedule.compilation import compiled
 from quartet_plugin.schedule.relaxation import relaxation, root_bounds
@@ -69,8 +69,10 @@ def lower_bound(
     `embedding` entry, the last stage a `head` entry, and no stage is empty unless `allow_empty`. At most
     `max_splits` splits are bounded one by one; `time_limit_s` is for each integer program, whose bound is
     valid however early it stops; `max_nodes` limits the program over placements by the nodes of its tree
-    instead, which gives the same bound on every machine. Raises ConfigError for sizes that do not agree.
+    instead, which gives the same bound on every machine. All-to-all that pairs can hide counts as no time.
+    Raises ConfigError for sizes that do not agree.
     """
+    costs = without_exchanges(costs)
     _check(costs, placement=placement, split=layers_per_stage, num_chunks=num_chunks, allow_empty=allow_empty)
     if placement is None:
         return _rounded(

@@ -18,6 +18,7 @@ from quartet_plugin.schedule.compilation import compilation_time
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.search.effort import FIRST_ROUND, GROWTH, Effort, OutOfTimeError, num_cores
 from quartet_plugin.schedule.search.named_starts import NamedStart
+from quartet_plugin.schedule.search.pairing import PairedRounds
 from quartet_plugin.schedule.search.pools import (
     MOVES_AN_EVALUATION,
     FamilyPool,
@@ -68,8 +69,9 @@ def search(
     `lower_bound_s`, a proven bound on the makespan. `on_round` is called with the result so far.
     With the period as the objective, insertion and the exact optimum of small orders, which shorten
     makespans, are left out. Another order replaces the best named one of its round only if its mean
-    makespan over 64 paired draws of the costs is lower too. Raises ConfigError for impossible arguments
-    and InfeasibleError when the memory limit does not hold one microbatch under any split.
+    makespan over 64 paired draws of the costs is lower too. Where the costs have all-to-all, neighbours of
+    the result become overlapped pairs if that makes it shorter (`pairing`). Raises ConfigError for impossible
+    arguments and InfeasibleError when the memory limit does not hold one microbatch under any split.
     """
     if objective not in ("makespan", "period"):
         raise ConfigError(f"objective: {objective[:40]!r}; expected makespan or period")
@@ -90,7 +92,17 @@ def search(
             goal_s=0.0 if problem.want_period else lower_bound_s,
         )
         options = {shape: splits_for(costs, shape, split, allow_empty=allow_empty) for shape in shapes}
-        return _run(problem, effort, options, seed, on_round)
+        if costs.exchange_s is None:
+            return _run(problem, effort, options, seed, on_round)
+        paired = PairedRounds(
+            problem,
+            options,
+            lower_bound_s=effort.goal_s,
+            seed=seed,
+            time_left_s=lambda: effort.left_s,
+            on_round=on_round,
+        )
+        return paired.finished(_run(problem, effort, options, seed, paired.take))
 
 
 def default_evaluations(costs: Costs) -> int:
