@@ -70,6 +70,7 @@ def describe_job(
     from quartet_plugin.megatron.support import (
         changed_functions,
         changed_source_reason,
+        shares_sequences,
         tensor_partition_reason,
     )
     from quartet_plugin.model.schema import dump
@@ -102,6 +103,7 @@ def describe_job(
         "full_backward": layers_need_full_backwards(args),
         "layer_impl": getattr(args, "transformer_impl", None),
         "normalization": getattr(args, "normalization", None),
+        **({"shares_sequences": True} if shares_sequences(written) else {}),
         **({"mtp_layers": num_mtp_layers_of(args)} if num_mtp_layers_of(args) else {}),
         **({"changed_functions": list(changed)} if changed else {}),
         **({"stage_divisor": stage_divisor} if stage_divisor > 1 else {}),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 from quartet_plugin.errors import SeamError
+from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.partition.refusals import argument_refusal
 from quartet_plugin.megatron.seams import Seam, known_function, package_roots
 from quartet_plugin.megatron.seams.declared import CUSTOM_SCHEDULE, GPT_MODEL_INIT
@@ -84,6 +85,15 @@ def require_known_sources(seams: Iterable[Seam] = CUSTOM_SCHEDULE) -> None:
         f"{first}{others}; native schedules and all other axes work; `quartet doctor` shows the difference, "
         "--accept-changed-source gives custom schedules back under the parity gate"
     )
+
+
+def shares_sequences(args: Namespace) -> bool:
+    """Whether trials of this job may have another context-parallel size: on the CPU device's attention.
+
+    A sinkhorn router balances the tokens of one rank, which are others then.
+    """
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
+    return cpu_device.is_installed() and "sinkhorn" not in kinds
 
 
 def tensor_partition_reason(args: Namespace) -> str | None:

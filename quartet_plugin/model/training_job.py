@@ -24,7 +24,8 @@ class TrainingJob:
     None where they do not. `no_custom_schedules` is why the plugin's runtime steps aside, so that the
     framework's own schedules stay; None where it does not. `no_tensor_partition` is why layers are cut in the
     framework's own way alone; None where they need not be. `layer_impl` is the implementation of the layers
-    (`local`, `transformer_engine`).
+    (`local`, `transformer_engine`). `shares_sequences`: the attention where trials run is known to give one
+    answer for any number of devices that share a sequence; None where that is not known.
     `experts` and `latent` attention are the model's, None where it has none or one that no plan describes.
     `mtp_layers` predict further tokens, None where there are none. `normalization` is the norms' kind by the
     framework's name, None where it was not read.
@@ -48,6 +49,7 @@ class TrainingJob:
     settings: Annotated[tuple[Setting, ...], Length(most=1_000)] | None = field(default=None, metadata=ADDED)
     full_backward: Name | None = field(default=None, metadata=ADDED)
     layer_impl: Name | None = field(default=None, metadata=ADDED)
+    shares_sequences: bool | None = field(default=None, metadata=ADDED)
     no_custom_schedules: Name | None = field(default=None, metadata=ADDED)
     no_tensor_partition: Name | None = field(default=None, metadata=ADDED)
     experts: Experts | None = field(default=None, metadata=ADDED)

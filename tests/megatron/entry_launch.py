@@ -93,6 +93,7 @@ def make_plan(
     tensor: int = 1,
     pipeline: int = 1,
     data: int = 1,
+    context: int = 1,
     chunks: int = 1,
     micro_batch: int = 2,
     group: int | None = None,
@@ -104,7 +105,7 @@ def make_plan(
     hosts: Sequence[str] | None = None,
 ) -> Plan:
     """A plan for the command above; `order[r]` is the local slot of rank r, all slots over `hosts` evenly."""
-    world_size = tensor * pipeline * data
+    world_size = tensor * pipeline * data * context
     names = list(hosts) if hosts is not None else [socket.gethostname()]
     per_node = world_size // len(names)
     slots = [Slot(node=index // per_node, local=index % per_node) for index in order or range(world_size)]
@@ -114,7 +115,7 @@ def make_plan(
         pipeline_parallel=pipeline,
         data_parallel=data,
         virtual_stages=chunks,
-        context_parallel=1,
+        context_parallel=context,
         expert_parallel=1,
         micro_batch_size=micro_batch,
         sequence_parallel=False,

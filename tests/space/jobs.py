@@ -31,6 +31,7 @@ def make_job(
     full_backward: str | None = None,
     no_custom_schedules: str | None = None,
     experts: Experts | None = None,
+    shares_sequences: bool | None = None,
 ) -> TrainingJob:
     """A job with an even split and the stock schedule."""
     layout = layout or LAYOUT
@@ -56,6 +57,7 @@ def make_job(
         full_backward=full_backward,
         no_custom_schedules=no_custom_schedules,
         experts=experts,
+        shares_sequences=shares_sequences,
     )
 
 

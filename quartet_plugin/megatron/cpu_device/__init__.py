@@ -85,7 +85,7 @@ def _redirect_and_import(*, training: bool) -> None:
     startup.defer_compilers(_installations.append)
     import torch
 
-    from quartet_plugin.megatron.cpu_device import checkpoints, cuda, norms
+    from quartet_plugin.megatron.cpu_device import attention, checkpoints, cuda, norms
     from quartet_plugin.rank import device
 
     device.declare_cpu()
@@ -96,7 +96,13 @@ def _redirect_and_import(*, training: bool) -> None:
     cuda.silence_fork_warning()
     startup.import_megatron(training=training)
     _installations.append(
-        redirect([startup.COMPILE_HELPERS, norms.L2_NORM, norms.TORCH_NORM, *checkpoints.redirects()])
+        redirect(
+            [
+                *(startup.COMPILE_HELPERS, norms.L2_NORM, norms.TORCH_NORM),
+                *attention.REDIRECTS,
+                *checkpoints.redirects(),
+            ]
+        )
     )
 
 

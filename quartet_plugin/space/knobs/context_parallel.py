@@ -1,38 +1,62 @@
-"""Context parallelism: the devices that share each sequence. Planned; in trials the command's own is kept."""
+"""Context parallelism: the devices that share each sequence. Tried on processors, elsewhere planned alone."""
 
-from quartet_plugin.space.features import Axis
+from quartet_plugin.space.features import Axis, batching_features, objective_axes
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
 
+# Features with which trials keep it.
+_KEPT = {
+    "mtp": "the loss of further tokens is a mean over each device's tokens",
+    "attention_variant": "its attention is none of the CPU device's",
+    "heterogeneous": "its attention is none of the CPU device's",
+}
+
+
+def _processes(context: KnobContext) -> int:
+    """The processes that TP leaves."""
+    return context.rules.job.layout.world_size // context.layout.tensor_parallel
+
 
 def _offers(context: KnobContext) -> list[int]:
-    job = context.rules.job
-    if not context.rules.is_planned:
+    if _kept(context.rules) is not None:
         return [context.layout.context_parallel]
-    return divisors(job.layout.world_size // context.layout.tensor_parallel)
+    return divisors(_processes(context))
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
     size, tensor, length = int(value), context.layout.tensor_parallel, context.shape.seq_length
-    if kept := kept_fault(size, context.rules.job.layout.context_parallel, _kept(context.rules)):
+    command, reason = context.rules.job.layout.context_parallel, _kept(context.rules)
+    if kept := kept_fault(size, command, reason):
         return kept
+    if reason is None and _processes(context) % size:
+        return f"must divide the {_processes(context)} devices that TP leaves"
     # Causal attention is balanced in two chunks a rank; sequence parallelism splits further. A
     # command's own size runs already.
-    if context.rules.is_planned and size > 1 and length % (2 * size * tensor):
+    is_stated = size == command and not context.rules.is_planned
+    if size > 1 and not is_stated and length % (2 * size * tensor):
         return f"with TP {tensor} must cut sequences of {length} into {2 * size * tensor} equal chunks"
     return None
 
 
 def _kept(rules: KnobRules) -> str | None:
+    """Why trials keep the command's size; a plan that nothing launches has any."""
     if rules.is_planned:
         return None
-    return "trials keep it, since its attention needs Transformer Engine; `quartet plan` varies it"
+    if not rules.job.shares_sequences:
+        return "trials keep it, since its attention needs Transformer Engine; `quartet plan` varies it"
+    kinds, features = rules.job.shape.layer_kinds, rules.job.features
+    if kinds is not None and kinds.state_space:
+        return "state-space layers share sequences in another way"
+    if reason := next((f"{name}: {reason}" for name, reason in _KEPT.items() if name in features), None):
+        return reason
+    counting = (name for name in batching_features(features) if Axis.DEGREES in objective_axes((name,)))
+    return next((f"{name}: the loss counts each device's tokens" for name in counting), None)
 
 
 CONTEXT_PARALLEL = LayoutKnob(
     name="context_parallel",
     label="CP",
-    meaning="devices that share each sequence; trials keep the command's",
+    meaning="devices that share each sequence; trials change it on processors",
     kind="degree",
     axis=Axis.DEGREES,
     change_class="B",

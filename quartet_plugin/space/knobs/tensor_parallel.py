@@ -25,13 +25,19 @@ def sizes_to_divide(shape: ModelShape, experts: Experts | None = None) -> dict[s
     }
 
 
+def _processes(context: KnobContext) -> int:
+    """The processes to share a layer: all, where CP is chosen after TP, else those that CP leaves."""
+    job = context.rules.job
+    return job.layout.world_size // (1 if job.shares_sequences else context.layout.context_parallel)
+
+
 def _offers(context: KnobContext) -> list[int]:
-    return divisors(context.rules.job.layout.world_size // context.layout.context_parallel)
+    return divisors(_processes(context))
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
     size, command = int(value), context.rules.job.layout.tensor_parallel
-    processes = context.rules.job.layout.world_size // context.layout.context_parallel
+    processes = _processes(context)
     if kept := kept_fault(size, command, _kept(context.rules)):
         return kept
     if size == 1 and "tp_comm_overlap" in context.rules.job.features:

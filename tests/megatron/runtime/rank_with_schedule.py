@@ -210,7 +210,8 @@ def num_microbatches(arguments: list[str], placement: tuple[int, ...]) -> int:
         return int(arguments[at[-1] + 1]) if at else default
 
     ranks = int(os.environ["WORLD_SIZE"]) // (max(placement) + 1)
-    data_parallel = ranks // value("--tensor-model-parallel-size", 1)
+    shared = value("--tensor-model-parallel-size", 1) * value("--context-parallel-size", 1)
+    data_parallel = ranks // shared
     return value("--global-batch-size", 1) // value("--micro-batch-size", 1) // data_parallel
 
 

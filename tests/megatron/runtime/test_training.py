@@ -80,6 +80,7 @@ MTP_EXPERTS = f"{MTP} {EXPERTS}"
 # Those with other weights, the most words first.
 VARIANTS = (MTP_EXPERTS, MTP, UNTIED, EXPERTS)
 EP2 = "--expert-model-parallel-size 2"
+CP2 = "--context-parallel-size 2"
 FP16 = "--fp16 --initial-loss-scale 4096"
 
 FUSED = "--gradient-accumulation-fusion"
@@ -232,6 +233,13 @@ MATRIX = {
         num_processes=4,
         tolerance=_TOLERANCE_ACROSS_TP,
     ),
+    "zb-h1 pp2 cp2 uneven": Case(order="zb-h1:0-1", flags=f"{LINEAR_2} {CP2}", num_processes=4),
+    "zb-v pp2 cp2 both overlaps": Case(
+        order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} {CP2} {_OVERLAP}", num_processes=4
+    ),
+    "zb-v pp2 cp2 ep2 experts": Case(
+        order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} {CP2} {EP2}", num_processes=4, variant=EXPERTS
+    ),
     "zb-h1 tp4 sequence parallel": Case(
         order="zb-h1:0-1",
         flags=f"{LINEAR_2} --tensor-model-parallel-size 4 --sequence-parallel",
@@ -269,6 +277,7 @@ LONG = {
     "family pp2 tp2 engine",
     "zb-v pp2 engine ramp-up",
     "zb-v pp2 dp2 engine bf16",
+    "zb-v pp2 cp2 ep2 experts",
     "zb-h1 tp4 sequence parallel",
     "zb-h1 tp4 engine",
     "1f1b pp2",
@@ -425,8 +434,9 @@ def check_experts(lines: list[list[Any]], layout: list[str], *, expert_parallel:
 def training_run(case: Case) -> TrainingRun:
     """The case as the memory model takes it."""
     flags, words = f"{case.flags} {case.variant}", case.flags.split()
-    tensor_parallel = (
-        int(words[words.index("--tensor-model-parallel-size") + 1]) if "--tensor" in flags else 1
+    tensor_parallel, context_parallel = (
+        int(words[words.index(flag) + 1]) if flag in words else 1
+        for flag in ("--tensor-model-parallel-size", "--context-parallel-size")
     )
     small = run_of_row(
         ROW,
@@ -440,8 +450,9 @@ def training_run(case: Case) -> TrainingRun:
         gbs=1,
         mbs=1,
         tp=tensor_parallel,
-        gpus=tensor_parallel,
-        gpus_per_node=tensor_parallel,
+        cp=context_parallel,
+        gpus=tensor_parallel * context_parallel,
+        gpus_per_node=tensor_parallel * context_parallel,
         sp="--sequence-parallel" in flags,
         recompute="none",
     )

@@ -214,3 +214,37 @@ def test_what_is_tuned_is_tuned_after_a_resume(tmp_path: Path) -> None:
     for given_again in (None, config):
         resumed = resume_run(tmp_path / "r", config=given_again, command=None).config.search
         assert {name: resumed.requested(name) for name in search} == dict.fromkeys(search)
+
+
+SHARING = {"context_parallel": [1, 2], "tensor_parallel": "auto"}
+
+
+def test_trials_change_cp_where_attention_shares_sequences() -> None:
+    layouts = [
+        layout for kept in space_of(SHARING, shares_sequences=True).layouts.values() for layout in kept
+    ]
+    assert {layout.context_parallel for layout in layouts} == {1, 2}
+    assert {layout.world_size for layout in layouts} == {4}
+
+
+@pytest.mark.parametrize(
+    ("features", "words"),
+    [(("mtp",), "mtp: the loss of further tokens"), (("packing",), "packing: the loss counts")],
+)
+def test_trials_keep_cp_where_a_loss_counts_the_tokens_of_a_device(
+    features: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        space_of({"context_parallel": 2, "change_class": "C"}, shares_sequences=True, features=features)
+
+
+@pytest.mark.parametrize("is_free", [None, True])
+def test_where_cp_is_free_its_devices_may_share_layers_instead(is_free: bool | None) -> None:
+    layout = make_layout(pipeline_parallel=1, context_parallel=4)
+    space = space_of({"context_parallel": "auto"}, layout=layout, shares_sequences=is_free)
+    sizes = {
+        (layout.tensor_parallel, layout.context_parallel)
+        for kept in space.layouts.values()
+        for layout in kept
+    }
+    assert sizes == ({(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)} if is_free else {(1, 4)})

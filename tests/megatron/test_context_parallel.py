@@ -1,0 +1,144 @@
+"""Devices that share sequences train as one process does: real Megatron, the CPU device's attention."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quartet_plugin.megatron.cpu_device.attention import causal_mask, positions
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.receipt import read_receipt
+from quartet_plugin.protocol.attempt_files import read_shared
+from quartet_plugin.protocol.rank_files import RankReport, rank_file
+from quartet_plugin.trial.as_planned import difference_from
+from quartet_plugin.trial.request import Outcome
+from quartet_plugin.tuner.history import read_history
+from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, SHAPE, Launch, launch, make_plan
+from tests.megatron.test_parity import train
+from tests.short_rounds import short_rounds as short_rounds
+from tests.tuner.live_studies import launch_settings as launch_settings
+from tests.tuner.live_studies import tune
+
+# Two key heads for four query heads; a window in every second layer, across the borders of chunks.
+MODEL = """
+    --position-embedding-type rope --untie-embeddings-and-output-weights --group-query-attention
+    --num-query-groups 2 --window-size 5,0 --window-attn-skip-freq 2
+"""
+FLAGS = [*MEGATRON_FLAGS, *shlex.split(MODEL)]
+ROPE = replace(SHAPE, position_embedding="rope", tied_embeddings=False, num_query_groups=2)
+CPU = ("--quartet-device", "cpu")
+
+
+def plan_of(*, sequence_parallel: bool = False, recompute: str = "none", **sizes: object) -> Plan:
+    plan = make_plan(**{"split": (6,), "shape": ROPE, "made_for_shape": ROPE, **sizes})  # type: ignore[arg-type]
+    layout = replace(plan.layout, sequence_parallel=sequence_parallel, recompute=recompute)  # type: ignore[arg-type]
+    return replace(plan, layout=layout)
+
+
+def overlapped(plan: Plan) -> Plan:
+    layout = replace(plan.layout, distributed_optimizer=True).with_setting("overlap_grad_reduce", True)
+    return replace(plan, layout=layout.with_setting("overlap_param_gather", True))
+
+
+PLANS: dict[str, tuple[Plan, str]] = {
+    "cp2": (plan_of(context=2), ""),
+    "cp4 by all-to-all": (plan_of(context=4), "--cp-comm-type a2a"),
+    "cp2 without a mask of the loader": (
+        plan_of(context=2, recompute="full"),
+        "--no-create-attention-mask-in-dataloader",
+    ),
+    "cp2 pp2 permuted": (
+        plan_of(split=(4, 2), context=2, pipeline=2, micro_batch=1, order=(2, 0, 3, 1)),
+        "",
+    ),
+    "cp2 tp2": (plan_of(context=2, tensor=2, sequence_parallel=True), ""),
+    "cp2 dp2 overlapped": (overlapped(plan_of(context=2, data=2)), ""),
+    "cp2 pp2 interleaved": (
+        plan_of(split=(1, 2, 2, 1), context=2, pipeline=2, chunks=2, group=4),
+        "",
+    ),
+}
+FIRST = ("cp2 without a mask of the loader", "cp2 pp2 permuted")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("context") / "weights"
+    words = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
+    done = launch(1, [*FLAGS, *words, "--no-save-optim", "--no-save-rng", *CPU])
+    assert (folder / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """One process."""
+    return train(plan_of(), folder=tmp_path_factory.mktemp("one"), weights=weights, command=FLAGS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cp2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in FIRST),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in sorted(PLANS.keys() - {"cp2", *FIRST})),
+    ],
+)
+def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
+    plan, words = PLANS[name]
+    done = train(plan, folder=tmp_path, weights=weights, command=[*FLAGS, *shlex.split(words)])
+    tolerance = 5e-6 if plan.layout.tensor_parallel > 1 else 1e-6
+    assert len(reference.losses()) == 5
+    assert done.losses() == pytest.approx(reference.losses(), rel=tolerance)
+    assert done.grad_norms() == pytest.approx(reference.grad_norms(), rel=tolerance)
+    reports = [
+        read_shared(RankReport, rank_file(RankReport, folder=tmp_path, launch_rank=rank))
+        for rank in range(plan.layout.world_size)
+    ]
+    assert difference_from(plan, reports) is None
+    job = next(content["job"] for content in done.ranks.values() if content["rank"] == 0)
+    assert job["layout"]["context_parallel"] == plan.layout.context_parallel
+    assert job["shares_sequences"] is True
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_query_of_a_rank_sees_what_lies_before_it(size: int) -> None:
+    ranks = range(size)
+    of_ranks = [positions(16, rank=rank, size=size) for rank in ranks]
+    assert sorted(torch.cat(of_ranks).tolist()) == list(range(16))
+    rows = torch.triu(torch.ones(16, 16), diagonal=1).bool()
+    for rank, places in zip(ranks, of_ranks, strict=True):
+        half = len(places) // 2
+        assert places[0] == rank * half
+        assert places[-1] == 15 - rank * half
+        assert torch.equal(causal_mask(16, rank=rank, size=size)[0, 0], rows[places])
+        inside = ~causal_mask(16, rank=rank, size=size, window=(3, 0))[0, 0]
+        assert inside.sum(1).tolist() == [min(place + 1, 4) for place in places.tolist()]
+
+
+CONFIG = """\
+run: own
+search: {context_parallel: [1, 2], tensor_parallel: 1, micro_batch_size: 2, mapping: stock}
+trial: {warmup: 1, measure: 3, deadline_s: 240}
+study: {trials: 2, top_k: 1, rounds: 3, control: 0}
+device: cpu
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("short_rounds", "launch_settings")
+def test_a_study_tries_devices_that_share_sequences(tmp_path: Path) -> None:
+    command = ["torchrun", "--nproc-per-node", "2", str(SCRIPT), *FLAGS]
+    run = tune(tmp_path, CONFIG, command)
+    trials = [trial for trial in read_history(run).trials if trial.number > 0]
+    assert {trial.outcome for trial in trials} <= {Outcome.OK, Outcome.UNSTABLE}
+    shared = [
+        trial.plan for trial in trials if trial.plan is not None and trial.plan.layout.context_parallel == 2
+    ]
+    assert shared
+    for plan in shared:
+        receipt = read_receipt(run / "parity" / f"plan-{plan.key[:12]}" / "plan.parity.json")
+        assert receipt.verdict == "passed"
