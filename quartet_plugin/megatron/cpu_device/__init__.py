@@ -85,7 +85,7 @@ def _redirect_and_import(*, training: bool) -> None:
     startup.defer_compilers(_installations.append)
     import torch
 
-    from quartet_plugin.megatron.cpu_device import attention, checkpoints, cuda, norms
+    from quartet_plugin.megatron.cpu_device import attention, checkpoints, cuda, latent_attention, norms
     from quartet_plugin.rank import device
 
     device.declare_cpu()
@@ -100,6 +100,7 @@ def _redirect_and_import(*, training: bool) -> None:
             [
                 *(startup.COMPILE_HELPERS, norms.L2_NORM, norms.TORCH_NORM),
                 *attention.REDIRECTS,
+                *latent_attention.redirects(),
                 *checkpoints.redirects(),
             ]
         )

@@ -81,6 +81,56 @@ def _listed(argument: Any) -> Any:
     return argument.tolist() if isinstance(argument, torch.Tensor) else argument
 
 
+def _of_any_sizes(all_gather: Any) -> Any:
+    """An all-gather whose ranks may have other lengths, [n_r, ...], as NCCL takes them and gloo does not.
+
+    Tensor-parallel ranks that share experts gather the tokens that each was sent.
+    """
+
+    @functools.wraps(all_gather)
+    def gather_any(tensor_list: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        most = _uneven(tensor_list)
+        if most is None:
+            return all_gather(tensor_list, tensor, *args, **kwargs)
+        gathered = [_padded(part, most) for part in tensor_list]
+        work = all_gather(gathered, _padded(tensor, most), *args, **kwargs)
+        if work is not None:
+            work.wait()
+        for part, padded in zip(tensor_list, gathered, strict=True):
+            part.copy_(padded[: part.size(0)])
+        return work
+
+    return gather_any
+
+
+def _to_any_sizes(reduce_scatter: Any) -> Any:
+    """A reduce-scatter to ranks of other lengths, [n_r, ...]: what `_of_any_sizes` has as its backward."""
+
+    @functools.wraps(reduce_scatter)
+    def scatter_any(output: Any, input_list: Any, *args: Any, **kwargs: Any) -> Any:
+        most = _uneven(input_list)
+        if most is None:
+            return reduce_scatter(output, input_list, *args, **kwargs)
+        padded = _padded(output, most)
+        work = reduce_scatter(padded, [_padded(part, most) for part in input_list], *args, **kwargs)
+        if work is not None:
+            work.wait()
+        output.copy_(padded[: output.size(0)])
+        return work
+
+    return scatter_any
+
+
+def _uneven(tensors: Any) -> int | None:
+    """The largest length of tensors that have several; None where they are alike."""
+    lengths = {tensor.size(0) for tensor in tensors if tensor.dim()}
+    return max(lengths) if len(lengths) > 1 else None
+
+
+def _padded(tensor: Any, length: int) -> Any:
+    return torch.cat((tensor, tensor.new_zeros(length - tensor.size(0), *tensor.shape[1:])))
+
+
 # The asynchronous send, and the functions whose arguments name CUDA or NCCL. `batch_isend_irecv` calls the
 # names in distributed_c10d, and its check compares them.
 REDIRECTS = tuple(
@@ -89,5 +139,7 @@ REDIRECTS = tuple(
         **dict.fromkeys(("init_process_group", "new_group", "barrier"), _on_gloo),
         "isend": _holding,
         "all_to_all_single": _with_listed_sizes,
+        "all_gather": _of_any_sizes,
+        "reduce_scatter": _to_any_sizes,
     }.items()
 )
