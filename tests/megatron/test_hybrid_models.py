@@ -1,6 +1,6 @@
 """A HybridModel's plans train as one process does, and a study tunes it: real Megatron on gloo.
 
-Its layers are attention and MLPs alone: those with a state space need kernels of an accelerator.
+Its layers are attention and MLPs; `test_hybrid_kinds` has the others.
 """
 
 from collections.abc import Sequence

@@ -15,8 +15,9 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron.cpu_device.process import (
@@ -95,6 +96,7 @@ def _redirect_and_import(*, training: bool) -> None:
     _installations.append(redirect(redirects()))
     cuda.silence_fork_warning()
     startup.import_megatron(training=training)
+    _redirect_where_imported()
     _installations.append(
         redirect(
             [
@@ -105,6 +107,21 @@ def _redirect_and_import(*, training: bool) -> None:
             ]
         )
     )
+
+
+def _redirect_where_imported() -> None:
+    """Redirect what not every Megatron has and not every script imports, each module once it is imported."""
+    from quartet_plugin.megatron.cpu_device import hybrid_layers, startup, state_space
+
+    entries = (*state_space.REDIRECTS, *hybrid_layers.REDIRECTS)
+    for name in dict.fromkeys(entry.module for entry in entries):
+        of_module = [entry for entry in entries if entry.module == name]
+        startup.after_import(name, lambda module, of_module=of_module: _redirect_known(module, of_module))  # type: ignore[misc]
+
+
+def _redirect_known(module: ModuleType, entries: Iterable[Redirect]) -> None:
+    if _installations:
+        _installations.append(redirect(entry for entry in entries if hasattr(module, entry.name)))
 
 
 def redirects() -> list[Redirect]:
