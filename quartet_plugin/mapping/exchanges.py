@@ -7,6 +7,7 @@ exchanges two runs by their positions. Long runs need fewer exchanges: a run of 
 from collections.abc import Iterable, Sequence
 from itertools import batched
 
+from quartet_plugin.mapping.order_rules import NO_RULES, OrderRules
 from quartet_plugin.mapping.orders import is_legal
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo, Slot
@@ -14,33 +15,45 @@ from quartet_plugin.model.plan import NodeInfo, Slot
 type Pair = tuple[int, int]
 
 
-def run_lengths(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[int, ...]:
+def run_lengths(
+    layout: Layout, *, nodes: Sequence[NodeInfo], rules: OrderRules = NO_RULES
+) -> tuple[int, ...]:
     """The lengths of runs to choose from, the longest first: divisors of a node's slots, at least two runs.
 
-    Each divides a tensor-parallel group or is a multiple of it. Empty for nodes of unequal size: RANKs could
-    not be assigned at launch.
+    Each divides a tensor-parallel group or is a multiple of it. Where whole groups alone may move that are
+    longer than a node, their length is one, too. Empty for nodes of unequal size: RANKs could not be
+    assigned at launch.
     """
     sizes = {node.num_slots for node in nodes}
     if len(sizes) > 1:
         return ()
     (size,) = sizes
-    tensor = layout.tensor_parallel
-    return tuple(
+    tensor, most = layout.tensor_parallel, layout.world_size // 2
+    divisors = [
         length
-        for length in range(min(size, layout.world_size // 2), 0, -1)
+        for length in range(min(size, most), 0, -1)
         if size % length == 0 and (length % tensor == 0 or tensor % length == 0)
-    )
+    ]
+    if rules.keeps_nodes:
+        divisors = [length for length in divisors if length == size]
+    units = [length for length in rules.units(layout, slots_per_node=size) if length <= most]
+    return (*units, *divisors)
 
 
 def exchanged(
-    slots: Sequence[Slot], pairs: Iterable[Pair], *, length: int, layout: Layout
+    slots: Sequence[Slot],
+    pairs: Iterable[Pair],
+    *,
+    length: int,
+    layout: Layout,
+    rules: OrderRules = NO_RULES,
 ) -> tuple[Slot, ...]:
     """The order after the exchanges of runs, one after the other; `slots` itself where they break a rule."""
     runs = list(batched(slots, length))
     for first, second in pairs:
         runs[first], runs[second] = runs[second], runs[first]
     order = tuple(slot for run in runs for slot in run)
-    return order if is_legal(order, layout=layout) else tuple(slots)
+    return order if is_legal(order, layout=layout, rules=rules) else tuple(slots)
 
 
 def exchanges_between(slots: Sequence[Slot], wanted: Sequence[Slot], *, length: int) -> list[Pair] | None:

@@ -2,7 +2,8 @@
 
 Megatron numbers ranks tp fastest, then cp, dp and pp ("tp-cp-ep-dp-pp"):
 RANK = tp + TP (cp + CP (dp + DP pp)).
-Every order keeps RANK 0 on node 0, the master's host, and every TP group on one node.
+Every order keeps RANK 0 on node 0, the master's host, and every TP group on one node. A job may have further
+rules (`order_rules`).
 """
 
 import itertools
@@ -13,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.mapping.order_rules import NO_RULES, OrderRules
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, NodeInfo, Slot
@@ -48,7 +50,9 @@ def _slots_of_counts(counts: tuple[int, ...]) -> tuple[Slot, ...]:
     )
 
 
-def legal_orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[RankOrder, ...]:
+def legal_orders(
+    layout: Layout, *, nodes: Sequence[NodeInfo], rules: OrderRules = NO_RULES
+) -> tuple[RankOrder, ...]:
     """The orders for `layout`, `stock` first where it is legal, each physical arrangement once.
 
     Up to four processes these are all permutations but for equivalent ones: the order inside a TP group
@@ -65,13 +69,15 @@ def legal_orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[RankOrde
     named = _permutations(slots) if len(slots) <= EXHAUSTIVE_RANKS else _named(layout, slots=slots)
     by_arrangement: dict[tuple[Slot, ...], RankOrder] = {}
     for name, candidate in named:
-        if is_legal(candidate, layout=layout):
+        if is_legal(candidate, layout=layout, rules=rules):
             arrangement = first_equal(candidate, layout=layout)
             by_arrangement.setdefault(arrangement, _order(name, candidate))
     return tuple(by_arrangement.values())
 
 
-def order_named(name: str, *, layout: Layout, nodes: Sequence[NodeInfo]) -> RankOrder:
+def order_named(
+    name: str, *, layout: Layout, nodes: Sequence[NodeInfo], rules: OrderRules = NO_RULES
+) -> RankOrder:
     """The order called `name`: `stock`, one of `legal_orders`, or the slot of every rank ("1,0").
 
     Raises PlanError for an unknown name, or slots that break a rule.
@@ -89,9 +95,11 @@ def order_named(name: str, *, layout: Layout, nodes: Sequence[NodeInfo]) -> Rank
                 f"mapping: {name!r}; RANK 0 must stay on node 0, and every TP group of {layout.label} "
                 "on one node"
             )
+        if fault := rules.fault(candidate, layout=layout):
+            raise PlanError(f"mapping: {name!r}; an order of {layout.label} must {fault}")
         return _order(name, candidate)
     for rule, candidate in _named(layout, slots=slots):
-        if rule == name and is_legal(candidate, layout=layout):
+        if rule == name and is_legal(candidate, layout=layout, rules=rules):
             return _order(name, candidate)
     known = ", ".join([STOCK, *_RULES])
     raise PlanError(f"mapping: {name!r}; not an order that {layout.label} can have; known: {known}")
@@ -141,10 +149,11 @@ def _renumbered(replicas: list[_Replica], *, num_sharing: int | None) -> list[_R
     return list(itertools.chain(*rows))
 
 
-def is_legal(slots: Sequence[Slot], *, layout: Layout) -> bool:
-    """Whether RANK 0 is on node 0 and every TP group on one node."""
+def is_legal(slots: Sequence[Slot], *, layout: Layout, rules: OrderRules = NO_RULES) -> bool:
+    """Whether RANK 0 is on node 0 and every TP group on one node, and the job's rules are kept."""
     groups = itertools.batched(slots, layout.tensor_parallel)
-    return slots[0].node == 0 and all(len({slot.node for slot in group}) == 1 for group in groups)
+    is_kept = slots[0].node == 0 and all(len({slot.node for slot in group}) == 1 for group in groups)
+    return is_kept and rules.fault(slots, layout=layout) is None
 
 
 def coordinates[R: (int, IntArray)](rank: R, *, layout: Layout) -> tuple[R, R, R, R]:

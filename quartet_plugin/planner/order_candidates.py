@@ -1,6 +1,7 @@
 """The orders of slots that are worth predicting for a layout: every one of a few slots, else the solver's.
 
-Orders that take the same time under the calibrated slowdowns and links count once.
+Orders that take the same time under the calibrated slowdowns and links count once. A job whose features limit
+its orders also has exchanges of the runs that may move: the solver knows nothing of these limits.
 """
 
 import itertools
@@ -9,6 +10,7 @@ import numpy as np
 
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SlotOrder
 from quartet_plugin.errors import PlanError
+from quartet_plugin.mapping.exchanges import Pair, exchanged
 from quartet_plugin.mapping.orders import is_legal, slot_indices, slots_of
 from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.costs import IntArray
@@ -23,6 +25,8 @@ MAX_PERMUTED_SLOTS = 6
 # Layouts for which the solver is asked in one call, its steps of local search, and its orders that are taken.
 MAX_SOLVED = 4
 EVALUATIONS, EXACT_LIMIT, NUM_SOLVED = 120, 300, 6
+# Pairs of runs that are exchanged for one length.
+MAX_PAIRS = 128
 # Ranks at which one step of the solver takes ten times as long as it does for a few.
 _LARGE = 128
 
@@ -37,6 +41,7 @@ class OrderCandidates:
         self._slots = slots_of(space.nodes)
         self._every: dict[object, IntArray] = {}
         self._solved: dict[object, list[Order]] = {}
+        self._exchanged: dict[object, IntArray] = {}
         self._num_named = 0
 
     @property
@@ -64,21 +69,41 @@ class OrderCandidates:
             every = self._permutations(layout)
             first = calibrated.distinct(every)
             return orders + [(every[index], self._mapping(every[index])) for index in first]
-        return orders + self._solver_orders(plan, calibrated)
+        return orders + self._solver_orders(plan, calibrated) + self._exchanges(layout, calibrated)
 
     def _permutations(self, layout: Layout) -> IntArray:
         """Every legal order [orders, world size]."""
-        key = layout.degrees
+        key, rules = (layout.degrees, layout.expert_parallel), self._space.order_rules
         if key not in self._every:
             self._every[key] = np.array(
                 [
                     order
                     for order in itertools.permutations(range(len(self._slots)))
-                    if is_legal([self._slots[index] for index in order], layout=layout)
+                    if is_legal([self._slots[index] for index in order], layout=layout, rules=rules)
                 ],
                 dtype=np.int64,
             )
         return self._every[key]
+
+    def _exchanges(self, layout: Layout, calibrated: CalibratedSplits) -> list[Order]:
+        """The legal orders that one exchange of two runs makes, where features limit the orders."""
+        space, rules = self._space, self._space.order_rules
+        if not (rules.keeps_nodes or rules.keeps_experts):
+            return []
+        key = (layout.degrees, layout.expert_parallel)
+        if key not in self._exchanged:
+            orders = [
+                exchanged(self._slots, [pair], length=length, layout=layout, rules=rules)
+                for length in space.run_lengths_of(layout)
+                for pair in _pairs(layout.world_size // length)
+            ]
+            legal = [Mapping(slots=order) for order in dict.fromkeys(orders) if order != self._slots]
+            self._exchanged[key] = np.array(
+                [slot_indices(space.nodes, mapping) for mapping in legal], dtype=np.int64
+            ).reshape(len(legal), layout.world_size)
+        every = self._exchanged[key]
+        first = calibrated.distinct(every) if len(every) else ()
+        return [(every[index], self._mapping(every[index])) for index in first]
 
     def _mapping(self, order: SlotOrder) -> Mapping:
         return Mapping(slots=tuple(self._slots[int(index)] for index in order))
@@ -133,6 +158,7 @@ class OrderCandidates:
         )
         num_blocks = layout.world_size // layout.tensor_parallel
         effort = EVALUATIONS if len(set(slowdowns.tolist())) > 1 else 0
+        rules = self._space.order_rules
         try:
             solution = solve_step(
                 costs,
@@ -146,5 +172,11 @@ class OrderCandidates:
         return [
             (np.array(order, dtype=np.int64), self._mapping(order))
             for order in (solution.slots, *solution.others)
-            if is_legal([self._slots[index] for index in order], layout=layout)
+            if is_legal([self._slots[index] for index in order], layout=layout, rules=rules)
         ]
+
+
+def _pairs(num_runs: int) -> list[Pair]:
+    """The first pairs of runs but that of RANK 0, neighbours first."""
+    pairs = ((first, first + by) for by in range(1, num_runs) for first in range(1, num_runs - by))
+    return list(itertools.islice(pairs, MAX_PAIRS))

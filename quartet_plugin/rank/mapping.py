@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.mapping.order_rules import OrderRules
 from quartet_plugin.model.plan import NodeInfo, Plan, Slot
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
 
@@ -162,8 +163,10 @@ def _check_features(
         len(set(node_of_rank[first : first + size])) == 1 for first in range(0, len(node_of_rank), size)
     )
     used = [name for name in _NEEDS_WHOLE_NODES if values.get(name)]
-    if values.get("moe_token_dispatcher_type") == "flex":
-        used.append("moe_token_dispatcher_type")
+    flex = values.get("moe_token_dispatcher_type") == "flex"
+    fault = OrderRules(keeps_experts=flex).fault(plan.mapping.slots, layout=plan.layout)
+    if fault is not None:
+        raise PlanError(f"mapping: with --moe-token-dispatcher-type flex an order must {fault}")
     if (values.get("num_distributed_optimizer_instances") or 1) > 1:
         used.append("num_distributed_optimizer_instances")
     if used and not whole:

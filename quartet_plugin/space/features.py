@@ -14,6 +14,20 @@ _SCALING = frozenset({Axis.SCALING})
 _MAPPING = frozenset({Axis.MAPPING})
 _NONE: frozenset[Axis] = frozenset()
 
+# Features with which ranks move by whole nodes alone: the framework takes a rank for a place.
+WHOLE_NODES = frozenset(
+    {
+        # Transformer Engine takes consecutive ranks for one node (megatron/training/initialize.py).
+        "tp_comm_overlap",
+        "hierarchical_context_parallel",
+        "distributed_optimizer_instances",
+        # Groups of experts that no plan describes: whole nodes keep whatever they are.
+        "expert_tensor_parallel",
+    }
+)
+# Features whose kernels want the ranks that share experts in as few fast domains as the launcher's order has.
+EXPERTS_IN_PLACE = frozenset({"moe_flex_dispatcher"})
+
 # Features with which the pipeline's degree is kept beside split and schedule, and why.
 STAGES_KEPT = {
     "mtp_tied_head": "Megatron saves no stages of multi-token prediction with a tied head",
@@ -47,10 +61,9 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "moe_microbatch_loss": frozenset({Axis.MICRO_BATCH}),
     "moe_global_loss": _DATA,
     "moe_capacity": _DATA,
-    # Its kernels want the ranks that share experts inside one fast domain.
-    "moe_flex_dispatcher": _MAPPING,
+    "moe_flex_dispatcher": _NONE,
     # A plan has one tensor-parallel size, the experts' too, or whole experts; they are spread over copies.
-    "expert_tensor_parallel": _MAPPING | {Axis.DEGREES},
+    "expert_tensor_parallel": frozenset({Axis.DEGREES}),
     # It needs virtual stages where there is a pipeline, and a degree of experts (transformer_config.py).
     "moe_shared_expert_overlap": _NONE,
     "overlap_moe": _SCALING | frozenset({Axis.DEGREES, Axis.SCHEDULE}),
@@ -78,9 +91,9 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "weight_shards": _STAGES | _MAPPING,
     "cpu_offload": _STAGES,
     # Ranks are taken for slots, or in another order.
-    "tp_comm_overlap": _MAPPING,
-    "hierarchical_context_parallel": _MAPPING | {Axis.DEGREES},
-    "distributed_optimizer_instances": _MAPPING | {Axis.DEGREES},
+    "tp_comm_overlap": _NONE,
+    "hierarchical_context_parallel": frozenset({Axis.DEGREES}),
+    "distributed_optimizer_instances": frozenset({Axis.DEGREES}),
     "inprocess_restart": _MAPPING,
     "tp_pp_dp_order": _MAPPING,
     "sharp": _MAPPING,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.mapping.order_rules import NO_RULES, OrderRules
 from quartet_plugin.mapping.orders import coordinates, rank_of, slots_of
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, NodeInfo, Plan, ScheduleChoice, Slot, Split
@@ -23,16 +24,24 @@ def full_nodes(nodes: Sequence[NodeInfo], *, factor: int) -> tuple[NodeInfo, ...
     return (*nodes, *more)
 
 
-def at_full_size(plan: Plan, *, factor: int, stage_factor: int = 1, nodes: Sequence[NodeInfo]) -> Plan:
+def at_full_size(
+    plan: Plan,
+    *,
+    factor: int,
+    stage_factor: int = 1,
+    nodes: Sequence[NodeInfo],
+    rules: OrderRules = NO_RULES,
+) -> Plan:
     """The plan on `nodes`, which are `factor` times as many as those of its trial.
 
-    It has `stage_factor` times the stages and, for the rest of the factor, more replicas. Raises PlanError
-    where the schedule of the plan's name does not run that number of stages.
+    It has `stage_factor` times the stages and, for the rest of the factor, more replicas. `rules` are those
+    of the job's orders of ranks. Raises PlanError where the schedule of the plan's name does not run that
+    number of stages.
     """
     if stage_factor == 1:
-        return with_all_replicas(plan, factor=factor, nodes=nodes)
+        return with_all_replicas(plan, factor=factor, nodes=nodes, rules=rules)
     whole = with_all_stages(plan, factor=stage_factor)
-    return with_all_replicas(whole, factor=factor // stage_factor, nodes=nodes)
+    return with_all_replicas(whole, factor=factor // stage_factor, nodes=nodes, rules=rules)
 
 
 def with_all_stages(plan: Plan, *, factor: int) -> Plan:
@@ -119,14 +128,21 @@ def _with_group(
     )
 
 
-def with_all_replicas(plan: Plan, *, factor: int, nodes: Sequence[NodeInfo]) -> Plan:
+def with_all_replicas(
+    plan: Plan, *, factor: int, nodes: Sequence[NodeInfo], rules: OrderRules = NO_RULES
+) -> Plan:
     """The plan with `factor` times the replicas and the global batch, on `nodes`.
 
     The stock order stays; any other is that of the trial in each block of as many nodes as the trial has.
+    Where that breaks one of the `rules`, it is the stock order.
     """
     made_for = plan.made_for
     baseline = replace(made_for.baseline, layout=_with_replicas(made_for.baseline.layout, factor=factor))
     layout = _with_replicas(plan.layout, factor=factor)
+    mapping = Mapping(slots=slots_of(nodes))
+    if not plan.mapping.is_stock:
+        blocks = _in_blocks(plan, layout)
+        mapping = mapping if rules.fault(blocks.slots, layout=layout) else blocks
     return replace(
         plan,
         made_for=replace(
@@ -137,7 +153,7 @@ def with_all_replicas(plan: Plan, *, factor: int, nodes: Sequence[NodeInfo]) -> 
             nodes=tuple(nodes),
         ),
         layout=layout,
-        mapping=Mapping(slots=slots_of(nodes)) if plan.mapping.is_stock else _in_blocks(plan, layout),
+        mapping=mapping,
         prediction=None,
         measurement=None,
     )

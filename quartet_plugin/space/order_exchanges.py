@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.mapping.exchanges import Pair, exchanged, exchanges_between, run_lengths
+from quartet_plugin.mapping.order_rules import OrderRules
 from quartet_plugin.mapping.orders import EXHAUSTIVE_RANKS, RankOrder
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, NodeInfo
@@ -30,15 +31,22 @@ class EncodedOrder:
     pairs: tuple[Pair, ...] = ()
 
 
-def lengths_to_choose(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[int, ...]:
+def lengths_to_choose(layout: Layout, *, nodes: Sequence[NodeInfo], rules: OrderRules) -> tuple[int, ...]:
     """The lengths of runs that a layout's free order may have; none where every order has a name."""
     if layout.world_size <= EXHAUSTIVE_RANKS:
         return ()
-    return run_lengths(layout, nodes=nodes)
+    return run_lengths(layout, nodes=nodes, rules=rules)
 
 
-def choose_order(source: ParamSource, order: RankOrder, *, lengths: Sequence[int], layout: Layout) -> Mapping:
-    """The mapping of a named order after the exchanges of the source."""
+def choose_order(
+    source: ParamSource,
+    order: RankOrder,
+    *,
+    lengths: Sequence[int],
+    layout: Layout,
+    rules: OrderRules,
+) -> Mapping:
+    """The mapping of a named order after the exchanges of the source, where they break no rule."""
     if not lengths:
         return order.mapping
     texts = (NO_RUN, *map(str, lengths))
@@ -56,7 +64,8 @@ def choose_order(source: ParamSource, order: RankOrder, *, lengths: Sequence[int
         )
         for index in range(number)
     ]
-    return Mapping(slots=exchanged(order.mapping.slots, pairs, length=length, layout=layout))
+    slots = exchanged(order.mapping.slots, pairs, length=length, layout=layout, rules=rules)
+    return Mapping(slots=slots)
 
 
 def encoded_order(

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from quartet_plugin import __version__
 from quartet_plugin.errors import ConfigError, PlanError
+from quartet_plugin.mapping.order_rules import OrderRules
 from quartet_plugin.mapping.orders import STOCK, RankOrder, legal_orders, order_named, slots_of
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Prediction
@@ -195,6 +196,11 @@ class Space:
             scale_up_devices=self.scale_up_devices,
         )
 
+    @property
+    def order_rules(self) -> OrderRules:
+        """What the orders of ranks keep, for the job's features."""
+        return self.rules().order_rules
+
     def layout_groups(self, shape: ModelShape) -> tuple[str, tuple[str, ...]]:
         """The layout parameter of `shape`: its name, and its choices (degrees, without the micro-batch)."""
         if not self._groups:
@@ -216,18 +222,18 @@ class Space:
         """The lengths of the runs of slots that may be exchanged in these orders; none where they are all."""
         if Axis.MAPPING in self.locked or self.search.mapping is not None:
             return ()
-        return lengths_to_choose(layout, nodes=self.nodes)
+        return lengths_to_choose(layout, nodes=self.nodes, rules=self.order_rules)
 
     def _requested_orders(self, layout: Layout) -> tuple[RankOrder, ...]:
         stock = order_named(STOCK, layout=layout, nodes=self.nodes)
         if Axis.MAPPING in self.locked:
             return (stock,)
         if self.search.mapping is None:
-            return legal_orders(layout, nodes=self.nodes) or (stock,)
+            return legal_orders(layout, nodes=self.nodes, rules=self.order_rules) or (stock,)
         requested = []
         for name in self.search.mapping:
             try:
-                requested.append(order_named(name, layout=layout, nodes=self.nodes))
+                requested.append(order_named(name, layout=layout, nodes=self.nodes, rules=self.order_rules))
             except PlanError:
                 continue  # not an order of this layout
         return tuple(dict.fromkeys(requested)) or (stock,)
@@ -339,7 +345,8 @@ class Space:
         names = [order.name for order in orders]
         name = choose(source, f"mapping[{degree_label(layout)}]", names)
         order = orders[names.index(name)]
-        return choose_order(source, order, lengths=self.run_lengths_of(layout), layout=layout)
+        lengths = self.run_lengths_of(layout)
+        return choose_order(source, order, lengths=lengths, layout=layout, rules=self.order_rules)
 
 
 def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed: int) -> Plan:

@@ -4,11 +4,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from quartet_plugin.mapping.order_rules import OrderRules
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import SearchConfig
-from quartet_plugin.space.features import Axis, objective_axes
+from quartet_plugin.space.features import EXPERTS_IN_PLACE, WHOLE_NODES, Axis, objective_axes
 from quartet_plugin.space.forbidden import Prohibitions
 from quartet_plugin.space.written_schedules import WrittenSchedule
 
@@ -49,6 +50,16 @@ class LayoutRules:
         Of a planned job it is what fast links join, so that no group leaves its node and domain.
         """
         return self.joined_devices if self.is_planned else self._smallest_node
+
+    @property
+    def order_rules(self) -> OrderRules:
+        """What the orders of ranks keep, for the job's features."""
+        features = set(self.job.features)
+        return OrderRules(
+            keeps_nodes=bool(features & WHOLE_NODES),
+            keeps_experts=bool(features & EXPERTS_IN_PLACE),
+            domain_devices=self.scale_up_devices,
+        )
 
     @property
     def prohibitions(self) -> Prohibitions:

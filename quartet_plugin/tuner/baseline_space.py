@@ -1,11 +1,13 @@
 """What trial 0 opens: the space around the user's own command, with what it leaves out said."""
 
+from collections.abc import Iterator
+
 from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.errors import InfrastructureError, SeamError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.space.features import Axis, batching_features
+from quartet_plugin.space.features import EXPERTS_IN_PLACE, WHOLE_NODES, Axis, batching_features
 from quartet_plugin.space.partition_limits import stock_partition_reason
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.trial.request import Outcome, TrialResult
@@ -69,6 +71,8 @@ def _show_limits(context: TuningContext, space: Space, job: TrainingJob) -> None
     for feature, axes in by_feature.items():
         more = " (search.change_class: C tunes degrees and micro_batch)" if feature in batching else ""
         say(f"{feature} keeps these axes as they are: {', '.join(axes)}{more}")
+    for line in _order_limits(space):
+        say(line)
     if space.no_custom_schedules is not None and Axis.SCHEDULE not in space.locked:
         say(f"{space.no_custom_schedules}; the framework's own schedules stay")
     elif job.full_backward is not None and Axis.SCHEDULE not in space.locked:
@@ -79,3 +83,14 @@ def _show_limits(context: TuningContext, space: Space, job: TrainingJob) -> None
         say(f"left out in trials: {', '.join(job.neutralised)}")
     if context.run.config.search.scaling is not None and space.shapes == (job.shape,):
         say("scaling: no other shape is inside the tolerance and the band")
+
+
+def _order_limits(space: Space) -> Iterator[str]:
+    """Which orders of ranks the job's features leave, one line a feature; none where the order stays."""
+    if Axis.MAPPING in space.locked:
+        return
+    for feature in space.job.features:
+        if feature in WHOLE_NODES:
+            yield f"{feature}: whole nodes move, each with its ranks in order"
+        elif feature in EXPERTS_IN_PLACE:
+            yield f"{feature}: ranks that share experts move together, or inside their nodes"

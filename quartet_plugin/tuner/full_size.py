@@ -151,6 +151,7 @@ class FullSizeStudy:
             factor=self.factor,
             stage_factor=self.stage_factor,
             nodes=full_nodes(plan.made_for.nodes, factor=self.factor),
+            rules=self.space.order_rules,
         )
 
     def _fitting(self, plan: Plan) -> Plan:

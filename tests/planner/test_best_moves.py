@@ -14,6 +14,7 @@ from quartet_plugin.mapping.orders import is_legal, slots_of
 from quartet_plugin.model.plan import Mapping, Plan, Split
 from quartet_plugin.planner import best_moves as module
 from quartet_plugin.planner.candidate_plans import PlanCandidates
+from quartet_plugin.planner.order_candidates import OrderCandidates
 from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.planner.split_search import best_splits
 from quartet_plugin.space.order_exchanges import RUN
@@ -73,6 +74,27 @@ def candidates_of(space: Space, truth: Truth) -> tuple[float, Plan, PlanCandidat
     best = min(found, key=lambda candidate: truth(candidate.plan))
     assert space.decode(FixedParams(best.params), trial=0).key == best.plan.key
     return truth(best.plan), best.plan, candidates
+
+
+@pytest.mark.parametrize("feature", ["moe_flex_dispatcher", "tp_comm_overlap"])
+@pytest.mark.parametrize("nodes", [(2, 2, 2), (4, 4, 4)])
+def test_no_order_of_the_planner_breaks_the_rule_of_a_feature(nodes: tuple[int, ...], feature: str) -> None:
+    """Permutations of few slots, and the solver's orders of more."""
+    layout = make_layout(pipeline_parallel=3, data_parallel=sum(nodes) // 3, expert_parallel=2)
+    space = build_space(
+        make_job(layout=layout, features=("moe", feature), global_batch_size=48),
+        nodes=make_nodes(*nodes),
+        search=parse_config({"search": {"schedule": "1f1b", "pipeline_parallel": 3}}, where="test").search,
+        run="r",
+        seed=0,
+    )
+    truth = truth_of(space, 3)
+
+    model = truth._iteration_models.split_model(space.baseline)
+    orders = OrderCandidates(space).of(space.baseline, CalibratedSplits(model=model, point=truth.theta))
+    assert len(orders) > 1
+    for _, mapping in orders:
+        assert is_legal(mapping.slots, layout=layout, rules=space.order_rules)
 
 
 class Walker:

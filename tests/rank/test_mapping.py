@@ -122,7 +122,6 @@ def test_tensor_parallel_groups_stay_inside_a_node() -> None:
         Namespace(non_persistent_ckpt_type="local", replication=True),
         Namespace(async_save=True, use_persistent_ckpt_worker=True),
         Namespace(use_sharp=True),
-        Namespace(moe_token_dispatcher_type="flex"),
         Namespace(num_distributed_optimizer_instances=2),
     ],
 )
@@ -130,6 +129,20 @@ def test_features_that_count_ranks_refuse_a_mapping(features: Namespace) -> None
     plan = make_plan(split=(6,), data=4, order=(1, 2, 0, 3), hosts=("a", "b"))
     with pytest.raises(PlanError, match=r"mapping: .*--"):
         assign(plan, started("a", "b", per_node=2), args=features)
+
+
+@pytest.mark.parametrize(("order", "is_refused"), [((0, 2, 1, 3), True), ((1, 0, 3, 2), False)])
+def test_ranks_that_share_experts_through_fast_links_stay_on_their_nodes(
+    order: tuple[int, ...], is_refused: bool
+) -> None:
+    plan = make_plan(split=(6,), data=4, order=order, hosts=("a", "b"))
+    plan = replace(plan, layout=replace(plan.layout, expert_parallel=2))
+    flex, processes = Namespace(moe_token_dispatcher_type="flex"), started("a", "b", per_node=2)
+    if not is_refused:
+        assert assign(plan, processes, args=flex).rank_of == order
+        return
+    with pytest.raises(PlanError, match="mapping: with --moe-token-dispatcher-type flex an order must leave"):
+        assign(plan, processes, args=flex)
 
 
 def test_many_ranks_are_shown_short() -> None:

@@ -96,6 +96,28 @@ def test_an_optuna_study_holds_them() -> None:
     assert any(name.startswith("mapping.0.first") for name in seen)
 
 
+@pytest.mark.parametrize("feature", ["moe_flex_dispatcher", "tp_comm_overlap", "expert_tensor_parallel"])
+@pytest.mark.parametrize("mapping", [None, ["stock", "0,1,3,2,4,5,6,7,8,9,10,11", "pipeline-reversed"]])
+def test_every_order_keeps_the_rule_of_a_feature(feature: str, mapping: list[str] | None) -> None:
+    layout = make_layout(pipeline_parallel=3, data_parallel=4, expert_parallel=2)
+    search = {"schedule": ["1f1b", "interleaved"], **({} if mapping is None else {"mapping": mapping})}
+    space = build_space(
+        make_job(layout=layout, features=("moe", feature)),
+        nodes=make_nodes(4, 4, 4),
+        search=parse_config({"search": search}, where="test").search,
+        run="r",
+        seed=0,
+    )
+    generator = random.Random(0)
+    plans = [space.decode(RandomParams(generator), trial=0) for _ in range(300)]
+    moved_plans = [plan for plan in plans if not plan.mapping.is_stock]
+    assert bool(moved_plans) == (mapping is None or feature == "moe_flex_dispatcher")
+    for plan in plans:
+        assert is_legal(plan.mapping.slots, layout=plan.layout, rules=space.order_rules)
+    for plan in moved_plans[:10]:
+        assert_in(space, plan)
+
+
 def test_a_search_that_names_its_orders_has_no_other() -> None:
     space = space_of(6, pipeline_parallel=6, schedule="1f1b", mapping=["stock", "pipeline-reversed"])
     chooser = RandomParams(random.Random(0))

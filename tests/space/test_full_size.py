@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.mapping.order_rules import OrderRules
 from quartet_plugin.mapping.orders import coordinates, is_legal, slots_of
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan import Mapping, Plan
 from quartet_plugin.space.axes import Axis
 from quartet_plugin.space.features import FEWER_STAGES
 from quartet_plugin.space.full_size import at_full_size, full_nodes, with_all_replicas
@@ -123,3 +124,18 @@ def test_a_part_of_the_stages_becomes_all_of_them() -> None:
         assert full.mapping.is_stock
         assert is_legal(full.mapping.slots, layout=full.layout)
     assert {"no-pipelining", "1f1b", "zb-h1", "zb-v"} <= seen
+
+
+def test_an_order_that_breaks_a_rule_at_full_size_is_the_launchers() -> None:
+    """Of stages smaller than a node, blocks of replicas put two trials' nodes into one."""
+    nodes = make_nodes(4, 4, 4)
+    slots = slots_of(nodes)
+    order = (*slots[:4], *slots[8:], *slots[4:8])
+    job = make_job(layout=make_layout(pipeline_parallel=6, data_parallel=2), global_batch_size=32)
+    search = parse_config({}, where="test").search
+    plan = build_space(job, nodes=nodes, search=search, run="r", seed=0).baseline
+    plan = replace(plan, mapping=Mapping(slots=order))
+    rules, full = OrderRules(keeps_nodes=True), full_nodes(nodes, factor=2)
+    assert rules.fault(order, layout=plan.layout) is None
+    assert with_all_replicas(plan, factor=2, nodes=full, rules=rules).mapping.slots == slots_of(full)
+    assert with_all_replicas(plan, factor=2, nodes=full).mapping.slots != slots_of(full)

@@ -10,6 +10,7 @@ MAPPING = PlanKnob(
     kind="order",
     axis=Axis.MAPPING,
     change_class="A",
-    rule="RANK 0 stays on the master's node, and TP groups inside a node",
+    rule="RANK 0 stays on the master's node, and TP groups inside a node; where a feature needs it, whole "
+    "nodes move, or whole groups of ranks that share experts",
     part=lambda plan: plan.mapping.label,
 )
