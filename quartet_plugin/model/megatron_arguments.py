@@ -24,7 +24,8 @@ _MAX_LAYOUT = 8 * MAX_LAYERS
 FEATURES = {
     "moe": ("num_experts",),
     "mtp": ("mtp_num_layers",),
-    "fsdp": ("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"),
+    "fsdp": ("use_megatron_fsdp", "use_custom_fsdp"),
+    "torch_fsdp": ("use_torch_fsdp2",),
     "fp8": ("fp8",),
     "fp4": ("fp4",),
     "hybrid": ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"),
@@ -420,7 +421,8 @@ def _router_features(args: Namespace) -> list[str]:
         if kind in ("none", "seq_aux_loss") or (kind in ("aux_loss", "global_aux_loss") and not weighs):
             continue
         features.append("moe_microbatch_loss" if kind in ("aux_loss", "sinkhorn") else "moe_global_loss")
-    if _optional(args, "moe_expert_capacity_factor") is not None:
+    capacities = ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor")
+    if any(_optional(args, name) is not None for name in capacities):
         features.append("moe_capacity")
     if _optional(args, "moe_token_dispatcher_type") == "flex":
         features.append("moe_flex_dispatcher")

@@ -33,6 +33,8 @@ STAGES_KEPT = {
     "mtp_tied_head": "Megatron saves no stages of multi-token prediction with a tied head",
     "mtp_without_tokens": "the script gives the last stage no tokens, which multi-token prediction embeds",
     "hybrid": "the pattern of a hybrid model says its stages",
+    "fsdp": "Megatron-FSDP shards parameters over all devices of one stage",
+    "cpu_offload": "offloading was not tried with other stages",
 }
 
 # A trial has a part of the training's stages.
@@ -64,9 +66,9 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "moe_flex_dispatcher": _NONE,
     # A plan has one tensor-parallel size, the experts' too, or whole experts; they are spread over copies.
     "expert_tensor_parallel": frozenset({Axis.DEGREES}),
-    # It needs virtual stages where there is a pipeline, and a degree of experts (transformer_config.py).
     "moe_shared_expert_overlap": _NONE,
-    "overlap_moe": _SCALING | frozenset({Axis.DEGREES, Axis.SCHEDULE}),
+    # It needs virtual stages where there is a pipeline, and a degree of experts: rules of these knobs.
+    "overlap_moe": _SCALING,
     # No shape scales the layers of multi-token prediction. They lie on the last stage, before the head; a
     # plan has no other place for them. With a tied head Megatron cannot write or read checkpoints of several
     # stages (models/common/language_module/language_module.py): the last one has a head of its own beside.
@@ -86,10 +88,10 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "external_data": _DATA,
     # The number of microbatches changes while training; no plan can be applied.
     "rampup_batch_size": _ALL,
-    # Parameters are sharded over devices instead of staged, or live elsewhere.
-    "fsdp": _STAGES,
+    # Parameters are sharded over devices instead of staged. PyTorch's FSDP2 refuses experts and pipelines
+    # (megatron/training/arguments.py).
+    "torch_fsdp": _STAGES,
     "weight_shards": _STAGES | _MAPPING,
-    "cpu_offload": _STAGES,
     # Ranks are taken for slots, or in another order.
     "tp_comm_overlap": _NONE,
     "hierarchical_context_parallel": frozenset({Axis.DEGREES}),

@@ -18,6 +18,7 @@ from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, DEGREES, LAYOUT
 from quartet_plugin.space.knobs.sequence_parallel import divides_sequence
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
 from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
+from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
 from quartet_plugin.space.rules import LayoutRules
 from quartet_plugin.space.schedules import custom_schedules_of
 from quartet_plugin.space.written_schedules import WrittenSchedule
@@ -127,6 +128,10 @@ def is_legal_group(group: int, layout: Layout, *, num_microbatches: int) -> bool
 def _runs(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> bool:
     """Whether the layout fills its stages and sequences, no rule forbids it and a schedule runs it."""
     if layout.sequence_parallel and not divides_sequence(layout, shape):
+        return False
+    # Where the schedule is kept, another pipeline has one stage a device, which not every feature runs with.
+    context = KnobContext(layout=layout, shape=shape, rules=rules)
+    if Axis.SCHEDULE in rules.locked and VIRTUAL_STAGES.fault(layout.virtual_stages, context):
         return False
     if rules.prohibitions.of_layout(layout) is not None:
         return False

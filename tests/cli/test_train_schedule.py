@@ -223,10 +223,10 @@ def test_a_feature_without_custom_schedules_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = make_layout(micro_batch_size=8, virtual_stages=2)
-    gate = FakeGate(job=make_job(layout=layout, features=("overlap_moe", "rampup_batch_size")))
+    gate = FakeGate(job=make_job(layout=layout, features=("fsdp", "rampup_batch_size")))
     gate.install(monkeypatch)
     assert train(saved(tmp_path)) == 2
-    assert "custom schedules cannot run, because of overlap_moe" in capfd.readouterr().err
+    assert "custom schedules cannot run, because of fsdp" in capfd.readouterr().err
 
 
 def test_the_check_can_be_skipped_and_says_so(

@@ -209,6 +209,7 @@ EXPERTS = ("--num-experts", "4", "--moe-router-load-balancing-type")
         (["sinkhorn"], ["moe_microbatch_loss"]),
         (["none"], []),
         (["none", "--moe-expert-capacity-factor", "1.5"], ["moe_capacity"]),
+        (["none", "--moe-expert-rank-capacity-factor", "1.5"], ["moe_capacity"]),
         (["none", "--moe-token-dispatcher-type", "flex"], ["moe_flex_dispatcher"]),
         (["none", "--expert-tensor-parallel-size", "2"], ["expert_tensor_parallel"]),
     ],
@@ -221,7 +222,8 @@ def test_what_the_router_binds(words: list[str], features: list[str]) -> None:
     ("words", "feature"),
     [
         (["--num-experts", "4"], "moe"),
-        (["--use-torch-fsdp2"], "fsdp"),
+        (["--use-torch-fsdp2"], "torch_fsdp"),
+        (["--use-megatron-fsdp"], "fsdp"),
         (["--fp8-format", "hybrid"], "fp8"),
         (["--cuda-graph-impl", "local"], "cuda_graphs"),
         (["--calculate-per-token-loss"], "per_token_loss"),

@@ -75,7 +75,13 @@ def test_experts_that_no_plan_describes_keep_their_degrees() -> None:
 
 @pytest.mark.parametrize(
     ("features", "mtp_layers", "is_kept"),
-    [(("mtp",), 1, False), (("mtp", "mtp_tied_head"), 1, True), (("hybrid",), None, True)],
+    [
+        (("mtp",), 1, False),
+        (("mtp", "mtp_tied_head"), 1, True),
+        (("hybrid",), None, True),
+        (("fsdp",), None, True),
+        (("cpu_offload",), None, True),
+    ],
 )
 def test_features_that_keep_the_stages_leave_the_other_degrees(
     features: tuple[str, ...], mtp_layers: int | None, is_kept: bool
@@ -94,6 +100,41 @@ def test_features_that_keep_the_stages_leave_the_other_degrees(
     assert (len(pipelines) > 1, len(splits) > 1, "zb-h1" in schedules) == (not is_kept,) * 3
     for plan in plans[:20]:
         assert plan.schedule.custom is not None or space.params_of(plan) is not None
+
+
+@pytest.mark.parametrize("flex", [(), ("moe_flex_dispatcher",)])
+def test_overlap_of_expert_communication_has_chunks_in_a_pipeline_and_several_experts_devices(
+    flex: tuple[str, ...],
+) -> None:
+    """What Megatron asserts (megatron/core/transformer/transformer_config.py) is never offered."""
+    experts = Experts(num_experts=4, experts_per_token=2, ffn_hidden_size=96)
+    layout = replace(LAYOUT, pipeline_parallel=1, data_parallel=4, expert_parallel=4)
+    job = make_job(
+        layout=layout,
+        features=("moe", "overlap_moe", *flex),
+        experts=experts,
+        no_custom_schedules="it runs through a schedule of its own",
+    )
+    search = parse_config({"search": {"recompute": "auto"}}, where="q.yaml").search
+    space = build_space(job, nodes=make_nodes(4), search=search, run="r", seed=0)
+    assert set(space.locked) == {Axis.SCALING}
+    plans = plans_of(space, num=300)
+    assert all(plan.schedule.custom is None for plan in plans)
+    assert all(plan.layout.expert_parallel > 1 for plan in plans)
+    shapes = {(plan.layout.pipeline_parallel, plan.layout.virtual_stages) for plan in plans}
+    assert (1, 1) in shapes
+    assert {chunks for ranks, chunks in shapes if ranks > 1} == {2, 4}
+    assert {plan.layout.recompute for plan in plans} == {"none", "selective"}
+    assert len({plan.layout.tensor_parallel for plan in plans}) > 1
+
+
+def test_the_flex_dispatcher_has_devices_to_exchange_tokens_with() -> None:
+    experts = Experts(num_experts=4, experts_per_token=2, ffn_hidden_size=96)
+    layout = replace(LAYOUT, pipeline_parallel=1, data_parallel=4, expert_parallel=4)
+    job = make_job(layout=layout, features=("moe", "moe_flex_dispatcher"), experts=experts)
+    search = parse_config({"search": {"schedule": "stock"}}, where="q.yaml").search
+    plans = plans_of(build_space(job, nodes=make_nodes(4), search=search, run="r", seed=0))
+    assert {plan.layout.expert_parallel for plan in plans} == {2, 4}
 
 
 def test_degrees_of_experts_are_tuned() -> None:
@@ -130,6 +171,20 @@ def test_the_tuner_says_what_is_kept_and_how_it_is_asked_for(tmp_path: Path) -> 
     search = {"change_class": "C"}
     tune(begin(tmp_path / "b", search=search, study={"trials": 2}), FakeMachine(job=job), observer=asked)
     assert not any("keeps" in text for text in asked.messages)
+
+
+@pytest.mark.parametrize(
+    ("feature", "words"),
+    [
+        ("expert_tensor_parallel", "whole nodes move, each with its ranks in order"),
+        ("moe_flex_dispatcher", "ranks that share experts move together, or inside their nodes"),
+    ],
+)
+def test_the_tuner_says_which_orders_a_feature_leaves(tmp_path: Path, feature: str, words: str) -> None:
+    said = Watching()
+    job = make_job(features=(feature,))
+    tune(begin(tmp_path / "a", study={"trials": 2}), FakeMachine(job=job), observer=said)
+    assert any(words in text for text in said.messages)
 
 
 def test_the_tuner_says_why_backwards_are_not_split(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_what_is_asked_for_is_what_is_tried() -> None:
     assert {(plan.schedule.label, plan.layout.virtual_stages) for plan in only} == {("zb-v", 2)}
 
 
-@pytest.mark.parametrize("feature", ["overlap_moe"])
+@pytest.mark.parametrize("feature", ["fsdp", "cpu_offload"])
 @pytest.mark.parametrize("wish", [{}, {"schedule": ["zb-h1", "zb-v"]}])
 def test_where_a_feature_locks_the_schedule_stock_stays(feature: str, wish: dict[str, Any]) -> None:
     plans = sample(space_of(wish, features=(feature,)), num=60)

@@ -186,7 +186,7 @@ def test_a_plan_of_a_file_is_decoded_and_encoded(tmp_path: Path) -> None:
         ),
         ((4, 1, 2, 3), {"micro_batch_size": 1}, (), "num_microbatches: 4; must be the microbatches"),
         ((4, 1, 2, 3), {"split": "even"}, (), "ruled out by the other keys of search"),
-        ((4, 1, 2, 3), {}, ("overlap_moe",), "custom schedules cannot run, because of overlap_moe"),
+        ((4, 1, 2, 3), {}, ("fsdp",), "custom schedules cannot run, because of fsdp"),
     ],
 )
 def test_a_file_that_fits_no_layout_is_refused(

@@ -5,7 +5,13 @@ from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, has_copies
 
 # Features that need the distributed optimizer, or shard the optimizer in their own way.
-_OTHER_SHARDING = ("overlap_param_gather", "distributed_optimizer_instances", "fsdp", "cpu_offload")
+_OTHER_SHARDING = (
+    "overlap_param_gather",
+    "distributed_optimizer_instances",
+    "fsdp",
+    "torch_fsdp",
+    "cpu_offload",
+)
 
 
 def _offers(context: KnobContext) -> list[bool]:

@@ -17,6 +17,12 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     size, job = int(value), context.rules.job
     if kept := kept_fault(size, job.layout.expert_parallel, _kept(context.rules)):
         return kept
+    if size == 1 and "overlap_moe" in job.features:
+        return "overlap of expert communication needs EP above 1"
+    # Of the flex dispatcher's kernels some need devices to exchange tokens with (moe/token_dispatcher.py).
+    is_alone = context.layout.tensor_parallel == 1 or job.layout.expert_parallel > 1
+    if size == 1 and is_alone and "moe_flex_dispatcher" in job.features:
+        return "the flex dispatcher needs EP above 1"
     if job.experts is not None and job.experts.num_experts % size:
         return f"must divide the {job.experts.num_experts} experts"
     if _copies(context) % size:
@@ -42,7 +48,9 @@ EXPERT_PARALLEL = LayoutKnob(
     kind="degree",
     axis=Axis.DEGREES,
     change_class="B",
-    rule="divides the experts, and DP x CP (megatron/training/arguments.py, megatron/core/parallel_state.py)",
+    rule="divides the experts, and DP x CP (megatron/training/arguments.py, "
+    "megatron/core/parallel_state.py); above 1 beside flex and overlap of expert communication "
+    "(megatron/core/transformer/transformer_config.py)",
     flag="--expert-model-parallel-size",
     offers=_offers,
     fault=_fault,

@@ -12,6 +12,8 @@ def _offers(context: KnobContext) -> tuple[str, ...]:
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
+    if value == "full" and "overlap_moe" in context.rules.job.features:
+        return "overlap of expert communication refuses full recompute"
     return kept_fault(value, context.rules.job.layout.recompute, _kept(context.rules))
 
 
@@ -28,7 +30,8 @@ RECOMPUTE = LayoutKnob(
     words=MODES,
     axis=Axis.RECOMPUTE,
     change_class="A",
-    rule="not beside offloading or CUDA graphs (megatron/core/transformer/transformer_config.py)",
+    rule="not beside offloading or CUDA graphs; not full beside overlap of expert communication "
+    "(megatron/core/transformer/transformer_config.py)",
     flag="--recompute-granularity",
     default="stock",
     offers=_offers,

@@ -32,6 +32,7 @@ REFUSED_FEATURES = {
     "tp_comm_overlap": "the framework overlaps the collectives of its own partition",
     "context_parallel": "sequences are cut already",
     "fsdp": "parameters are sharded over devices",
+    "torch_fsdp": "parameters are sharded over devices",
     "weight_shards": "parameters are sharded over devices",
 }
 

@@ -24,6 +24,8 @@ def _offers(context: KnobContext) -> list[int]:
 
 def _fault(value: Value, context: KnobContext) -> str | None:
     count, ranks = int(value), context.layout.pipeline_parallel
+    if count == 1 < ranks and "overlap_moe" in context.rules.job.features:
+        return "overlap of expert communication needs virtual stages in a pipeline"
     if ranks == 1:
         return "virtual stages need pipeline_parallel > 1" if count > 1 else None
     most = (context.shape.num_layers + 2) // ranks
@@ -42,7 +44,8 @@ VIRTUAL_STAGES = LayoutKnob(
     axis=Axis.SCHEDULE,
     change_class="A",
     rule="no stage but the first and the last is empty "
-    "(megatron/core/transformer/pipeline_parallel_layer_layout.py)",
+    "(megatron/core/transformer/pipeline_parallel_layer_layout.py); above 1 beside overlap of expert "
+    "communication (megatron/core/transformer/transformer_config.py)",
     flag="--num-virtual-stages-per-pipeline-rank",
     offers=_offers,
     fault=_fault,
