@@ -4,7 +4,11 @@
 
 RECIPES.json has `recipes`, each with `model`, `gpus`, degrees, batch and `knobs`, settings of
 Megatron-Bridge. A table turns these into Megatron's flags and the model's name into its shape. An axis counts
-where the space of the command has two legal values of it.
+where the space of the command has two legal values of it; an order of ranks only where it is not another
+numbering of the replicas.
+
+Recipes do not say the routers' loss. Each has `seq_aux_loss`, which keeps nothing; with `--published-losses`
+it is that of the model's provider in Megatron-Bridge, some of which keep degrees and micro-batch.
 """
 
 import argparse
@@ -18,6 +22,9 @@ from typing import Any
 from unittest import mock
 
 from quartet_plugin.errors import QuartetError
+from quartet_plugin.mapping.exchanges import exchanged
+from quartet_plugin.mapping.orders import first_equal
+from quartet_plugin.model.layout import Layout
 from quartet_plugin.planner.model_presets import preset_named
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.plan_space import Space
@@ -41,6 +48,30 @@ MODELS = {
     "glm51": "deepseek-v3",
     "glm52": "deepseek-v3",
     "kimi_k2": "kimi-k2",
+}
+# Models without a preset, by Megatron-Bridge (models/qwen/qwen_provider.py).
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_next_80b_a3b": {
+        "num_layers": 48,
+        "hidden_size": 2048,
+        "ffn_hidden_size": 5120,
+        "num_attention_heads": 16,
+        "num_query_groups": 2,
+        "kv_channels": 256,
+        "vocab_size": 151_936,
+        "gated_ffn": True,
+        "num_experts": 512,
+        "experts_per_token": 10,
+        "expert_ffn_hidden_size": 512,
+        "shared_expert_ffn_hidden_size": 512,
+    },
+}
+# The losses of routers in Megatron-Bridge, by the beginning of the model's name; the others' have no part in
+# what microbatches hold.
+PUBLISHED_LOSSES = {
+    "qwen3_next": "global_aux_loss",
+    "qwen35_vl": "global_aux_loss",
+    "qwen3": "aux_loss",
 }
 _NEMOTRON_3_NANO = {
     "pattern": "MEMEM*E" + "MEMEM*E" * 4 + "MEMEMEM*E" + "MEMEMEME",
@@ -108,9 +139,12 @@ _SWITCHES = {
 }
 
 
-def words_of(recipe: Mapping[str, Any]) -> list[str]:
+def words_of(recipe: Mapping[str, Any], *, has_published_loss: bool = False) -> list[str]:
     """The command's flags. Raises KeyError for a model whose shape is not known."""
-    knobs, model = recipe["knobs"], HYBRIDS.get(recipe["model"])
+    knobs, name = recipe["knobs"], recipe["model"]
+    model = HYBRIDS.get(name) or SHAPES.get(name)
+    losses = [loss for begin, loss in PUBLISHED_LOSSES.items() if name.startswith(begin)]
+    loss = losses[0] if losses and has_published_loss else "seq_aux_loss"
     if model is None:
         model = preset_named(MODELS[recipe["model"]])
     return [
@@ -119,7 +153,7 @@ def words_of(recipe: Mapping[str, Any]) -> list[str]:
         *(_texts(_pattern(model, mtp=knobs.get("mtp_num_layers") or 0)) if "pattern" in model else []),
         *_texts(_layout(recipe)),
         *(flag for name, flag in _SWITCHES.items() if knobs.get(name) is True),
-        *(_texts(_experts(model, knobs)) if "num_experts" in model else []),
+        *(_texts(_experts(model, knobs, loss=loss)) if "num_experts" in model else []),
         *(["--swiglu"] if model.get("gated_ffn") else []),
         *(["--multi-latent-attention"] if "latent_attention" in model else []),
         *_precision(recipe["precision_and_variant"]),
@@ -153,6 +187,8 @@ def _shape(model: Mapping[str, Any], *, seq_length: int) -> dict[str, Any]:
         "--max-position-embeddings": seq_length,
         "--vocab-size": model["vocab_size"],
     }
+    if "pattern" not in model and "kv_channels" in model:
+        flags["--kv-channels"] = model["kv_channels"]
     for name, value in (model.get("latent_attention") or {}).items():
         flags[f"--{name.replace('_', '-')}"] = value
     return flags
@@ -202,13 +238,13 @@ def _deepseek_layout(num_stages: int, *, mtp: int) -> str:
     return f"E{stages}{'m' * mtp}L"
 
 
-def _experts(model: Mapping[str, Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
+def _experts(model: Mapping[str, Any], knobs: Mapping[str, Any], *, loss: str) -> dict[str, Any]:
     flags = {
         "--num-experts": model["num_experts"],
         "--moe-router-topk": model["experts_per_token"],
         "--moe-ffn-hidden-size": model["expert_ffn_hidden_size"],
         "--moe-shared-expert-intermediate-size": model.get("shared_expert_ffn_hidden_size"),
-        "--moe-router-load-balancing-type": "seq_aux_loss",
+        "--moe-router-load-balancing-type": loss,
         "--moe-aux-loss-coeff": 1e-4,
         "--moe-token-dispatcher-type": knobs.get("moe_token_dispatcher_type") or "alltoall",
         "--expert-tensor-parallel-size": knobs.get("expert_tensor_parallel_size"),
@@ -252,21 +288,47 @@ def axes_of(space: Space) -> set[Axis]:
         Axis.MICRO_BATCH: len({layout.micro_batch_size for layout in layouts}) > 1,
         Axis.SCHEDULE: len(orders) > 1,
         Axis.SPLIT: any(layout.num_stages > 1 for layout in layouts),
-        Axis.MAPPING: any(layout.world_size > layout.tensor_parallel for layout in layouts),
+        Axis.MAPPING: Axis.MAPPING not in space.locked and has_orders(space),
     }
     return {axis for axis, is_there in has.items() if is_there and axis not in space.locked}
 
 
-def axes_of_recipe(recipe: Mapping[str, Any]) -> set[Axis] | str:
+def has_orders(space: Space) -> bool:
+    """Whether a layout of the space has two physical arrangements: an exchange of runs makes the second."""
+    degrees = {
+        (layout.degrees, layout.expert_parallel): layout for kept in space.layouts.values() for layout in kept
+    }
+    return any(_has_orders(space, layout) for layout in degrees.values())
+
+
+def _has_orders(space: Space, layout: Layout) -> bool:
+    orders = space.orders_of(layout)
+    if len(orders) > 1:
+        return True
+    slots = orders[0].mapping.slots
+    arrangement = first_equal(slots, layout=layout)
+    for length in space.run_lengths_of(layout):
+        num_runs = layout.world_size // length
+        for first in dict.fromkeys((0, 1, num_runs // 2)):
+            for second in range(first + 1, num_runs):
+                pairs = [(first, second)]
+                other = exchanged(slots, pairs, length=length, layout=layout, rules=space.order_rules)
+                if other != slots and first_equal(other, layout=layout) != arrangement:
+                    return True
+    return False
+
+
+def axes_of_recipe(recipe: Mapping[str, Any], *, has_published_loss: bool = False) -> set[Axis] | str:
     """The tuned axes of a recipe, or why it is not read."""
     from dataclasses import replace
 
     try:
-        words = tuple(words_of(recipe))
+        words = tuple(words_of(recipe, has_published_loss=has_published_loss))
     except KeyError as error:
         return f"model {error}"
-    # Hopper GPUs want one connection where layers are shared.
-    connections = "1" if (recipe["tp"] or 1) * (recipe["cp"] or 1) > 1 else "32"
+    # Hopper GPUs want one connection where layers are shared, and several with FSDP.
+    is_shared = (recipe["tp"] or 1) * (recipe["cp"] or 1) > 1
+    connections = "1" if is_shared and not recipe["knobs"].get("use_megatron_fsdp") else "32"
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
     command = ProductionCommand(recipe["recipe"], words, recipe["gpus"], environment)
     with mock.patch.dict(os.environ, command.environment), hopper(command):
@@ -282,13 +344,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipes", type=Path)
     parser.add_argument("--only", default="", help="recipes whose name has this text")
+    parser.add_argument("--published-losses", action="store_true", help="the routers' losses of the models")
     options = parser.parse_args()
     kinds: Counter[tuple[str, str]] = Counter()
     num_few = num_all = 0
     for recipe in json.loads(options.recipes.read_text())["recipes"]:
         if options.only not in recipe["recipe"]:
             continue
-        axes = axes_of_recipe(recipe)
+        axes = axes_of_recipe(recipe, has_published_loss=options.published_losses)
         num_all += 1
         num_few += isinstance(axes, str) or len(axes) < LEAST_AXES
         text = (
