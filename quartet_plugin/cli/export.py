@@ -281,6 +281,11 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool]:
     if layout.tensor_parallel != baseline.tensor_parallel:
         # Megatron pads by the tensor-parallel size: without this it would be another model.
         flags["--padded-vocab-size"] = shape.vocab_size
+    if layout.pipeline_parallel > 1 and shape.layer_kinds is not None:
+        raise PlanError(
+            "a hybrid model's stages are the | in the command's --hybrid-layer-pattern, whose letters no "
+            "plan has; start it with `quartet train`"
+        )
     if layout.pipeline_parallel > 1:
         flags["--pipeline-model-parallel-layout"] = plan.split.layout_text(
             mtp_layers=plan.made_for.mtp_layers or 0

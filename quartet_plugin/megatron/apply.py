@@ -19,6 +19,7 @@ from quartet_plugin.megatron.seams import Wrapper
 from quartet_plugin.megatron.support import tensor_partition_reason
 from quartet_plugin.model.megatron_arguments import (
     hybrid_pattern,
+    hybrid_pattern_of,
     layout_of,
     model_words,
     num_mtp_layers_of,
@@ -272,13 +273,16 @@ def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
         layout.virtual_stages,
     )
     if not same_stages or _split_or_none(user) != plan.split:
-        if hybrid_pattern(user):
-            raise PlanError(
-                "split: a hybrid model takes no --pipeline-model-parallel-layout; its split is the | in "
-                "--hybrid-layer-pattern, so keep the split and the stages of the command"
-            )
         remove |= set(SPLIT_FLAGS)
-        if layout.pipeline_parallel > 1:
+        if hybrid_pattern(user):
+            if not getattr(user, "hybrid_layer_pattern", None):
+                raise PlanError(
+                    "split: the model has no --hybrid-layer-pattern, whose | are its stages; keep the split "
+                    "and the stages of the command"
+                )
+            # A hybrid model takes no --pipeline-model-parallel-layout (validate_args).
+            values["hybrid_layer_pattern"] = hybrid_pattern_of(user, plan.split)
+        elif layout.pipeline_parallel > 1:
             values["pipeline_model_parallel_layout"] = plan.split.layout_text(
                 mtp_layers=getattr(user, "mtp_num_layers", None) or 0
             )

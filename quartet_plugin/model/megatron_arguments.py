@@ -5,6 +5,7 @@ where Megatron derives a value, the same rule is here, with its function in 0.19
 is imported, so the tuner's side reads a command's flags with it, too.
 """
 
+import itertools
 import re
 from argparse import Namespace
 from enum import Enum
@@ -113,6 +114,21 @@ def hybrid_pattern(args: Namespace) -> str:
     """The pattern of a hybrid model, a letter a layer; empty without one."""
     pattern = _optional(args, "hybrid_layer_pattern") or _optional(args, "hybrid_override_pattern")
     return pattern if isinstance(pattern, str) else ""
+
+
+def hybrid_pattern_of(args: Namespace, split: Split) -> str:
+    """The pattern of a hybrid model with pipes between the stages of a split; what follows a slash stays.
+
+    Raises ConfigError for a split of another number of layers.
+    """
+    main, slash, further = hybrid_pattern(args).partition("/")
+    letters = main.replace("|", "")
+    counts = split.transformer_layers_per_stage
+    if sum(counts) != len(letters):
+        raise ConfigError(f"split: {split.label}; must be the {len(letters)} layers of the pattern")
+    ends = list(itertools.accumulate(counts, initial=0))
+    stages = (letters[first:end] for first, end in itertools.pairwise(ends))
+    return "|".join(stages) + slash + further
 
 
 def _hybrid_segments(args: Namespace) -> list[str] | None:
@@ -380,6 +396,10 @@ def features_of(args: Namespace) -> list[str]:
         features.append("cuda_graphs")
     if "/" in hybrid_pattern(args):
         features.append("mtp")
+    if "hybrid" in features:
+        # A stage without layers was not tried.
+        is_written = isinstance(_optional(args, "hybrid_layer_pattern"), str)
+        features += ["bare_first_stage", "bare_last_stage"] if is_written else ["hybrid_without_pattern"]
     if "mtp" in features and has_mtp_on_inner_stage(args):
         features.append("mtp_on_inner_stage")
     if "mtp" in features and not _is_on(args, "untie_embeddings_and_output_weights"):

@@ -32,7 +32,7 @@ EXPERTS_IN_PLACE = frozenset({"moe_flex_dispatcher"})
 STAGES_KEPT = {
     "mtp_tied_head": "Megatron saves no stages of multi-token prediction with a tied head",
     "mtp_without_tokens": "the script gives the last stage no tokens, which multi-token prediction embeds",
-    "hybrid": "the pattern of a hybrid model says its stages",
+    "hybrid_without_pattern": "no --hybrid-layer-pattern, whose pipes would say the stages",
     "fsdp": "Megatron-FSDP shards parameters over all devices of one stage",
     "cpu_offload": "offloading was not tried with other stages",
 }
@@ -75,8 +75,8 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "mtp": _SCALING,
     "mtp_on_inner_stage": _STAGES,
     **dict.fromkeys(STAGES_KEPT, frozenset({Axis.SPLIT, Axis.SCHEDULE})),
-    # Layers that are not all alike. A hybrid model's stages are the parts of its pattern, which plans keep.
-    "hybrid": _SCALING | {Axis.SPLIT, Axis.SCHEDULE},
+    # Layers that are not all alike. A hybrid model's stages are the parts of its pattern.
+    "hybrid": _SCALING,
     "heterogeneous": _STAGES | _SCALING,
     "multi_latent_attention": _SCALING,
     "attention_variant": _SCALING | {Axis.SPLIT},
@@ -110,6 +110,7 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "clips_by_first_stage": _STAGES,
     "own_data_iterator": _DATA,
     "tensor_parallel_topology": _ALL,
+    # A hybrid model's stages have layers, since those without any were not tried.
     # DeepSpeed: nothing lies before the first layer, or behind the last one, so that stage needs a layer. So
     # does the last one beside multi-token prediction whose layers are dense in a mixture of experts.
     "bare_first_stage": _NONE,

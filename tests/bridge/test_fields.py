@@ -59,7 +59,8 @@ def test_the_precision_is_the_one_that_will_be_set(mixed: object, expected: tupl
 
 
 def test_unlike_layers_are_a_feature() -> None:
-    assert features_of(arguments_of(make_config(make_model(MambaModelProvider)))) == ["hybrid"]
+    hybrid = features_of(arguments_of(make_config(make_model(MambaModelProvider))))
+    assert hybrid == ["hybrid", "hybrid_without_pattern"]
     model = make_model(vision_config=SimpleNamespace())
     assert features_of(arguments_of(make_config(model))) == ["encoder_decoder"]
 

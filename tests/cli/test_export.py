@@ -13,6 +13,7 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement
 from quartet_plugin.model.plan import Mapping, Plan, ScheduleChoice, Slot, Split, write_plan
+from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.report.tables import changes, plan_lines
 from tests.model.plans import PLAN
 from tests.space.jobs import make_layout, make_shape
@@ -73,6 +74,12 @@ def test_flags_that_a_plan_replaces_are_named() -> None:
     named = export(other)["leave_out"]
     assert {"--recompute-granularity", "--use-distributed-optimizer", "--sequence-parallel"} <= set(named)
     assert not set(named) & set(export(other)["flags"])
+
+
+def test_the_stages_of_a_hybrid_model_are_in_its_pattern_alone() -> None:
+    kinds = LayerKinds(attention=1, mlp=3, experts=0, state_space=2)
+    with pytest.raises(PlanError, match=r"--hybrid-layer-pattern.*`quartet train`"):
+        export(replace(PLAN, shape=replace(PLAN.shape, layer_kinds=kinds)))
 
 
 def test_what_the_plan_keeps_of_recomputation_is_not_written() -> None:

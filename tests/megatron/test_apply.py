@@ -12,6 +12,8 @@ from quartet_plugin.megatron.apply import check_fit, rewrite
 from quartet_plugin.megatron.describe import settings_of
 from quartet_plugin.model.job_description import EqualDevices, JobDescription
 from quartet_plugin.model.layout import SettingValue
+from quartet_plugin.model.megatron_arguments import split_of
+from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.space.knobs import registry
 from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
@@ -191,8 +193,41 @@ def test_commands_that_no_plan_fits(extra: list[str]) -> None:
         check_fit(make_plan(split=(6,)), user, version="0.19.2", world_size=1)
 
 
-def test_hybrid_models_keep_their_split() -> None:
-    words = [*MEGATRON_FLAGS, "--pipeline-model-parallel-size", "2", "--hybrid-layer-pattern", "M*|M*"]
+@pytest.mark.parametrize(
+    ("pattern", "pipeline", "split", "written"),
+    [
+        ("*-*-*-", 1, (4, 2), "*-*-|*-"),
+        ("*-*|-*-", 2, (1, 5), "*|-*-*-"),
+        ("*-*|-*-/*-/*-", 2, (1, 2, 2, 1), "*|-*|-*|-/*-/*-"),
+        ("*-*|-*-/*-", 2, (6,), "*-*-*-/*-"),
+    ],
+)
+def test_stages_of_a_hybrid_model_are_pipes_in_its_pattern(
+    pattern: str, pipeline: int, split: tuple[int, ...], written: str
+) -> None:
+    kinds = LayerKinds(attention=3, mlp=3, experts=0, state_space=0)
+    chunks = max(1, len(split) // 2)
+    plan = make_plan(
+        split=split,
+        pipeline=min(2, len(split)),
+        data=2 if len(split) == 1 else 1,
+        chunks=chunks,
+        group=2 if chunks > 1 else None,
+        shape=replace(SHAPE, layer_kinds=kinds),
+        made_for_shape=replace(SHAPE, layer_kinds=kinds),
+    )
+    degree = ["--pipeline-model-parallel-size", str(pipeline)]
+    words = [*MEGATRON_FLAGS[2:], *degree, "--hybrid-layer-pattern", pattern]
+    edited, _ = rewrite(plan, flags=native_flags(), words=words)
+    args = native_flags().values(edited)
+    assert args.hybrid_layer_pattern == written
+    assert args.pipeline_model_parallel_layout is None
+    assert split_of(args) == plan.split
+    assert rewrite(plan, flags=native_flags(), words=edited)[0] == edited
+
+
+def test_a_hybrid_model_without_a_pattern_keeps_its_split() -> None:
+    words = [*MEGATRON_FLAGS, "--pipeline-model-parallel-size", "2", "--hybrid-override-pattern", "M*-M*-"]
     with pytest.raises(PlanError, match="hybrid-layer-pattern"):
         rewrite(make_plan(split=(4, 2), pipeline=2), flags=native_flags(), words=words)
 

@@ -219,6 +219,18 @@ def test_what_the_router_binds(words: list[str], features: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "features"),
+    [
+        (["--hybrid-layer-pattern", "M*M*"], ["bare_first_stage", "bare_last_stage"]),
+        (["--hybrid-override-pattern", "M*M*"], ["hybrid_without_pattern"]),
+        (["--is-hybrid-model"], ["hybrid_without_pattern"]),
+    ],
+)
+def test_what_the_pattern_of_a_hybrid_model_leaves(words: list[str], features: list[str]) -> None:
+    assert features_of(values(*words)) == sorted(["hybrid", *features])
+
+
+@pytest.mark.parametrize(
     ("words", "feature"),
     [
         (["--num-experts", "4"], "moe"),
@@ -229,7 +241,6 @@ def test_what_the_router_binds(words: list[str], features: list[str]) -> None:
         (["--calculate-per-token-loss"], "per_token_loss"),
         (["--context-parallel-size", "2"], "context_parallel"),
         (["--rampup-batch-size", "2", "2", "100"], "rampup_batch_size"),
-        (["--hybrid-layer-pattern", "M*M*"], "hybrid"),
         (["--sft"], "packing"),
         (["--eod-mask-loss"], "masked_tokens"),
         (["--dataloader-type", "cyclic"], "cyclic_data"),

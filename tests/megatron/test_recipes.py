@@ -61,3 +61,13 @@ def test_recipes_of_sharded_parameters_have_axes() -> None:
     # Whole nodes of replicas have one arrangement alone.
     overlap = {**knobs, "tp_comm_overlap": True, "sequence_parallel": True}
     assert axes("llama31_405b", overlap, **{**sharded, "tp": 2}) == {Axis.DEGREES, Axis.MICRO_BATCH}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_recipes_of_hybrid_models_have_axes() -> None:
+    knobs = {"moe_token_dispatcher_type": "flex", "cuda_graph_impl": "transformer_engine"}
+    nano = {"gpus": 16, "pp": 1, "vpp": 1, "ep": 8, "gbs": 512}
+    assert axes("nemotron_3_nano", knobs, **nano) == EXPERTS
+    lightning = {**knobs, "mtp_num_layers": 2}
+    assert axes("nemotron_3_5_lightning", lightning, **nano) == EXPERTS

@@ -78,7 +78,8 @@ def test_experts_that_no_plan_describes_keep_their_degrees() -> None:
     [
         (("mtp",), 1, False),
         (("mtp", "mtp_tied_head"), 1, True),
-        (("hybrid",), None, True),
+        (("hybrid",), None, False),
+        (("hybrid", "hybrid_without_pattern"), None, True),
         (("fsdp",), None, True),
         (("cpu_offload",), None, True),
     ],

@@ -205,7 +205,7 @@ def test_groups_follow_the_frameworks_rule() -> None:
 @pytest.mark.parametrize(("group", "kept"), [(8, 8), (3, 2)])
 def test_a_kept_schedule_keeps_the_commands_group_where_it_is_legal(group: int, kept: int) -> None:
     """Of 16 microbatches groups of 3 leave one alone, which does not fill the pipeline."""
-    job = make_job(layout=make_layout(pipeline_parallel=2, virtual_stages=2), features=("hybrid",))
+    job = make_job(layout=make_layout(pipeline_parallel=2, virtual_stages=2), features=("fsdp",))
     job = replace(job, schedule=replace(job.schedule, group=group))
     search = parse_config({"search": {"micro_batch_size": 2}}, where="q.yaml").search
     plans = sample(build_space(job, nodes=make_nodes(2), search=search, run="r", seed=0), num=20)

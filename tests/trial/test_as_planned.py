@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.model.plan import Plan, ScheduleChoice
+from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.protocol.rank_files import RankReport
@@ -16,7 +17,7 @@ from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS, OPTIONS
 from quartet_plugin.trial.as_planned import difference_from, ran_modules
 from quartet_plugin.trial.outcome import Cause, classify
 from quartet_plugin.trial.request import Outcome
-from tests.megatron.entry_launch import make_plan
+from tests.megatron.entry_launch import SHAPE, make_plan
 from tests.schedule.orders import unit_costs
 from tests.trial.executions import executed
 from tests.trial.factory import evidence, report
@@ -83,6 +84,17 @@ def test_a_rank_without_layers_cuts_none() -> None:
         return replace(done, knobs=knobs)
 
     assert difference_from(plan, reports_of(plan, without_partition)) is None
+
+
+def test_a_stage_of_a_hybrid_model_need_not_say_how_it_is_cut() -> None:
+    shape = replace(SHAPE, layer_kinds=LayerKinds(attention=3, mlp=3, experts=0, state_space=0))
+    plan = stock_plan(split=(1, 5), shape=shape, made_for_shape=shape)
+
+    def without_partition(done: Execution) -> Execution:
+        return replace(done, knobs={k: value for k, value in done.knobs.items() if k != "tensor_partition"})
+
+    assert difference_from(plan, reports_of(plan, without_partition)) is None
+    assert difference_from(stock_plan(), reports_of(stock_plan(), without_partition)) is not None
 
 
 CHECKED = [knob for knob in LAYOUT_KNOBS if knob.name in executed(stock_plan(), 0).knobs]
