@@ -79,7 +79,9 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "hybrid": _SCALING,
     "heterogeneous": _STAGES | _SCALING,
     "multi_latent_attention": _SCALING,
-    "attention_variant": _SCALING | {Axis.SPLIT},
+    # Linear attention in some of the layers, which alternate by a short period: a split is predicted with
+    # like layers (megatron/core/models/gpt/experimental_attention_variant_module_specs.py).
+    "attention_variant": _SCALING,
     # Token counts differ between microbatches.
     "packing": _DATA,
     "masked_tokens": _DATA,
