@@ -1,4 +1,4 @@
-"""How far launches of the user's own command lie apart, and how far a run's figures go then."""
+"""How far launches of one plan lie apart, and how far a run's figures go then."""
 
 from quartet_plugin.model.history import RunHistory
 
@@ -6,35 +6,38 @@ from quartet_plugin.model.history import RunHistory
 NOISY_RATIO = 1.25
 
 
-def own_launches_s(history: RunHistory) -> list[float]:
-    """The seconds an iteration of each launch of the own command that is known.
+def launches_s(history: RunHistory) -> dict[str, list[float]]:
+    """The seconds an iteration of launches of the own command and of each finalist, by name.
 
-    Of the final rounds' launches the fastest and the slowest count. None where another plan stands in for
-    the command.
+    Of the final rounds' launches of a plan the fastest and the slowest count. The own command's are left out
+    where another plan stands in for it.
     """
-    if history.baseline_note:
-        return []
+    seconds: dict[str, list[float]] = {}
     first = None if history.baseline is None else history.baseline.iteration_s
-    seconds = [] if first is None else [first, *(first / check.ratio for check in history.controls)]
-    for finalist in history.finalists[:1]:
-        rounds = finalist.comparison.baseline.iteration_s
-        seconds += [rounds.low, rounds.high]
-    return seconds
+    if first is not None and not history.baseline_note:
+        seconds["your own command"] = [first, *(first / check.ratio for check in history.controls)]
+    for finalist in history.finalists:
+        own, plan = (side.iteration_s for side in (finalist.comparison.baseline, finalist.comparison.plan))
+        if "your own command" in seconds:
+            seconds["your own command"] += [own.low, own.high]
+        seconds[f"trial {finalist.number}"] = [plan.low, plan.high]
+    return {name: values for name, values in seconds.items() if len(values) > 1}
 
 
 def noise_words(history: RunHistory) -> str:
-    """The spread of the own command's launches, and what follows; empty with fewer than two launches."""
-    seconds = own_launches_s(history)
-    if len(seconds) < 2:
+    """The largest spread of one plan's launches, and what follows; empty where none was launched twice."""
+    seconds = launches_s(history)
+    if not seconds:
         return ""
-    ratio = max(seconds) / min(seconds)
+    spread = {name: max(values) / min(values) for name, values in seconds.items()}
+    name = max(spread, key=spread.__getitem__)
     words = (
-        f"launches of your own command took {min(seconds):.3f} to {max(seconds):.3f} s/iteration, "
-        f"{ratio:.2f}x apart: "
+        f"launches of {name} took {min(seconds[name]):.3f} to {max(seconds[name]):.3f} s/iteration, "
+        f"{spread[name]:.2f}x apart, those of no other plan further: "
     )
-    if ratio < NOISY_RATIO:
+    if spread[name] < NOISY_RATIO:
         return words + "the machine was quiet"
     return words + (
-        "the machine was busy. The final rounds compare in turns and stand; of single trials, and of what is "
-        "fitted to them (axes, shapes, regret, explain), take the order and not the size"
+        "the machine was busy. The final rounds compare in turns and stand, with their interval; of single "
+        "trials, and of what is fitted to them (axes, shapes, regret, explain), take the order, not the size"
     )

@@ -1,43 +1,61 @@
-"""The spread of launches of the user's own command, and what is said of it."""
+"""The spread of launches of one plan, and what is said of it."""
 
 from dataclasses import replace
 
 import pytest
 
 from quartet_plugin.model.history import DriftMeasurement, Finalist, RunHistory
-from quartet_plugin.report.noise import noise_words, own_launches_s
+from quartet_plugin.model.measurement import Measurement
+from quartet_plugin.report.noise import launches_s, noise_words
 from quartet_plugin.report.search_expense import expense_lines
 from tests.report.histories import comparison, history
 
 
-def with_rounds(low: float, high: float) -> RunHistory:
-    """A run whose own command took 0.5 s in its trial and from `low` to `high` in the final rounds."""
+def ranging(side: Measurement, low: float, high: float) -> Measurement:
+    """The measurement of launches from `low` to `high` seconds."""
+    return replace(side, iteration_s=replace(side.iteration_s, low=low, high=high))
+
+
+def with_rounds(own: tuple[float, float], plan: tuple[float, float] = (0.4, 0.4)) -> RunHistory:
+    """A run whose final rounds took from the first to the second seconds, of the command and of trial 2."""
     measured = comparison(1.2)
-    seconds = replace(measured.baseline.iteration_s, low=low, high=high)
-    measured = replace(measured, baseline=replace(measured.baseline, iteration_s=seconds))
+    measured = replace(
+        measured, baseline=ranging(measured.baseline, *own), plan=ranging(measured.plan, *plan)
+    )
     return history(finalists=(Finalist(number=2, comparison=measured),), controls=())
 
 
+def first_s() -> float:
+    """The seconds of the command in trial 0."""
+    row = history().baseline
+    assert row is not None
+    assert row.iteration_s is not None
+    return row.iteration_s
+
+
 def test_launches_of_trial_drift_checks_and_final_rounds_count() -> None:
-    check = DriftMeasurement(num_tried=10, ratio=0.8)
-    run = replace(with_rounds(0.45, 0.55), controls=(check,))
-    first = run.trials[0].iteration_s
-    assert first is not None
-    assert own_launches_s(run) == pytest.approx([first, first / 0.8, 0.45, 0.55])
+    run = replace(with_rounds((0.45, 0.55)), controls=(DriftMeasurement(num_tried=10, ratio=0.8),))
+    seconds = launches_s(run)
+    assert seconds["your own command"] == pytest.approx([first_s(), first_s() / 0.8, 0.45, 0.55])
+    assert seconds["trial 2"] == [0.4, 0.4]
 
 
 def test_a_quiet_machine_and_a_busy_one_are_said() -> None:
-    run = with_rounds(0.49, 0.52)
-    first = run.trials[0].iteration_s or 0.0
-    assert noise_words(with_rounds(0.99 * first, 1.05 * first)).endswith("1.06x apart: the machine was quiet")
-    busy = with_rounds(0.9 * first, 1.8 * first)
-    assert "2.00x apart: the machine was busy. The final rounds compare in turns and stand" in noise_words(
-        busy
-    )
+    quiet = with_rounds((0.99 * first_s(), 1.05 * first_s()))
+    words = "1.06x apart, those of no other plan further: the machine was quiet"
+    assert noise_words(quiet).endswith(words)
+    busy = with_rounds((0.9 * first_s(), 1.8 * first_s()))
+    assert "2.00x apart, those of no other plan further: the machine was busy." in noise_words(busy)
     assert expense_lines(replace(busy, launch_s=10.0))[-1] == f"noise     {noise_words(busy)}"
 
 
-def test_a_stand_in_and_a_single_launch_say_nothing() -> None:
-    run = with_rounds(0.49, 0.52)
-    assert noise_words(replace(run, baseline_note="a stand-in")) == ""
+def test_a_finalist_whose_launches_lie_furthest_apart_is_named() -> None:
+    run = with_rounds((first_s(), first_s()), (0.36, 0.5))
+    assert noise_words(run).startswith("launches of trial 2 took 0.360 to 0.500 s/iteration, 1.39x apart")
+    assert "busy" in noise_words(run)
+
+
+def test_a_stand_in_and_single_launches_say_nothing_of_the_command() -> None:
+    run = with_rounds((0.1, 0.9))
+    assert "your own command" not in noise_words(replace(run, baseline_note="a stand-in"))
     assert noise_words(replace(run, finalists=())) == ""
