@@ -39,5 +39,5 @@ def noise_words(history: RunHistory) -> str:
         return words + "the machine was quiet"
     return words + (
         "the machine was busy. The final rounds compare in turns and stand, with their interval; of single "
-        "trials, and of what is fitted to them (axes, shapes, regret, explain), take the order, not the size"
+        "trials, and of what is fitted to them (axes, shapes, explain), take the order, not the size"
     )

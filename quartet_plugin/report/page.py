@@ -13,6 +13,7 @@ from quartet_plugin.report.drift_words import drift_paragraph
 from quartet_plugin.report.final_choice import choice_paragraph
 from quartet_plugin.report.formatting import clean, duration, iteration_words, rate, size, speedup_spread
 from quartet_plugin.report.kept_knobs import kept_section
+from quartet_plugin.report.noise import noise_words
 from quartet_plugin.report.other_model import other_model_words
 from quartet_plugin.report.plan_difference import difference_sentence
 from quartet_plugin.report.search_expense import expense_card
@@ -200,7 +201,9 @@ def _intervals(history: RunHistory) -> str:
         "yours, one passes in less than 2 % of all searches. Of several such plans the faster in the same "
         "rounds is chosen. A plan that could no longer win left after fewer rounds."
     )
-    return markup.section("Best against baseline", markup.figure(markup.pair(*drawn), caption))
+    noise = noise_words(history)
+    note = markup.note(f"{noise[:1].upper()}{noise[1:]}.") if noise else ""
+    return markup.section("Best against baseline", markup.figure(markup.pair(*drawn), caption) + note)
 
 
 def _regret(history: RunHistory) -> str:

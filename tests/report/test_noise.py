@@ -7,6 +7,7 @@ import pytest
 from quartet_plugin.model.history import DriftMeasurement, Finalist, RunHistory
 from quartet_plugin.model.measurement import Measurement
 from quartet_plugin.report.noise import launches_s, noise_words
+from quartet_plugin.report.page import Extras, page
 from quartet_plugin.report.search_expense import expense_lines
 from tests.report.histories import comparison, history
 
@@ -47,6 +48,7 @@ def test_a_quiet_machine_and_a_busy_one_are_said() -> None:
     busy = with_rounds((0.9 * first_s(), 1.8 * first_s()))
     assert "2.00x apart, those of no other plan further: the machine was busy." in noise_words(busy)
     assert expense_lines(replace(busy, launch_s=10.0))[-1] == f"noise     {noise_words(busy)}"
+    assert noise_words(busy)[1:] in page(busy, Extras())
 
 
 def test_a_finalist_whose_launches_lie_furthest_apart_is_named() -> None:
