@@ -17,9 +17,10 @@ def launches_s(history: RunHistory) -> dict[str, list[float]]:
     if first is not None and not history.baseline_note:
         seconds["your own command"] = [first, *(first / check.ratio for check in history.controls)]
     for finalist in history.finalists:
-        own, plan = (side.iteration_s for side in (finalist.comparison.baseline, finalist.comparison.plan))
+        sides = finalist.comparison.baseline, finalist.comparison.plan
+        command, plan = (side.iteration_s for side in sides)
         if "your own command" in seconds:
-            seconds["your own command"] += [own.low, own.high]
+            seconds["your own command"] += [command.low, command.high]
         seconds[f"trial {finalist.number}"] = [plan.low, plan.high]
     return {name: values for name, values in seconds.items() if len(values) > 1}
 
