@@ -15,7 +15,7 @@ from quartet_plugin.cost.times import Times
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule import kernel
-from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.compilation import compiled, inner
 from quartet_plugin.schedule.kernel import Lanes
 from quartet_plugin.schedule.schedule import PartArray
 from quartet_plugin.schedule.simulate import bubble_fraction
@@ -71,9 +71,8 @@ def pipeline_span(
     sends = np.stack((forward_s, backward_s))
     is_blocking = blocks_on_sends(run)
     makespan = replayed_s(run, work, sends, exchange_s)
-    hideable = np.zeros_like(sends) if exchange_s is None else exchange_s
-    hidden = hidden_by_pairs(run, work, hideable)
     count, devices = run.num_microbatches, run.layout.pipeline_parallel
+    hidden = np.zeros(devices) if exchange_s is None else hidden_by_pairs(run, work, exchange_s)
     blocked = count * float(sends[:, list(stages_of_devices(run)[device])].sum()) if is_blocking else 0.0
     busy = count * float(work.sum() + (sends.sum() if is_blocking else 0.0)) - float(hidden.sum())
     bubble = bubble_fraction(busy, makespan_s=makespan, num_devices=devices)
@@ -169,6 +168,16 @@ def with_sends(work: FloatArray, sends: FloatArray, is_blocking: bool) -> tuple[
     return times, left
 
 
+@inner
+def _lanes(
+    placement: IntArray, route: IntArray, times_s: FloatArray, sends_s: FloatArray, exchange_s: FloatArray
+) -> Lanes:
+    """The lanes of stages that hold no memory; the arguments are those of `Lanes`."""
+    num_stages = len(placement)
+    no_bytes = np.zeros(num_stages)
+    return Lanes(num_stages, len(route), placement, times_s, sends_s, no_bytes, 0.0, route, exchange_s)
+
+
 @compiled
 def makespan(
     orders: IntArray,
@@ -184,19 +193,8 @@ def makespan(
 
     `parts` marks the parts of pairs, which hide what they can of `exchange_s` [2, num_stages]: see `kernel`.
     """
-    num_stages = len(placement)
     route = np.zeros(num_microbatches, dtype=np.int64)
-    lanes = Lanes(
-        num_stages,
-        num_microbatches,
-        placement,
-        times_s,
-        sends_s,
-        np.zeros(num_stages),
-        0.0,
-        route,
-        exchange_s,
-    )
+    lanes = _lanes(placement, route, times_s, sends_s, exchange_s)
     ran, _, end, _ = kernel.run_orders(orders, offsets, parts, lanes)
     if ran < len(orders):
         return -1.0
@@ -224,9 +222,7 @@ def makespans(
     num_stages, num = len(placement), times_s.shape[2]
     route = np.zeros(num_microbatches, dtype=np.int64)
     none, no_sends = np.zeros((4, num_stages)), np.zeros((2, num_stages))
-    lanes = Lanes(
-        num_stages, num_microbatches, placement, none, no_sends, np.zeros(num_stages), 0.0, route, no_sends
-    )
+    lanes = _lanes(placement, route, none, no_sends, no_sends)
     ran, _, _, sequence = kernel.run_orders(orders, offsets, np.empty(0, dtype=np.uint8), lanes)
     last = np.zeros(num)
     if ran < len(orders):
@@ -274,19 +270,8 @@ def steady_interval(
     exchange_s: FloatArray,
 ) -> float:
     """The seconds after which orders that repeat come again; -1 where they do not run. See `makespan`."""
-    num_stages = len(placement)
     route = np.zeros(num_microbatches, dtype=np.int64)
-    lanes = Lanes(
-        num_stages,
-        num_microbatches,
-        placement,
-        times_s,
-        sends_s,
-        np.zeros(num_stages),
-        0.0,
-        route,
-        exchange_s,
-    )
+    lanes = _lanes(placement, route, times_s, sends_s, exchange_s)
     ran, _, _, sequence = kernel.run_orders(orders, offsets, parts, lanes)
     if ran < len(orders):
         return -1.0
@@ -313,17 +298,7 @@ def critical_path(
     """
     count = len(orders)
     num_stages, num_microbatches = len(placement), len(route)
-    lanes = Lanes(
-        num_stages,
-        num_microbatches,
-        placement,
-        times_s,
-        sends_s,
-        np.zeros(num_stages),
-        0.0,
-        route,
-        np.zeros((2, num_stages)),
-    )
+    lanes = _lanes(placement, route, times_s, sends_s, np.zeros((2, num_stages)))
     ran, start, end, _ = kernel.run_orders(orders, offsets, np.empty(0, dtype=np.uint8), lanes)
     if ran < count:
         return -1.0

@@ -73,14 +73,10 @@ def pipeline_terms(
         for name, times in parts[k].items():
             by_cause[f"{name}_s"] = by_cause.get(f"{name}_s", 0.0) + m * times.total
     busy = sum(by_cause.values())
-    span = pipeline_span(
-        run,
-        sums,
-        device,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        exchange_s=communication.hideable_s(constants, [part.get("ep_comm", Times()) for part in parts]),
-    )
+    exchange_s = None
+    if run.has_pairs:
+        exchange_s = communication.hideable_s(constants, [part.get("ep_comm", Times()) for part in parts])
+    span = pipeline_span(run, sums, device, forward_s=forward_s, backward_s=backward_s, exchange_s=exchange_s)
     if span.hidden_s:
         by_cause["ep_comm_s"] -= span.hidden_s
         busy -= span.hidden_s
