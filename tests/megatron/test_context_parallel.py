@@ -10,12 +10,10 @@ import torch
 from quartet_plugin.megatron.cpu_device.attention import causal_mask, positions
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import read_receipt
-from quartet_plugin.protocol.attempt_files import read_shared
-from quartet_plugin.protocol.rank_files import RankReport, rank_file
-from quartet_plugin.trial.as_planned import difference_from
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.history import read_history
-from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, SHAPE, Launch, launch, make_plan
+from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, SHAPE, Launch, make_plan
+from tests.megatron.same_training import assert_same_training, kept_weights, reports_as_planned
 from tests.megatron.test_parity import train
 from tests.short_rounds import short_rounds as short_rounds
 from tests.tuner.live_studies import launch_settings as launch_settings
@@ -65,11 +63,7 @@ FIRST = ("cp2 without a mask of the loader", "cp2 pp2 permuted")
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("context") / "weights"
-    words = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
-    done = launch(1, [*FLAGS, *words, "--no-save-optim", "--no-save-rng", *CPU])
-    assert (folder / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
-    return folder
+    return kept_weights(tmp_path_factory.mktemp("context") / "weights", FLAGS)
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +83,8 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch
 def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
     plan, words = PLANS[name]
     done = train(plan, folder=tmp_path, weights=weights, command=[*FLAGS, *shlex.split(words)])
-    tolerance = 5e-6 if plan.layout.tensor_parallel > 1 else 1e-6
-    assert len(reference.losses()) == 5
-    assert done.losses() == pytest.approx(reference.losses(), rel=tolerance)
-    assert done.grad_norms() == pytest.approx(reference.grad_norms(), rel=tolerance)
-    reports = [
-        read_shared(RankReport, rank_file(RankReport, folder=tmp_path, launch_rank=rank))
-        for rank in range(plan.layout.world_size)
-    ]
-    assert difference_from(plan, reports) is None
+    assert_same_training(plan, done, reference)
+    reports_as_planned(plan, tmp_path)
     job = next(content["job"] for content in done.ranks.values() if content["rank"] == 0)
     assert job["layout"]["context_parallel"] == plan.layout.context_parallel
     assert job["shares_sequences"] is True

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.model.plan import Plan
-from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan
+from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, make_plan
+from tests.megatron.same_training import assert_same_training, kept_weights
 from tests.megatron.test_parity import train
 
 # Megatron's own bias of sequential experts writes into a view, which torch refuses on every device.
@@ -17,7 +18,6 @@ EXPERTS = """
     --moe-token-dispatcher-type alltoall --moe-router-dtype fp32 --disable-bias-linear
 """
 FLAGS = [*MEGATRON_FLAGS, *shlex.split(EXPERTS)]
-CPU = ("--quartet-device", "cpu")
 
 
 def spread(plan: Plan, *, expert: int = 1, sequence_parallel: bool = False) -> Plan:
@@ -34,11 +34,7 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("experts") / "weights"
-    words = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
-    done = launch(1, [*FLAGS, *words, "--no-save-optim", "--no-save-rng", *CPU])
-    assert (folder / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
-    return folder
+    return kept_weights(tmp_path_factory.mktemp("experts") / "weights", FLAGS)
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +54,7 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch
 def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
     plan = PLANS[name]
     done = train(plan, folder=tmp_path, weights=weights, command=FLAGS)
-    tolerance = 5e-6 if plan.layout.tensor_parallel > 1 else 1e-6
-    assert len(reference.losses()) == 5
-    assert done.losses() == pytest.approx(reference.losses(), rel=tolerance)
-    assert done.grad_norms() == pytest.approx(reference.grad_norms(), rel=tolerance)
+    assert_same_training(plan, done, reference)
     job = next(content["job"] for content in done.ranks.values() if content["rank"] == 0)
     assert job["layout"]["expert_parallel"] == plan.layout.expert_parallel
     assert job["experts"]["num_dense_layers"] == 1

@@ -14,7 +14,8 @@ import torch
 from quartet_plugin.megatron.cpu_device.state_space import causal_convolution, scan, split_conv_scan
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import LayerKinds
-from tests.megatron.entry_launch import SHAPE, Launch, launch, make_plan
+from tests.megatron.entry_launch import SHAPE, Launch, make_plan
+from tests.megatron.same_training import assert_same_training, kept_weights
 from tests.megatron.test_hybrid_models import FLAGS, SCRIPT
 from tests.megatron.test_parity import train
 
@@ -64,11 +65,7 @@ ONE = plan_of()
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kinds") / "weights"
-    words = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1", "--no-save-optim"]
-    done = launch(1, [*command_of(ONE), *words, "--no-save-rng", "--quartet-device", "cpu"], script=SCRIPT)
-    assert (folder / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
-    return folder
+    return kept_weights(tmp_path_factory.mktemp("kinds") / "weights", command_of(ONE), script=SCRIPT)
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +88,7 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch
 def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
     plan = PLANS[name]
     done = train(plan, folder=tmp_path, weights=weights, command=command_of(plan), script=SCRIPT)
-    tolerance = 5e-6 if plan.layout.tensor_parallel > 1 else 1e-6
-    assert len(reference.losses()) == 5
-    assert done.losses() == pytest.approx(reference.losses(), rel=tolerance)
-    assert done.grad_norms() == pytest.approx(reference.grad_norms(), rel=tolerance)
+    assert_same_training(plan, done, reference)
 
 
 def random_parts(length: int = 11) -> dict[str, torch.Tensor]:

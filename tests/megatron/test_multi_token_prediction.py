@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 
 from quartet_plugin.model.plan import Plan, Split
-from quartet_plugin.protocol.attempt_files import read_shared
-from quartet_plugin.protocol.rank_files import RankReport, rank_file
 from quartet_plugin.trial.as_planned import difference_from
-from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, Launch, launch, make_plan
+from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, Launch, make_plan
+from tests.megatron.same_training import assert_same_training, kept_weights, reports_as_planned
 from tests.megatron.test_parity import train
 
 # Megatron refuses learned positions beside multi-token prediction.
 FLAGS = shlex.split("--position-embedding-type rope --untie-embeddings-and-output-weights --mtp-num-layers")
 COMMANDS = {layers: [*MEGATRON_FLAGS, *FLAGS, str(layers)] for layers in (1, 2)}
 MODEL = replace(SHAPE, position_embedding="rope", tied_embeddings=False)
-CPU = ("--quartet-device", "cpu")
 
 
 def plan_of(mtp_layers: int, *, split: Sequence[int], **sizes: Any) -> Plan:
@@ -45,9 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, L
     made = {}
     for mtp_layers, flags in COMMANDS.items():
         folder = tmp_path_factory.mktemp("mtp") / "weights"
-        words = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
-        done = launch(1, [*flags, *words, "--no-save-optim", "--no-save-rng", *CPU])
-        assert (folder / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
+        kept_weights(folder, flags)
         alone = train(
             plan_of(mtp_layers, split=(6,)),
             folder=tmp_path_factory.mktemp("one"),
@@ -72,15 +68,8 @@ def test_plan_trains_as_one_process_does(
     weights, alone = trained[mtp_layers]
     plan = plan_of(mtp_layers, **PLANS[name])
     done = train(plan, folder=tmp_path, weights=weights, command=COMMANDS[mtp_layers])
-    tolerance = 5e-6 if plan.layout.tensor_parallel > 1 else 1e-6
-    assert len(alone.losses()) == 5
-    assert done.losses() == pytest.approx(alone.losses(), rel=tolerance)
-    assert done.grad_norms() == pytest.approx(alone.grad_norms(), rel=tolerance)
-    reports = [
-        read_shared(RankReport, rank_file(RankReport, folder=tmp_path, launch_rank=rank))
-        for rank in range(plan.layout.world_size)
-    ]
-    assert difference_from(plan, reports) is None
+    assert_same_training(plan, done, alone)
+    reports = reports_as_planned(plan, tmp_path)
     counts = list(plan.split.transformer_layers_per_stage)
     moved = [counts[0] - 1, *counts[1:-1], counts[-1] + 1]
     others = {

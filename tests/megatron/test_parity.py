@@ -13,6 +13,7 @@ import pytest
 from quartet_plugin.megatron.parity import save_weights
 from quartet_plugin.model.plan import Plan, write_plan
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, Launch, launch, make_plan, write_trial
+from tests.megatron.same_training import assert_same_training, kept_weights
 
 DP2 = make_plan(split=(6,), data=2)
 OVERLAPPED = (
@@ -43,11 +44,7 @@ FIRST = ("dp2-overlapped", "pp2-recompute", "pp2-chunks2")
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the model's weights alone, in the form that loads under any layout."""
-    folder = tmp_path_factory.mktemp("parity") / "weights"
-    flags = [*MEGATRON_FLAGS, "--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
-    done = launch(1, [*flags, "--no-save-optim", "--no-save-rng", "--quartet-device", "cpu"])
-    assert (folder / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
-    return folder
+    return kept_weights(tmp_path_factory.mktemp("parity") / "weights", MEGATRON_FLAGS)
 
 
 def train(
@@ -110,10 +107,7 @@ def test_ranks_that_import_for_themselves_train_alike(
 
 def check(plan: Plan, done: Launch, reference: Launch) -> None:
     """It trained as the reference did, with all that the plan says."""
-    tolerance = 5e-6 if plan.layout.tensor_parallel > 1 else 1e-6
-    assert len(reference.losses()) == 5
-    assert done.losses() == pytest.approx(reference.losses(), rel=tolerance)
-    assert done.grad_norms() == pytest.approx(reference.grad_norms(), rel=tolerance)
+    assert_same_training(plan, done, reference)
     job = next(content["job"] for content in done.ranks.values() if content["rank"] == 0)
     assert tuple(job["split"]["transformer_layers_per_stage"]) == plan.split.transformer_layers_per_stage
     assert job["layout"]["virtual_stages"] == plan.layout.virtual_stages

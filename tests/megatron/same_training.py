@@ -1,0 +1,38 @@
+"""What tests of plans that have to train as one process does share: weights, the comparison, the records."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.protocol.attempt_files import read_shared
+from quartet_plugin.protocol.rank_files import RankReport, rank_file
+from quartet_plugin.trial.as_planned import difference_from
+from tests.megatron.entry_launch import SCRIPT, Launch, launch
+
+
+def kept_weights(folder: Path, command: Sequence[str], *, script: Path = SCRIPT) -> Path:
+    """The folder, with a checkpoint of a command's weights alone, in the form that loads under any layout."""
+    words = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1", "--no-save-optim"]
+    done = launch(1, [*command, *words, "--no-save-rng", "--quartet-device", "cpu"], script=script)
+    assert (folder / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
+    return folder
+
+
+def assert_same_training(plan: Plan, done: Launch, reference: Launch) -> None:
+    """Five losses and gradient norms are the reference's, up to rounding."""
+    tolerance = 5e-6 if plan.layout.tensor_parallel > 1 else 1e-6
+    assert len(reference.losses()) == 5
+    assert done.losses() == pytest.approx(reference.losses(), rel=tolerance)
+    assert done.grad_norms() == pytest.approx(reference.grad_norms(), rel=tolerance)
+
+
+def reports_as_planned(plan: Plan, folder: Path) -> list[RankReport]:
+    """The reports of all ranks, which say that they ran the plan."""
+    reports = [
+        read_shared(RankReport, rank_file(RankReport, folder=folder, launch_rank=rank))
+        for rank in range(plan.layout.world_size)
+    ]
+    assert difference_from(plan, reports) is None
+    return reports
