@@ -1,7 +1,7 @@
 """What an order of ranks keeps of the launcher's, for features that take ranks for places.
 
-`keeps_nodes` is for features that may ask for any of it: whole nodes move, each with its ranks in order. Such
-an order is a start on the same hosts, listed otherwise.
+`keeps_nodes` is for features that may depend on any part of the launcher's order: whole nodes move, each with
+its ranks in order. Such an order equals a start whose hosts are listed in another order.
 
 `keeps_experts` is for kernels that exchange tokens through the memory of devices that fast links join (the
 `flex` dispatcher's: megatron/core/transformer/moe/fused_a2a.py hands them the expert-parallel group, whose
@@ -37,7 +37,7 @@ class OrderRules:
         if self.keeps_nodes and not _keeps_nodes(slots):
             return "move whole nodes alone, each with its ranks in order"
         if self.keeps_experts and not self._keeps_experts(slots, layout=layout):
-            return "leave the ranks that share experts on the nodes of such a group of the launcher's order"
+            return "keep each expert-parallel group on the nodes of one such group of the launcher's order"
         return None
 
     def units(self, layout: Layout, *, slots_per_node: int) -> tuple[int, ...]:

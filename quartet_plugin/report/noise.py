@@ -34,7 +34,7 @@ def noise_words(history: RunHistory) -> str:
     name = max(spread, key=spread.__getitem__)
     words = (
         f"launches of {name} took {min(seconds[name]):.3f} to {max(seconds[name]):.3f} s/iteration, "
-        f"{spread[name]:.2f}x apart, those of no other plan further: "
+        f"{spread[name]:.2f}x apart, the widest spread of any plan: "
     )
     if spread[name] < NOISY_RATIO:
         return words + "the machine was quiet"

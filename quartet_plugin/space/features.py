@@ -21,7 +21,7 @@ WHOLE_NODES = frozenset(
         "tp_comm_overlap",
         "hierarchical_context_parallel",
         "distributed_optimizer_instances",
-        # Groups of experts that no plan describes: whole nodes keep whatever they are.
+        # No plan describes these groups of experts; to move whole nodes keeps them.
         "expert_tensor_parallel",
     }
 )
@@ -112,9 +112,9 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "clips_by_first_stage": _STAGES,
     "own_data_iterator": _DATA,
     "tensor_parallel_topology": _ALL,
-    # A hybrid model's stages have layers, since those without any were not tried.
-    # DeepSpeed: nothing lies before the first layer, or behind the last one, so that stage needs a layer. So
-    # does the last one beside multi-token prediction whose layers are dense in a mixture of experts.
+    # The first or the last stage needs a layer. DeepSpeed: nothing lies before the first layer, or behind the
+    # last one. Multi-token prediction: the last stage, where its layers are dense in a mixture of experts.
+    # Hybrid models: stages without layers were not tried.
     "bare_first_stage": _NONE,
     "bare_last_stage": _NONE,
     "clips_in_fp32": _NONE,

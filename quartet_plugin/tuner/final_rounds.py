@@ -83,8 +83,8 @@ def finalist_words(
     numbers = [trial.number for trial in finalists]
     left = [trial for trial in ranked if trial.number not in numbers]
     words = (
-        f"{len(finalists)} go to the final rounds, at most study.top_k, of {len(ranked)} plans that are not "
-        f"clearly slower than your own command, by {rank_words}: "
+        f"{len(ranked)} plans are not clearly slower than your own command; {len(finalists)} of them go to "
+        f"the final rounds (at most study.top_k), by {rank_words}: "
     )
     words += ", ".join(map(name, finalists))
     if left:

@@ -120,7 +120,7 @@ def test_whole_nodes_move_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "rules", "words"),
     [
-        ("0,1,2,4,3,5,6,7", EXPERTS, "must leave the ranks that share experts on the nodes"),
+        ("0,1,2,4,3,5,6,7", EXPERTS, "must keep each expert-parallel group on the nodes of one such group"),
         ("1,0,2,3,4,5,6,7", NODES, "must move whole nodes alone"),
     ],
 )

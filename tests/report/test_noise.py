@@ -43,10 +43,10 @@ def test_launches_of_trial_drift_checks_and_final_rounds_count() -> None:
 
 def test_a_quiet_machine_and_a_busy_one_are_said() -> None:
     quiet = with_rounds((0.99 * first_s(), 1.05 * first_s()))
-    words = "1.06x apart, those of no other plan further: the machine was quiet"
+    words = "1.06x apart, the widest spread of any plan: the machine was quiet"
     assert noise_words(quiet).endswith(words)
     busy = with_rounds((0.9 * first_s(), 1.8 * first_s()))
-    assert "2.00x apart, those of no other plan further: the machine was busy." in noise_words(busy)
+    assert "2.00x apart, the widest spread of any plan: the machine was busy." in noise_words(busy)
     assert expense_lines(replace(busy, launch_s=10.0))[-1] == f"noise     {noise_words(busy)}"
     assert noise_words(busy)[1:] in page(busy, Extras())
 

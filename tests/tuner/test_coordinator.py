@@ -106,8 +106,8 @@ def test_the_finalists_are_said_and_logged_before_the_final_rounds(tmp_path: Pat
     (event,) = [event for event in events if event["kind"] == "finalists"]
     assert set(event["trials"]) == numbers
     assert line.startswith(
-        f"2 go to the final rounds, at most study.top_k, of {len(event['ranked'])} plans that are not "
-        "clearly slower than your own command, by the speedup"
+        f"{len(event['ranked'])} plans are not clearly slower than your own command; 2 of them go to the "
+        "final rounds (at most study.top_k), by the speedup"
     )
     assert all(f"trial {row['trial']} {row['speedup']:.2f}x" in line for row in event["ranked"][:3])
     assert "; next, left out: trial " in line

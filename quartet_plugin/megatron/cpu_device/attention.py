@@ -1,9 +1,10 @@
 """Attention on a CPU where Megatron leaves it to Transformer Engine's kernels: a reference, slow and right.
 
-Megatron's local attention takes latent attention's values, of another size than keys, once it is told it. It
-refuses ranks that share a sequence (context parallelism): here such a rank gathers the keys and values of the
-whole sequence, and its queries attend to those before them. Every `--cp-comm-type` names a way to exchange
-keys and values and gives these numbers, so all are taken.
+Under latent attention a head's values have another size than its keys: Megatron's local attention computes
+with them, and only its constructor lacks the size. It refuses ranks that share a sequence (context
+parallelism): here such a rank gathers the keys and values of the whole sequence, and its queries attend to
+those before them. Every `--cp-comm-type` names a way to exchange keys and values; the numbers are the same,
+so all are accepted.
 
 A sequence is cut as `get_batch_on_this_cp_rank` cuts it: into 2 * CP chunks, of which rank r has the r-th and
 the r-th from the end. Rotary embeddings are cut alike by Megatron.

@@ -56,7 +56,7 @@ def _kept(rules: KnobRules) -> str | None:
 CONTEXT_PARALLEL = LayoutKnob(
     name="context_parallel",
     label="CP",
-    meaning="devices that share each sequence; trials change it on processors",
+    meaning="devices that share each sequence; trials change it on the CPU device alone",
     kind="degree",
     axis=Axis.DEGREES,
     change_class="B",
