@@ -26,7 +26,6 @@ MODEL = """
 """
 FLAGS = [*MEGATRON_FLAGS, *shlex.split(MODEL)]
 ROPE = replace(SHAPE, position_embedding="rope", tied_embeddings=False, num_query_groups=2)
-CPU = ("--quartet-device", "cpu")
 
 
 def plan_of(*, sequence_parallel: bool = False, recompute: str = "none", **sizes: object) -> Plan:
