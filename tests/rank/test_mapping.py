@@ -141,7 +141,7 @@ def test_ranks_that_share_experts_through_fast_links_stay_on_their_nodes(
     if not is_refused:
         assert assign(plan, processes, args=flex).rank_of == order
         return
-    with pytest.raises(PlanError, match="mapping: with --moe-token-dispatcher-type flex an order must leave"):
+    with pytest.raises(PlanError, match="mapping: with --moe-token-dispatcher-type flex an order must keep"):
         assign(plan, processes, args=flex)
 
 
