@@ -174,4 +174,17 @@ SCENARIOS: dict[str, Scenario] = {
         "--micro-batch-size 2 --global-batch-size 16",
         search={"tensor_parallel": 1, "pipeline_parallel": 4, "data_parallel": 2, "micro_batch_size": 2},
     ),
+    "j-experts-slow-link": Scenario(
+        about="8 narrow experts over two namespaces joined by 200 Mbit/s, 4 processes; the default is EP 4",
+        num_processes=4,
+        cores="0,0,1,1",
+        namespaces="quartet-a,quartet-a,quartet-b,quartet-b",
+        rates=("200mbit", "200mbit"),
+        flags="--num-layers 4 --hidden-size 64 --ffn-hidden-size 64 --num-attention-heads 1 "
+        "--seq-length 16 --max-position-embeddings 16 --vocab-size 15 --make-vocab-size-divisible-by 16 "
+        "--disable-bias-linear --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
+        "--moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall "
+        "--expert-model-parallel-size 4 --micro-batch-size 64 --global-batch-size 1024",
+        search={"tensor_parallel": 1, "micro_batch_size": 64},
+    ),
 }  # fmt: skip
