@@ -60,6 +60,7 @@ TEXTS: dict[str, str | int | None] = {
     "recompute_granularity": None,
     "fp8": None,
     "moe_layer_freq": 1,
+    "moe_token_dispatcher_type": "allgather",
 }
 SWITCHES = (
     "group_query_attention",

@@ -26,6 +26,7 @@ from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.job import PlanRequest, parse_job
+from quartet_plugin.space.knobs.token_dispatcher import FLEX
 
 # Keys of a job that the command says instead.
 _SAID = ("model", "batch")
@@ -115,12 +116,17 @@ def job_of_command(
     request = parse_job(whole, where="command", devices=devices, folder=folder)
     return CommandJob(
         # The command's own padding, so that the plan fits the command.
-        request=replace(request, shape=shape, vocab_size=None),
+        request=replace(request, shape=shape, vocab_size=None, features=_features(args)),
         layout=layout,
         split=split_of(args),
         schedule=schedule_of(args),
         unread=unread,
     )
+
+
+def _features(args: Namespace) -> tuple[str, ...]:
+    is_flex = args.num_experts and args.moe_token_dispatcher_type == FLEX
+    return ("moe_flex_dispatcher",) if is_flex else ()
 
 
 def _section(sections: Mapping[str, Any], name: str) -> dict[str, Any]:

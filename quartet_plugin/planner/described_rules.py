@@ -74,8 +74,9 @@ def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...])
         global_batch_size=job.global_batch_size,
         train_iters=0,
         precision=job.half,
-        features=tuple(
-            name for name, is_on in (("fp8", job.precision == "fp8"), ("mtp", job.mtp_layers)) if is_on
+        features=(
+            *job.features,
+            *(name for name, is_on in (("fp8", job.precision == "fp8"), ("mtp", job.mtp_layers)) if is_on),
         ),
         neutralised=(),
         full_backward=None if job.experts is None else GROUPED_EXPERTS,

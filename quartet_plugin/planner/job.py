@@ -182,7 +182,8 @@ class PlanRequest:
     `vocab_size` where that is known.
 
     `machines` are equal devices; where `cluster` is given they have its fastest device and slowest link.
-    `rules` are those of a study's space, None for a job that is described and not run.
+    `rules` are those of a study's space, None for a job that is described and not run. `features` are
+    those of a command that limit its plans and that no other field has.
     """
 
     shape: ModelShape
@@ -198,6 +199,7 @@ class PlanRequest:
     rules: LayoutRules | None = None
     normalization: str | None = None
     mtp_layers: int = 0
+    features: tuple[str, ...] = ()
 
     @property
     def half(self) -> HalfPrecision:

@@ -12,6 +12,7 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import read_plan
 from quartet_plugin.planner.command_job import job_of_command
+from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import parse_job
 from tests.model.clusters import make_cluster
 
@@ -57,6 +58,16 @@ def test_the_request_is_the_one_of_a_job_file() -> None:
     assert (layout.tensor_parallel, layout.pipeline_parallel, layout.data_parallel) == (2, 2, 2)
     assert read.split.transformer_layers_per_stage == (4, 4)
     assert read.unread == ("--lr", "--data-path")
+
+
+@pytest.mark.parametrize(("dispatcher", "is_limited"), [("alltoall", False), ("flex", True)])
+def test_a_dispatcher_that_limits_orders_of_ranks_limits_those_of_plans(
+    dispatcher: str, is_limited: bool
+) -> None:
+    more = "--num-experts 4 --expert-model-parallel-size 2 --bf16 --moe-token-dispatcher-type " + dispatcher
+    read = job_of_command(parse_command(words(more)), sections={"cluster": "H100"})
+    assert rules_of(read.request).order_rules.keeps_experts == is_limited
+    assert "--moe-token-dispatcher-type" not in read.unread
 
 
 def test_the_commands_own_layout_is_what_plans_are_compared_with(

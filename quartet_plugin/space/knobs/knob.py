@@ -204,6 +204,10 @@ class LayoutKnob(Knob):
         """The user's value, which a layout has before the knob's turn."""
         return self.in_layout(context.layout)
 
+    def automatic(self, context: KnobContext) -> Sequence[Value | None]:
+        """The values that `auto` searches."""
+        return self.offers(context)
+
     def choices(self, context: KnobContext) -> tuple[Value | None, ...]:
         """The legal values to choose from, each once, as requested; the command's own where it is kept."""
         rules, command = context.rules, self.command_value(context)
@@ -212,7 +216,7 @@ class LayoutKnob(Knob):
         if is_kept or not self.is_of(rules.job.framework) or not self.applies(context.layout):
             return (command,)
         if requested is None:
-            asked: Sequence[Value | None] = self.offers(context)
+            asked: Sequence[Value | None] = self.automatic(context)
         else:
             asked = [command if value == STOCK else value for value in requested]
         return tuple(
@@ -238,6 +242,10 @@ class SettingKnob(LayoutKnob):
     def put(self, layout: Layout, value: Value | None) -> Layout:
         """The layout with the setting changed; None keeps the command's."""
         return layout.with_setting(self.name, value)
+
+    def automatic(self, context: KnobContext) -> Sequence[Value | None]:
+        """The values that `auto` searches: what is offered, and the command's own."""
+        return (self.command_value(context), *self.offers(context))
 
     def choices(self, context: KnobContext) -> tuple[Value | None, ...]:
         """As for every knob, with None for the command's own value, which is offered first."""

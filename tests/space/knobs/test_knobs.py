@@ -117,6 +117,13 @@ def test_a_setting_that_the_command_has_is_not_named_in_a_plan() -> None:
     assert {plan.layout.settings for plan in sample(space)} == {None}
 
 
+def test_auto_searches_the_commands_size_of_buckets_beside_the_sizes_that_are_offered() -> None:
+    shape = replace(make_job().shape, vocab_size=200_000)
+    plans = sample(space_of({"ddp_bucket_size": "auto"}, shape=shape))
+    copies = [plan.layout for plan in plans if plan.layout.data_parallel > 1]
+    assert {layout.setting("ddp_bucket_size") for layout in copies} == {None, 10_000_000, 40_000_000}
+
+
 def test_full_recompute_keeps_backwards_whole() -> None:
     for plan in sample(space_of({"recompute": "full"})):
         assert plan.schedule.custom is None
