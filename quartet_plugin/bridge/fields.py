@@ -48,9 +48,8 @@ _RENAMED = {
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
     "ddp_bucket_size": "bucket_size",
 }
-# What an argument is that its flag leaves out, where that is not None.
+# What an argument is without its flag, where that is not None; of the switches among settings, knobs say it.
 _LEFT_OUT: dict[str, Any] = {
-    **{knob.destination: False for knob in SETTINGS if knob.kind == "switch"},
     **dict.fromkeys(("sequence_parallel", "use_distributed_optimizer"), False),
     "overlap_p2p_comm_warmup_flush": False,
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
@@ -135,9 +134,14 @@ def leave_out(config: Any, name: str) -> None:
     if name == "num_query_groups":
         set_argument(config, name, config.model.num_attention_heads)
     elif has_argument(config, name):
-        set_argument(config, name, _LEFT_OUT.get(name))
+        set_argument(config, name, _without_flag(name))
         if name == "overlap_p2p_comm":
             set_argument(config, "batch_p2p_comm", False)
+
+
+def _without_flag(name: str) -> Any:
+    switches = {knob.destination: knob.without_flag for knob in SETTINGS if knob.kind == "switch"}
+    return {**_LEFT_OUT, **switches}.get(name)
 
 
 def vocabulary_of(config: Any) -> int | None:

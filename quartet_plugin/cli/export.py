@@ -294,7 +294,8 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool]:
         flags["--microbatch-group-size-per-virtual-pipeline-stage"] = plan.schedule.group
     for knob, value in _settings(layout):
         if value is not None:
-            flags[knob.flag] = value
+            # The flag of a switch has no value, also where it turns the switch off.
+            flags[knob.flag] = True if isinstance(value, bool) else value
     return flags | flags_of_job(plan)
 
 

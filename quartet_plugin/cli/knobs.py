@@ -1,6 +1,7 @@
 """`quartet knobs`: what is tuned, within which values, and why a value is kept."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from quartet_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
     from quartet_plugin.space.knob_table import KnobRow
+    from quartet_plugin.space.knobs.knob import Knob
     from quartet_plugin.space.plan_space import Space
 
 
@@ -51,16 +53,21 @@ def _stated(rows: "list[KnobRow]", words: tuple[str, ...]) -> "list[KnobRow]":
     """The rows with the values that a command's flags state."""
     from dataclasses import replace
 
-    from quartet_plugin.launchers.megatron_flags import read_megatron_flags
+    from quartet_plugin.launchers.megatron_flags import flags_among
 
-    flags = read_megatron_flags(words)
+    given = dict(flags_among(words))
+    return [replace(row, value=_stated_value(row.knob, given)) for row in rows]
 
-    def value(row: "KnobRow") -> str | None:
-        name = row.knob.flag.lstrip("-").replace("-", "_")
-        stated = getattr(flags, name, None) if name else None
-        return None if stated in (None, ()) else row.knob.text(stated)
 
-    return [replace(row, value=value(row)) for row in rows]
+def _stated_value(knob: "Knob", given: Mapping[str, Sequence[str]]) -> str | None:
+    """The value by the flags of a command with the words behind each; None where they do not tell."""
+    from quartet_plugin.space.knobs.knob import SettingKnob
+
+    if knob.kind == "switch" and knob.flag:
+        is_on_without = isinstance(knob, SettingKnob) and knob.without_flag is True
+        return knob.text(is_on_without != (knob.flag in given))
+    values = given.get(knob.flag)
+    return values[0] or None if values else None
 
 
 def _lines(row: "KnobRow") -> list[str]:

@@ -71,7 +71,6 @@ class MegatronFlags:
     pipeline_model_parallel_size: int | None = None
     context_parallel_size: int | None = None
     expert_model_parallel_size: int | None = None
-    expert_tensor_parallel_size: int | None = None
     num_virtual_stages_per_pipeline_rank: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     pipeline_model_parallel_layout: str | None = None
@@ -82,8 +81,6 @@ class MegatronFlags:
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
     recompute_activations: bool = False
     recompute_granularity: str | None = None
     recompute_method: str | None = None

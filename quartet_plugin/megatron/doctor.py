@@ -125,11 +125,10 @@ def _axis(axis: Axis, known_flags: set[str]) -> dict[str, str]:
     if axis is Axis.MAPPING:
         return _row(axis.value, WORKS, "RANK of each process; no flag and no function")
     if axis is Axis.OPTIONS:
-        settings = [knob.destination for knob in SETTINGS]
-        missing = [name for name in settings if name not in known_flags]
-        lacking = f"without {_flags(missing)}" if missing else ""
-        if len(missing) == len(settings):
-            return _row(axis.value, KEPT, f"this Megatron has no {_flags(missing)}")
+        missing = [knob.flag for knob in SETTINGS if knob.destination not in known_flags]
+        lacking = f"without {', '.join(missing)}" if missing else ""
+        if len(missing) == len(SETTINGS):
+            return _row(axis.value, KEPT, f"this Megatron has no {', '.join(missing)}")
         return _row(axis.value, WORKS, ", ".join(filter(None, ("native flags", lacking))))
     needed = missing_flags(axis, known_flags)
     if needed:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from quartet_plugin.bridge import fields
 from quartet_plugin.bridge.fields import arguments_of, known_arguments, leave_out, set_argument, vocabulary_of
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.megatron_arguments import (
@@ -19,6 +20,7 @@ from quartet_plugin.model.megatron_arguments import (
 from quartet_plugin.space.needed_flags import missing_flag_features
 from tests.bridge.configurations import MambaModelProvider, make_config, make_model
 from tests.model.plans import LAYOUT, SHAPE
+from tests.space.knobs.made_up import ROPE_FUSION
 
 
 def test_a_configuration_reads_as_the_same_job_in_flags() -> None:
@@ -76,6 +78,16 @@ def test_a_value_is_written_to_every_section_that_has_it() -> None:
     assert not arguments_of(config).use_distributed_optimizer
     with pytest.raises(PlanError, match="hidden_knob: no field of this Megatron-Bridge"):
         set_argument(config, "hidden_knob", 1)
+
+
+def test_a_switch_that_its_flag_turns_off_is_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fields, "SETTINGS", (ROPE_FUSION,))
+    config = make_config(make_model(apply_rope_fusion=False))
+    assert ROPE_FUSION.read(arguments_of(config)) is False
+    leave_out(config, ROPE_FUSION.destination)
+    assert config.model.apply_rope_fusion is True
+    set_argument(config, ROPE_FUSION.destination, ROPE_FUSION.write(False))
+    assert config.model.apply_rope_fusion is False
 
 
 class Kernels(Enum):

@@ -15,8 +15,10 @@ from quartet_plugin.model.measurement import Comparison, Interval, Measurement
 from quartet_plugin.model.plan import Mapping, Plan, ScheduleChoice, Slot, Split, write_plan
 from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.report.tables import changes, plan_lines
+from quartet_plugin.space.knobs import registry
 from tests.model.plans import PLAN
 from tests.space.jobs import make_layout, make_shape
+from tests.space.knobs.made_up import ROPE_FUSION
 from tests.tuner.fakes import begin
 
 
@@ -55,6 +57,18 @@ def test_switches_and_the_group() -> None:
     assert flags["--use-distributed-optimizer"] is True
     assert flags["--num-query-groups"] == 2
     assert flags["--pipeline-model-parallel-layout"] == "E|tttt|ttt|tL"
+
+
+def test_a_flag_that_turns_a_switch_off_has_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "SETTINGS", (ROPE_FUSION,))
+    off, on = (
+        export(replace(PLAN, layout=PLAN.layout.with_setting("rope_fusion", value)))
+        for value in (False, True)
+    )
+    assert ROPE_FUSION.flag in lines(off)
+    assert ROPE_FUSION.flag not in off["leave_out"]
+    assert ROPE_FUSION.flag not in on["flags"]
+    assert ROPE_FUSION.flag in on["leave_out"]
 
 
 def test_a_layout_counts_every_layer() -> None:

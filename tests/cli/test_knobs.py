@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.cli.main import main
+from quartet_plugin.space import knob_table
 from quartet_plugin.space.knobs.registry import KNOBS
+from tests.space.knobs.made_up import ROPE_FUSION
 
 RUN = Path(__file__).parents[1] / "golden" / "run_0.1.0"
 
@@ -23,12 +25,26 @@ def test_every_knob_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_flags_of_a_command_are_read_and_nothing_is_started(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--tensor-model-parallel-size=2", "--micro-batch-size", "4", "--overlap-grad-reduce"]
+    flags += ["--ddp-bucket-size", "4000", "--moe-token-dispatcher-type", "alltoall"]
     assert main(["knobs", "--json", "--", "torchrun", "--nproc-per-node", "2", "none.py", *flags]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["knobs"]}
     assert rows["tensor_parallel"]["value"] == "2"
     assert rows["micro_batch_size"]["value"] == "4"
     assert rows["overlap_grad_reduce"]["value"] == "on"
+    assert rows["overlap_param_gather"]["value"] == "off"
+    assert rows["ddp_bucket_size"]["value"] == "4000"
+    assert rows["moe_token_dispatcher"]["value"] == "alltoall"
     assert rows["split"]["value"] is None
+
+
+@pytest.mark.parametrize(("flags", "value"), [([], "on"), (["--no-rope-fusion"], "off")])
+def test_a_flag_may_turn_a_switch_off(
+    flags: list[str], value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(knob_table, "KNOBS", (ROPE_FUSION,))
+    assert main(["knobs", "--json", "--", "torchrun", "none.py", *flags]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["knobs"]
+    assert row["value"] == value
 
 
 def test_a_run_has_its_values_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.megatron import describe
 from quartet_plugin.megatron.apply import check_fit, rewrite
 from quartet_plugin.megatron.describe import settings_of
 from quartet_plugin.model.job_description import EqualDevices, JobDescription
@@ -19,6 +20,7 @@ from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, make_plan
 from tests.megatron.native import native_flags
+from tests.space.knobs.made_up import ROPE_FUSION
 
 
 def test_own_configuration_changes_nothing() -> None:
@@ -251,6 +253,28 @@ def test_settings_become_flags_and_are_read_back() -> None:
     assert notes == ["the plan replaces --overlap-grad-reduce -> left out"]
 
 
+@pytest.mark.parametrize(
+    ("flag", "destination"),
+    [("--no-rope-fusion", "apply_rope_fusion"), ("--disable-gloo-process-groups", "use_gloo_process_groups")],
+)
+def test_a_switch_that_its_flag_turns_off(
+    flag: str, destination: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knob = replace(ROPE_FUSION, name="knob", flag=flag, destination=destination)
+    for module in (registry, describe):
+        monkeypatch.setattr(module, "SETTINGS", (knob,))
+    plan = make_plan(split=(6,))
+    on, off = (replace(plan, layout=plan.layout.with_setting("knob", value)) for value in (True, False))
+    without, given = MEGATRON_FLAGS, [*MEGATRON_FLAGS, flag]
+    for words, value in ((without, True), (given, False)):
+        assert [setting.value for setting in settings_of(native_flags().values(words))] == [value]
+    assert rewrite(on, flags=native_flags(), words=without) == (without, [])
+    assert rewrite(off, flags=native_flags(), words=without) == (given, [f"the plan adds {flag}"])
+    assert rewrite(off, flags=native_flags(), words=given) == (given, [])
+    note = f"the plan replaces {flag} -> left out"
+    assert rewrite(on, flags=native_flags(), words=given) == (without, [note])
+
+
 def test_a_flag_of_an_enumeration_is_written_by_the_members_name(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = replace(
         TOKEN_DISPATCHER,
@@ -291,6 +315,14 @@ def test_the_flag_of_every_knob_is_one_of_megatrons() -> None:
     given = {item.flag for knob in KNOBS if knob.flag for item in flags.occurrences([knob.flag, "1"])}
     assert given == {knob.flag for knob in KNOBS if knob.flag}
     assert {knob.destination for knob in SETTINGS} <= set(flags.defaults)
+
+
+def test_a_switch_says_what_its_flag_does() -> None:
+    """Where a new knob fails here, its flag turns the switch off: the descriptor needs `unset=True`."""
+    flags = native_flags()
+    for knob in (*(knob for knob in SETTINGS if knob.kind == "switch"), ROPE_FUSION):
+        assert flags.explicit_values([knob.flag]) == {knob.destination: not knob.without_flag}, knob.name
+        assert flags.defaults[knob.destination] in (None, knob.without_flag), knob.name
 
 
 @pytest.mark.parametrize(("pipeline", "is_kept"), [(2, False), (4, True)])

@@ -7,6 +7,7 @@ import pytest
 from quartet_plugin.megatron import doctor
 from quartet_plugin.space.knobs.registry import SETTINGS
 from quartet_plugin.space.needed_flags import NEEDED_FLAGS
+from tests.space.knobs.made_up import ROPE_FUSION
 
 EVERY_FLAG = {name for names in NEEDED_FLAGS.values() for name in names} | {
     knob.destination for knob in SETTINGS
@@ -24,8 +25,9 @@ def test_every_axis_works_with_the_installed_megatron(monkeypatch: pytest.Monkey
 
 
 def test_a_missing_flag_keeps_the_axes_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SETTINGS", (*SETTINGS, ROPE_FUSION))
     axes = rows(monkeypatch, EVERY_FLAG - {"pipeline_model_parallel_layout", "ddp_bucket_size"})
     reason = "this Megatron has no --pipeline-model-parallel-layout"
     kept = {axis: why for axis, (state, why) in axes.items() if state == doctor.KEPT}
     assert kept == {"split": reason, "schedule": reason, "degrees": reason}
-    assert axes["options"] == (doctor.WORKS, "native flags, without --ddp-bucket-size")
+    assert axes["options"] == (doctor.WORKS, "native flags, without --ddp-bucket-size, --no-rope-fusion")

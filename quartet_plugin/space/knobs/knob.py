@@ -228,12 +228,18 @@ class LayoutKnob(Knob):
 class SettingKnob(LayoutKnob):
     """A setting of the framework that a plan changes; a plan that keeps the command's value does not name it.
 
-    `destination` is the name in Megatron's arguments, `unset` the value that stands for an absent flag. An
-    argument that is a member of an enumeration is known by the member's name, which its flag takes.
+    `destination` is the name in Megatron's arguments, `unset` the value where the flag is absent: True for a
+    switch that its flag turns off. An argument that is a member of an enumeration is known by the member's
+    name, which its flag takes.
     """
 
     destination: str
     unset: Value | None = None
+
+    @property
+    def without_flag(self) -> Value | None:
+        """The value where the flag is absent; None where the descriptor does not say it."""
+        return False if self.kind == "switch" and self.unset is None else self.unset
 
     def in_layout(self, layout: Layout) -> Value | None:
         """The plan's value; None where it keeps the command's."""
@@ -269,9 +275,7 @@ class SettingKnob(LayoutKnob):
 
     def write(self, value: Value) -> Any:
         """Megatron's argument for a value; None takes the flag out of the command."""
-        if value is False or value == self.unset:
-            return None
-        return value
+        return None if value == self.without_flag else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
