@@ -3,12 +3,12 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from quartet_plugin.report.contrast import Colour
 from quartet_plugin.report.formatting import bubble_words, time_of
 from quartet_plugin.report.svg import Scale, drawing, element, rectangles, text, x_axis
 from quartet_plugin.report.timeline import (
     KIND_NAMES,
     UNITS,
-    Colour,
     chunk_words,
     is_dark,
     legend_colours,

@@ -65,7 +65,7 @@ svg .best-line { stroke: var(--good); stroke-width: 1.6; fill: none; opacity: .7
 svg .idle { fill: var(--idle); }
 svg .action { stroke: var(--paper); stroke-width: .6; }
 svg .on-dark { fill: #ffffff; font-size: 9px; }
-svg .on-light { fill: #1a1f27; font-size: 9px; }
+svg .on-light { fill: #000000; font-size: 9px; }
 .scroll { overflow-x: auto; background:
   linear-gradient(to right, var(--paper) 40%, transparent) left / 40px 100% no-repeat local,
   linear-gradient(to left, var(--paper) 40%, transparent) right / 40px 100% no-repeat local,

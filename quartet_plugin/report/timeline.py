@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet_plugin.errors import ConfigError, UsageError
+from quartet_plugin.report.contrast import BLACK, WHITE, Colour, contrast
 from quartet_plugin.report.formatting import bubble_words, microbatch_words
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.placement import chunk_of_stage
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from quartet_plugin.schedule.simulate import Simulation
 
 FloatArray = NDArray[np.float64]
-Colour = tuple[float, float, float]
 
 KIND_COLOURS: dict[ActionKind, Colour] = {
     ActionKind.F: (0.16, 0.42, 0.71),
@@ -146,9 +146,8 @@ def chunk_words(num_chunks: int) -> str:
 
 
 def is_dark(colour: Colour) -> bool:
-    """Whether white text is easier to read on the colour than black."""
-    red, green, blue = colour
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 0.58
+    """Whether white text is easier to read on the colour than black; the better has a contrast of 4.58."""
+    return contrast(colour, WHITE) >= contrast(colour, BLACK)
 
 
 def _unit(makespan_s: float) -> tuple[float, str]:

@@ -15,6 +15,7 @@ from quartet_plugin.model.history import RankMemory, RunHistory, TrialRow
 from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.rank_files import ActionTimes
+from quartet_plugin.report.contrast import contrast
 from quartet_plugin.report.formatting import SECONDS_HEAD, SPEEDUP_HEAD, bubble_words
 from quartet_plugin.report.gantt import timeline
 from quartet_plugin.report.markup import PIECE, breakable
@@ -28,8 +29,17 @@ from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import Simulation, simulate
 from tests.model.plans import PLAN, plan_with
-from tests.report.browser import Measured, Opened, measure_page, open_page, picture, print_page
+from tests.report.browser import (
+    Measured,
+    Opened,
+    measure_page,
+    open_page,
+    picture,
+    pictures_folder,
+    print_page,
+)
 from tests.report.histories import HOLDER, INTERLEAVED, RUNNING, WINNER, history, refused, row
+from tests.report.test_shape_curve import CURVE
 from tests.schedule.orders import unit_costs
 
 ATTACKS = (
@@ -165,6 +175,21 @@ def test_every_picture_is_there() -> None:
     assert re.findall(r'<svg [^>]*aria-label="(\w+)', whole(history())) == [
         "Seconds", "Best", "Peak", "Simulated", "Simulated", "Every", "Every", "Parameter", "Predicted",
     ]  # fmt: skip
+
+
+def test_a_screen_reader_has_a_name_for_every_drawing() -> None:
+    markup = whole(history(shape_curve=CURVE))
+    assert '<html lang="en">' in markup
+    drawings = re.findall(r"<svg[^>]*>", markup)
+    assert len(drawings) == 10
+    for drawing in drawings:
+        assert 'role="img"' in drawing
+        assert re.search(r'aria-label="[^"]*\w[^"]*"', drawing)
+    # A region or a drawing may stand twice for two widths; else no two have the same name.
+    names = re.findall(r'aria-label="([^"]*)"', re.sub(r'<div class="narrow">.*?</svg>', "", markup))
+    assert len(names) == len(set(names))
+    assert re.findall(r"<th(?! scope=)[^>a-z]", markup) == []
+    assert [level for level in re.findall(r"<h(\d)>", markup) if level != "2"] == ["1"]
 
 
 def test_what_mattered_is_said_in_the_words_of_the_other_tables() -> None:
@@ -409,7 +434,41 @@ def test_the_policy_stops_a_script_that_is_there_all_the_same(tmp_path: Path) ->
     assert "Best against baseline" in found.document
 
 
-@pytest.mark.parametrize("width", [390, 700, 1200])
+WIDTHS = (390, 700, 1200)
+LEAST_CONTRAST = 4.5
+
+
+def contrast_of(letters: str, ground: str) -> float:
+    """The contrast of two colours, written as `rgb(R, G, B)`."""
+    pair = [tuple(int(part) / 255 for part in re.findall(r"\d+", words)) for words in (letters, ground)]
+    assert [len(parts) for parts in pair] == [3, 3], "letters and grounds are opaque"
+    first, second = ((red, green, blue) for red, green, blue in pair)
+    return contrast(first, second)
+
+
+def hard_to_read(measured: Measured) -> list[tuple[str, str, str]]:
+    return [letters for letters in measured.letters if contrast_of(*letters[1:]) < LEAST_CONTRAST]
+
+
+def test_letters_on_every_shade_can_be_read_in_a_dark_browser(tmp_path: Path) -> None:
+    """Of schedules in chunks, with split backwards and whole ones; light pages are measured below."""
+    orders = (
+        named("zb-v", num_devices=2, num_microbatches=4),
+        named("interleaved", num_devices=2, num_microbatches=4, chunks=4),
+    )
+    drawn = [
+        timeline(order, simulate(order, unit_costs(order)), label="A schedule") or "" for order in orders
+    ]
+    pictures = [Picture(heading="A schedule", svg=svg, caption="") for svg in drawn]
+    markup = page(history(), replace(EXTRAS, timelines=pictures))
+    measured = measure_page(markup, width=1200, folder=tmp_path, dark=True)
+    grounds = {ground for _, _, ground in measured.letters}
+    assert len(grounds) == 2 + 3 * 2 + 2 * 4 - 2, "paper, panel, shades; first and last of F are the same"
+    assert hard_to_read(measured) == []
+    assert contrast_of("rgb(255, 255, 255)", "rgb(46, 148, 87)") < LEAST_CONTRAST, "white on W"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_a_phone_shows_the_charts_and_a_trials_speed(width: int, tmp_path: Path) -> None:
     measured = measure_page(whole(history()), width=width, folder=tmp_path)
     assert measured.page_width <= width, "the page itself is not moved sideways"
@@ -417,6 +476,7 @@ def test_a_phone_shows_the_charts_and_a_trials_speed(width: int, tmp_path: Path)
     assert charts >= {"Seconds", "Best", "Every", "Parameter", "Predicted", "Peak", "Simulated"}
     small = [(words, size, chart) for words, size, chart in measured.texts if size < 9.0]
     assert not small
+    assert hard_to_read(measured) == []
     ends = {head: right for head, _, right in measured.columns}
     assert max(ends["trial"], ends[SECONDS_HEAD], ends[SPEEDUP_HEAD]) <= width
 
@@ -456,15 +516,22 @@ def test_cells_of_every_trial_are_one_line_on_a_phone(tmp_path: Path) -> None:
 
 
 def test_it_is_drawn_in_light_and_in_dark_and_prints(tmp_path: Path) -> None:
-    path = tmp_path / "report.html"
+    """With QUARTET_TEST_PICTURES=FOLDER the pictures are kept there: light, dark, of three widths, and a PDF.
+
+    `make test` draws the widest alone, and keeps nothing.
+    """
+    folder = pictures_folder(tmp_path)
+    path = folder / "report.html"
     path.write_text(whole(history()), encoding="utf-8")
-    for name, dark in (("light", False), ("dark", True)):
-        picture(path, to=tmp_path / f"{name}.png", dark=dark)
-    light, dark_bytes = ((tmp_path / f"{name}.png").read_bytes() for name in ("light", "dark"))
-    assert light.startswith(b"\x89PNG")
-    assert light != dark_bytes
-    print_page(path, to=tmp_path / "report.pdf")
-    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+    for width in WIDTHS[-1:] if folder == tmp_path else WIDTHS:
+        light, dark = (folder / f"report-{width}-{name}.png" for name in ("light", "dark"))
+        height = 4000 if width == WIDTHS[-1] else 9000
+        picture(path, to=light, width=width, height=height)
+        picture(path, to=dark, width=width, height=height, dark=True)
+        assert light.read_bytes().startswith(b"\x89PNG")
+        assert light.read_bytes() != dark.read_bytes()
+    print_page(path, to=folder / "report.pdf")
+    assert (folder / "report.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_a_picture_from_elsewhere_keeps_its_place() -> None:
