@@ -198,6 +198,7 @@ class Silent:
         phase: Phase,
         time_left_s: float | None,
         position: LaunchPosition | None = None,
+        measured_share: float | None = None,
     ) -> None:
         """See `Observer`."""
 

@@ -177,6 +177,7 @@ def _explanation(
     from quartet_plugin.report.explain import Explanation, StageMemory
     from quartet_plugin.report.final_choice import choice_lines
     from quartet_plugin.report.planned import cost_of_job, rates_of
+    from quartet_plugin.report.speedups import speedup_pair
 
     prediction = explained.prediction
     counts, ranks = plan.split.transformer_layers_per_stage, plan.layout.pipeline_parallel
@@ -209,6 +210,7 @@ def _explanation(
         num_trials=None if basis.learned is None else len(basis.learned.predictor.measured),
         measured_s=measured[0],
         is_measured_in_rounds=is_measured_in_rounds,
+        speedup="" if plan.measurement is None else speedup_pair(plan),
         baseline=_baseline(plan, explained, measured_s=None if basis.is_stand_in else measured[1]),
     )
 

@@ -66,8 +66,12 @@ class Observer(Protocol):
         phase: Phase,
         time_left_s: float | None,
         position: LaunchPosition | None = None,
+        measured_share: float | None = None,
     ) -> None:
-        """A launch begins, whose label begins with its trial's number; `plan` is None for the user's own."""
+        """A launch begins, whose label begins with its trial's number; `plan` is None for the user's own.
+
+        `measured_share` of the time so far went into measured iterations; None before a launch has ended.
+        """
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """The running launch has reached `iteration` of a phase of its process."""

@@ -106,7 +106,8 @@ class Explanation:
     compete. `basis` says what calibrated the figures, `num_trials` by how many trials of the run, None where
     by none. `measured_s` is the plan's measured iteration, None where it was not measured: of the final
     rounds, or of its single trial without `is_measured_in_rounds`. `baseline` is the iteration of what the
-    plan is compared with. `choice` has the lines that say how final rounds chose it, empty without them.
+    plan is compared with. `choice` has the lines that say how final rounds chose it, `speedup` the words of
+    the final rounds' speedup and the predicted one, both empty without them.
     """
 
     title: Sequence[tuple[str, str]]
@@ -127,6 +128,7 @@ class Explanation:
     num_trials: int | None = None
     measured_s: float | None = None
     is_measured_in_rounds: bool = True
+    speedup: str = ""
     baseline: BaselineTerms | None = None
 
     @property
@@ -218,6 +220,8 @@ def _grounds(explanation: Explanation) -> list[tuple[str, str]]:
     if explanation.measured_s is not None:
         words = _measured_words(explanation.measured_s, explanation.iteration_s, word=explanation.word)
         lines.append(("measured", words))
+    if explanation.speedup:
+        lines.append(("speedup", explanation.speedup))
     other = explanation.baseline
     if other is not None:
         words = f"{other.name}: {other.iteration_s:.4g} s an iteration {explanation.word}"

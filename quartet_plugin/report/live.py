@@ -101,13 +101,16 @@ class PlainLines:
         phase: Phase,
         time_left_s: float | None,
         position: LaunchPosition | None = None,
+        measured_share: float | None = None,
     ) -> None:
-        """Write a line that says which launch begins, and with which plan."""
+        """Write a line that says which launch begins, with which plan, and what share of time measured."""
         began_s = self._clock()
         self._running = Running(
             label=label, phase=phase, plan=plan, began_s=began_s, time_left_s=time_left_s, position=position
         )
-        self._write(terminal_line(self._running.sentence(now_s=began_s, names_plan=True)))
+        words = self._running.sentence(now_s=began_s, names_plan=True)
+        share = "" if measured_share is None else f"; {share_words(measured_share)}"
+        self._write(terminal_line(f"{words}{share}"))
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """Write a line where a process enters another phase, not one for each iteration."""
@@ -131,6 +134,7 @@ class LiveTable:
         self._clock = clock
         self._rows: list[LaunchRecord] = []
         self._running: dict[str, Running] = {}
+        self._measured_share: float | None = None
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -146,6 +150,7 @@ class LiveTable:
     def __exit__(self, *exception: object) -> None:
         """Leave the last table on the screen."""
         self._running.clear()
+        self._measured_share = None
         if self._live is not None:
             self._live.__exit__(None, None, None)
 
@@ -163,9 +168,11 @@ class LiveTable:
         phase: Phase,
         time_left_s: float | None,
         position: LaunchPosition | None = None,
+        measured_share: float | None = None,
     ) -> None:
-        """Show the launch below the table."""
+        """Show the launch below the table, and what share of the time so far measured."""
         self._drop(label)
+        self._measured_share = measured_share
         self._running[label] = Running(
             label=label,
             phase=phase,
@@ -217,9 +224,11 @@ class LiveTable:
         return Group(table, *notes, *under_way)
 
     def _notes(self) -> list[str]:
-        """The meaning of the marks in the table."""
-        note = drift_note(row.drift for row in self._rows if row.versus_baseline is not None)
-        return [] if note is None else textwrap.wrap(note, self._console.width)
+        """The meaning of the marks in the table, and the share of the time that measured."""
+        drift = drift_note(row.drift for row in self._rows if row.versus_baseline is not None)
+        share = None if self._measured_share is None else share_words(self._measured_share)
+        notes = [note for note in (drift, share) if note is not None]
+        return [line for note in notes for line in textwrap.wrap(note, self._console.width)]
 
     def _columns(self, rows: list[dict[str, str]], *, gap: int) -> list[str]:
         """The columns for which the terminal has room."""
@@ -258,6 +267,11 @@ class LiveTable:
         rows = [*self._rows, *running]
         num_rows = max(4, min(MAX_ROWS, self._console.height - 3 - len(self._notes())))
         return rows if len(rows) <= num_rows else [rows[0], *rows[-(num_rows - 1) :]]
+
+
+def share_words(measured_share: float) -> str:
+    """The share of the time so far that went into measured iterations, not into starts, gate or waiting."""
+    return f"{100 * measured_share:.0f} % of the time so far in measured iterations"
 
 
 def row_cells(launch: LaunchRecord, *, split_width: int) -> dict[str, str]:

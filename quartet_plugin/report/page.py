@@ -18,6 +18,7 @@ from quartet_plugin.report.other_model import other_model_words
 from quartet_plugin.report.plan_difference import difference_sentence
 from quartet_plugin.report.search_expense import expense_card
 from quartet_plugin.report.shape_curve import shape_figure
+from quartet_plugin.report.speedups import predicted_speedup
 from quartet_plugin.report.status import counts_words, regret_base, regret_words, slow_node_words, stamp
 from quartet_plugin.report.tables import CLASS_MEANING, OBJECTIVE_WORDS, changes, confidence
 from quartet_plugin.report.throughput import peak_of
@@ -110,7 +111,8 @@ def _verdict_on_search(history: RunHistory) -> str:
             f"{markup.note(f'Against your own command: {difference_sentence(history.winner)}.')}\n"
             f"{_other_model(history)}"
             f'<p class="note">In {markup.text(OBJECTIVE_WORDS[comparison.objective])}, measured in turns '
-            f"with it over {rounds} rounds; {100 * confidence(comparison):.0f} % interval.</p>"
+            f"with it over {rounds} rounds; {100 * confidence(comparison):.0f} % interval."
+            f"{_predicted(history.winner)}</p>"
             f"{_choice(history.winner)}"
         )
     if history.state == "finished":
@@ -118,6 +120,11 @@ def _verdict_on_search(history: RunHistory) -> str:
         return f'<p class="verdict none">{verdict}</p>'
     state = {"running": "runs", "elsewhere": "runs on another host"}.get(history.state, "was stopped")
     return f'<p class="verdict open"><strong>The search {state}:</strong> this is what is known so far.</p>'
+
+
+def _predicted(winner: Plan) -> str:
+    predicted = predicted_speedup(winner)
+    return "" if predicted is None else f" Predicted before its launch: {predicted:.2f}x."
 
 
 def _other_model(history: RunHistory) -> str:

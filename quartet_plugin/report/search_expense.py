@@ -20,6 +20,7 @@ class SearchExpense:
     the drift checks and the final rounds included. `search_s`: the seconds that its sessions took.
     Of `launch_s` the launches of the parity gate took `gate_s`, warm-up iterations `warmup_s`, measured ones
     `measured_s`, and processes that start or end `starts_s`; `waiting_s` of `search_s` nothing was launched.
+    `measured_share` is that of `measured_s` in all of it: of launches beside each other every one counts.
     `num_warm_starts` launches were forked from a trial server, `num_cold_starts` were started anew.
     `payback_iterations`: the iterations after which the winner has gained `search_s`; None without a winner
     that is faster and of the user's own model.
@@ -33,6 +34,7 @@ class SearchExpense:
     gate_s: float
     warmup_s: float
     measured_s: float
+    measured_share: float
     waiting_s: float
     num_warm_starts: int
     num_cold_starts: int
@@ -53,6 +55,7 @@ def expense_of(history: RunHistory) -> SearchExpense:
         gate_s=parts.gate_s,
         warmup_s=parts.warmup_s,
         measured_s=parts.measured_s,
+        measured_share=parts.measured_s / max(history.launch_s, history.search_s, 1e-9),
         num_warm_starts=parts.num_warm,
         num_cold_starts=parts.num_cold,
         waiting_s=max(0.0, history.search_s - history.launch_s),
@@ -97,15 +100,15 @@ def unstable_words(history: RunHistory) -> str:
 
 
 def time_words(expense: SearchExpense) -> str:
-    """What the launches' seconds went into, and what lay between launches."""
+    """What the launches' seconds went into, with the share that measured, and what lay between launches."""
+    measured = f"measured {duration(expense.measured_s)} ({100 * expense.measured_share:.0f} %)"
     parts = (
-        ("measured", expense.measured_s),
         ("warm-up", expense.warmup_s),
         ("gate", expense.gate_s),
         (_starts_name(expense), expense.starts_s),
         ("waiting", expense.waiting_s),
     )
-    return ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts)
+    return ", ".join([measured, *(f"{name} {duration(seconds)}" for name, seconds in parts)])
 
 
 def _starts_name(expense: SearchExpense) -> str:

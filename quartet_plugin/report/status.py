@@ -28,7 +28,6 @@ from quartet_plugin.report.formatting import (
     duration,
     iteration_words,
     speedup_sentence,
-    speedup_spread,
     speedup_words,
 )
 from quartet_plugin.report.kept_knobs import kept_lines
@@ -36,11 +35,16 @@ from quartet_plugin.report.launch_words import launch_words
 from quartet_plugin.report.other_model import other_model_lines
 from quartet_plugin.report.search_expense import expense_lines, expense_of
 from quartet_plugin.report.shape_curve import shape_lines
+from quartet_plugin.report.speedups import speedup_pair
 from quartet_plugin.report.trial_table import label_of
 from quartet_plugin.space.plan_label import plan_label
 
 # What a regret compares untried plans with.
 WINNER, COMMAND, STAND_IN = "the winner", "your own command", "the stock plan that fits"
+_SCOPE = (
+    "untried plans alone are covered: a tried plan that was no finalist was measured once, and may be "
+    "faster than that single trial"
+)
 # The chance of a better plan from which on more trials are advised.
 LIKELY = 0.5
 
@@ -72,10 +76,7 @@ def status_lines(history: RunHistory) -> list[str]:
         words = label_of(best)
         lines.append(f"best      {name}{words}: {iteration_words(best.iteration_s or 0.0)} s/iteration{gain}")
     if history.winner is not None and history.winner.measurement is not None:
-        speedup = history.winner.measurement.speedup
-        lines.append(
-            f"winner    trial {history.winner.provenance.trial}: {speedup_spread(speedup)}, measured in turns"
-        )
+        lines.append(f"winner    trial {history.winner.provenance.trial}: {speedup_pair(history.winner)}")
         lines.append(f"{'':<10}{plan_label(history.winner)}")
         lines += other_model_lines(history)
         lines += choice_lines(history.winner)
@@ -239,7 +240,7 @@ def regret_base(history: RunHistory) -> str:
 
 
 def regret_lines(regret: Regret, *, compared_with: str, checks: Sequence[DriftMeasurement] = ()) -> list[str]:
-    """The estimate in up to four lines, the first one the figure.
+    """The estimate in up to five lines, the first one the figure.
 
     `compared_with` is WINNER, COMMAND or STAND_IN; `checks` are the run's drift checks.
     """
@@ -250,6 +251,7 @@ def regret_lines(regret: Regret, *, compared_with: str, checks: Sequence[DriftMe
         f"          most likely {clean(regret.likely or '', limit=200)}: the best in "
         f"{100 * regret.likely_chance:.0f} % of the draws",
         f"          {_basis(regret)}",
+        f"          {_SCOPE}",
         *(f"          {words}" for words in _doubt(compared_with, checks)),
     ]
 
@@ -263,7 +265,8 @@ def regret_words(regret: Regret, *, compared_with: str, checks: Sequence[DriftMe
     doubt = "".join(f" {words[:1].upper()}{words[1:]}." for words in _doubt(compared_with, checks))
     return (
         f"{figure[:1].upper()}{figure[1:]}. Most likely it would be {likely}, the best in "
-        f"{100 * regret.likely_chance:.0f} % of the draws. {basis[:1].upper()}{basis[1:]}.{doubt}"
+        f"{100 * regret.likely_chance:.0f} % of the draws. {basis[:1].upper()}{basis[1:]}. "
+        f"{_SCOPE[:1].upper()}{_SCOPE[1:]}.{doubt}"
     )
 
 

@@ -44,9 +44,17 @@ class Scalars:
         phase: Phase,
         time_left_s: float | None,
         position: LaunchPosition | None = None,
+        measured_share: float | None = None,
     ) -> None:
         """Pass the beginning of a launch on to the observer."""
-        self._observer.plan_started(label, plan, phase=phase, time_left_s=time_left_s, position=position)
+        self._observer.plan_started(
+            label,
+            plan,
+            phase=phase,
+            time_left_s=time_left_s,
+            position=position,
+            measured_share=measured_share,
+        )
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """Pass the launch's progress on to the observer."""

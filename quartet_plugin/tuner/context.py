@@ -69,6 +69,8 @@ class TimeBudget:
     _began: float = field(init=False)
     _shared_s: float = field(init=False, default=float("inf"))
     _walls: list[float] = field(init=False, default_factory=list)
+    _launched_s: float = field(init=False, default=0.0)
+    _measured_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self._began = self.clock()
@@ -76,6 +78,21 @@ class TimeBudget:
     def add(self, wall_s: float) -> None:
         """Count a launch that took `wall_s`."""
         self._walls.append(wall_s)
+
+    def add_measured(self, measured_s: float, *, wall_s: float) -> None:
+        """Count the measured iterations of a launch of this session that took `wall_s`."""
+        self._measured_s += measured_s
+        self._launched_s += wall_s
+
+    @property
+    def measured_share(self) -> float | None:
+        """The share of the session's time that went into measured iterations; None before a launch's end.
+
+        Of launches beside each other every one's time counts.
+        """
+        if not self._launched_s:
+            return None
+        return self._measured_s / max(self._launched_s, self.clock() - self._began)
 
     def expect_shorter(self, by_s: float) -> None:
         """Later launches will be shorter by `by_s` than those so far."""

@@ -318,7 +318,13 @@ class ParityKeeper:
             self.context.observer.message(f"parity checks take launches of their own: {why_apart}")
         self.context.fence()
         left_s = self.context.budget.remaining_s(num_launches=num_left + self.num_runs)
-        self.context.observer.plan_started(f"{trial} parity check", plan, phase="parity", time_left_s=left_s)
+        self.context.observer.plan_started(
+            f"{trial} parity check",
+            plan,
+            phase="parity",
+            time_left_s=left_s,
+            measured_share=self.context.budget.measured_share,
+        )
         self.context.events.add("parity", trial=trial, schedule=kind.label, time_left_s=left_s)
         try:
             receipt = self._run(plan)

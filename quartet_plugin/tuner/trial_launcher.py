@@ -183,7 +183,12 @@ class TrialLauncher:
         context.fence()
         left_s = context.budget.remaining_s(num_launches=num_left)
         context.observer.plan_started(
-            launch.label, launch.plan, phase=launch.phase, time_left_s=left_s, position=launch.position
+            launch.label,
+            launch.plan,
+            phase=launch.phase,
+            time_left_s=left_s,
+            position=launch.position,
+            measured_share=context.budget.measured_share,
         )
         context.events.add(
             "launch",
@@ -196,6 +201,7 @@ class TrialLauncher:
     def end(self, launch: TrialLaunch, result: TrialResult) -> None:
         """Count, log and show a launch that has ended."""
         self.learn(result, label=launch.label)
+        self.context.budget.add_measured(sum(result.iteration_s), wall_s=result.wall_s)
         self.context.events.add(
             "outcome", trial=launch.number, outcome=result.outcome.value, reason=result.reason
         )

@@ -57,9 +57,17 @@ class Watchers:
         phase: Phase,
         time_left_s: float | None,
         position: LaunchPosition | None = None,
+        measured_share: float | None = None,
     ) -> None:
         for observer in self.observers:
-            observer.plan_started(label, plan, phase=phase, time_left_s=time_left_s, position=position)
+            observer.plan_started(
+                label,
+                plan,
+                phase=phase,
+                time_left_s=time_left_s,
+                position=position,
+                measured_share=measured_share,
+            )
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         for observer in self.observers:

@@ -50,6 +50,22 @@ def test_plain_lines_are_one_an_event() -> None:
     assert "INFEASIBLE: out of memory [red]" in lines[-1]
 
 
+def test_a_launch_that_begins_says_what_share_of_the_time_measured() -> None:
+    words = "37 % of the time so far in measured iterations"
+    lines: list[str] = []
+    PlainLines(lines.append).plan_started("3", None, phase="search", time_left_s=30.0, measured_share=0.372)
+    assert lines == [f"trial 3: launch, 0 s; about 30 s left; {words}"]
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, color_system=None)
+    table = LiveTable(console)
+    table.plan_started("3", PLAN, phase="search", time_left_s=30.0, measured_share=0.372)
+    with console.capture() as captured:
+        console.print(table.render())
+    assert [line.rstrip() for line in captured.get().splitlines()[-2:]] == [
+        words,
+        "trial 3: launch, 0 s; about 30 s left",
+    ]
+
+
 def test_a_terminal_gets_a_table_that_stays() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=140, height=40)
@@ -119,7 +135,7 @@ def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -
     for number in range(1, 60):
         shown.plan_finished(replace(own, label=f"{number} round 1", plan=PLAN))
     shown.plan_finished(replace(own, label="60", plan=PLAN, versus_baseline=1.31, drift=0.72))
-    shown.plan_started("61", PLAN, phase="search", time_left_s=90.0)
+    shown.plan_started("61", PLAN, phase="search", time_left_s=90.0, measured_share=0.41)
     with console.capture() as captured:
         console.print(shown.render())
     lines = captured.get().splitlines()
@@ -128,7 +144,8 @@ def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -
     assert lines[-1].startswith("trial 61: launch")
     note = next(index for index, line in enumerate(lines) if line.startswith("* over the baseline"))
     assert " ".join(line.strip() for line in lines[note:-1]) == (
-        "* over the baseline as measured again, at 0.72x of its first speed"
+        "* over the baseline as measured again, at 0.72x of its first speed "
+        "41 % of the time so far in measured iterations"
     )
     assert lines[note - 1].startswith("61 ")
     assert lines[note - 1].rstrip().endswith("running")

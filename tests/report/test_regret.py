@@ -30,7 +30,7 @@ EVERY = Regret(
 
 
 def test_the_closing_lines_have_the_figure_the_plan_and_the_basis() -> None:
-    first, second, third = regret_lines(REGRET, compared_with=WINNER, checks=MOVED)
+    first, second, third, fourth = regret_lines(REGRET, compared_with=WINNER, checks=MOVED)
     assert first == (
         "regret    an untried plan may be faster than the winner by about 1.0 % (0.0 to 6.0 %), "
         "by more than 2 % with a chance of 30 %"
@@ -38,18 +38,24 @@ def test_the_closing_lines_have_the_figure_the_plan_and_the_basis() -> None:
     assert "pp2 mb2, 6+2, zb-h1: the best in 25 %" in second
     assert "160 untried plans of the 173 compared" in third
     assert third.endswith("; 12 trials and your own command were measured")
+    assert fourth.strip() == (
+        "untried plans alone are covered: a tried plan that was no finalist was measured once, and may be "
+        "faster than that single trial"
+    )
+    paragraph = regret_words(REGRET, compared_with=WINNER)
+    assert paragraph.endswith(f"were measured. U{fourth.strip()[1:]}.")
     assert regret_lines(EVERY, compared_with=WINNER) == ["regret    none: every plan of the space was tried"]
 
 
 def test_without_a_winner_the_figure_is_over_the_own_command_and_its_doubt_is_said() -> None:
     lines = regret_lines(REGRET, compared_with=COMMAND, checks=MOVED)
     assert lines[0].startswith("regret    an untried plan may be faster than your own command by about 1.0 %")
-    assert lines[3] == (
+    assert lines[4] == (
         "          the figure rests on the first measurement of your own command, which later ran at 2.11x "
         "of it: the gain may differ by as much"
     )
     steady = (DriftMeasurement(num_tried=10, ratio=1.08),)
-    assert len(regret_lines(REGRET, compared_with=COMMAND, checks=steady)) == 3
+    assert len(regret_lines(REGRET, compared_with=COMMAND, checks=steady)) == 4
     assert "2.11x of it: the gain may differ" in regret_words(REGRET, compared_with=COMMAND, checks=MOVED)
 
 

@@ -53,12 +53,15 @@ def test_what_is_not_measured_is_shown() -> None:
     parts = LaunchSeconds(gate_s=300.0, warmup_s=120.0, measured_s=900.0)
     run = history(launch_s=1800.0, launch_parts=parts, search_s=1860.0, winner=WINNER)
     words = (
-        "measured 15 min 00 s, warm-up 2 min 00 s, gate 5 min 00 s, starts and ends 8 min 00 s, "
+        "measured 15 min 00 s (48 %), warm-up 2 min 00 s, gate 5 min 00 s, starts and ends 8 min 00 s, "
         "waiting 1 min 00 s"
     )
     assert expense_lines(run)[1] == f"time      {words}"
     assert words in page(run, extras=Extras())
     assert status_record(run)["spent"]["starts_s"] == pytest.approx(480.0)
+    assert status_record(run)["spent"]["measured_share"] == pytest.approx(900 / 1860)
+    beside = replace(run, search_s=900.0)
+    assert status_record(beside)["spent"]["measured_share"] == pytest.approx(0.5)
 
 
 def test_starts_are_counted_where_some_are_warm() -> None:

@@ -22,15 +22,17 @@ LAUNCH_S = 10.0
 
 @dataclass
 class Estimates(Watching):
-    """Keeps the label and the seconds left of every launch."""
+    """Keeps the label, the seconds left and the share that measured of every launch."""
 
     starts: list[tuple[str, float | None]] = field(default_factory=list)
+    shares: list[float | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def plan_started(self, label: str, plan: Plan | None, **options: Any) -> None:
         self.starts.append((label, options["time_left_s"]))
+        self.shares.append(options["measured_share"])
         super().plan_started(label, plan, **options)
 
 
@@ -62,6 +64,8 @@ def test_the_time_left_shrinks_to_its_end(gain: float, tmp_path: Path) -> None:
     left = [(label, seconds) for label, seconds in watched.starts if seconds is not None]
     assert [label for label, seconds in watched.starts if seconds is None] == ["0"]
     assert any("parity check" in label for label, _ in left)
+    assert watched.shares[0] is None
+    assert all(share is not None and share > 0.0 for share in watched.shares[1:])
     for (before, before_s), (after, after_s) in pairwise(left):
         # A kind of schedules that has not run before is checked before its first trial.
         assert after_s <= before_s + (LAUNCH_S if "parity check" in before + after else 0.0), after

@@ -29,6 +29,19 @@ def test_trials_measure_fewer_iterations_where_time_is_short(limit_s: float | No
     assert found == expected
 
 
+def test_the_share_that_measures_is_of_the_session_or_of_launches_beside_each_other() -> None:
+    now = [100.0]
+    spent = TimeBudget(limit_s=None, clock=lambda: now[0])
+    assert spent.measured_share is None
+    now[0] = 140.0
+    spent.add_measured(10.0, wall_s=30.0)
+    assert spent.measured_share == pytest.approx(10 / 40), "10 s went into no launch"
+    spent.add_measured(10.0, wall_s=30.0)
+    assert spent.measured_share == pytest.approx(20 / 60), "two launches at once"
+    now[0] = 200.0
+    assert spent.measured_share == pytest.approx(20 / 100)
+
+
 def test_what_was_asked_is_never_more() -> None:
     assert iterations_in_time(2, iteration_s=2.6, budget=budget(100.0, launch_s=42.0)) == 2
 
