@@ -88,6 +88,62 @@ def test_what_a_search_keeps_unless_it_is_asked() -> None:
     assert set(re.findall(r"`(\w+)`", listed[1])) == kept
 
 
+# What the documents call the knobs whose default is the command's own value, besides their names.
+WORDS_OF_KEPT = {
+    "shape": ("width and depth",),
+    "context_parallel": ("context parallel",),
+    "distributed_optimizer": ("distributed optimizer", "optimizer's settings", "options"),
+    "sequence_parallel": ("sequence parallel",),
+    "tensor_partition": ("tensor partition", "matrix products"),
+    "recompute": (),
+    "expert_tensor_parallel": (),
+    "moe_token_dispatcher": ("token dispatcher",),
+    "overlap_grad_reduce": ("overlap of gradient", "overlaps"),
+    "overlap_param_gather": ("overlap of parameter",),
+    "ddp_bucket_size": ("bucket size of DDP",),
+}
+SEARCHED = re.compile(
+    r"\b(?:search|searches|tuner|it|quartet_plugin) (?:also )?(?:covers|chooses|tunes|varies|tries)\b"
+    r"|\b(?:is|are) (?:searched|tuned)\b|\bby default\b|\ball (?:native )?axes are there\b",
+    re.IGNORECASE,
+)
+ASKED = re.compile(
+    r"\b(?:only|unless|if|asks?|asked|names?|named|scaling|where|default stock|with (?:the key|a))\b"
+)
+
+
+def claims_that_a_kept_knob_is_searched(text: str) -> list[str]:
+    """The sentences and rows that say so of a knob whose default is stock, without a condition."""
+    words = [word for name, others in WORDS_OF_KEPT.items() for word in (f"`{name}`", *others)]
+    kept = re.compile(rf"\brecompute\b|{'|'.join(map(re.escape, words))}", re.IGNORECASE)
+    text = re.sub(r"^```.*?^```|^    .*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = re.split(r"\n\n|\n(?=\s*(?:[-*|]|\d+\.) ?)", text)
+    said = [part for block in blocks for part in re.split(r"(?<=[.]) ", " ".join(block.split()))]
+    return [part for part in said if kept.search(part) and SEARCHED.search(part) and not ASKED.search(part)]
+
+
+def test_no_page_says_that_a_search_covers_what_it_keeps() -> None:
+    assert WORDS_OF_KEPT.keys() == {knob.name for knob in KNOBS if knob.default == "stock"}
+    claims = {
+        str(path.relative_to(ROOT)): claims
+        for path in (*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")))
+        if (claims := claims_that_a_kept_knob_is_searched(path.read_text(encoding="utf-8")))
+    }
+    assert claims == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "The search covers everything: split, micro-batch, recompute and the optimizer's settings.",
+        "All native axes are there: split, mapping, recompute, options.",
+        "Layouts are searched, with `sequence_parallel`.",
+    ],
+)
+def test_a_wrong_claim_is_seen(wrong: str) -> None:
+    assert claims_that_a_kept_knob_is_searched(f"A page.\n\n- {wrong} An end.") != []
+
+
 def test_the_list_of_schedules_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "list"]) == 0
     rows = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()]

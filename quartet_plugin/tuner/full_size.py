@@ -32,7 +32,7 @@ from quartet_plugin.tuner.winner_choice import FinalistResult
 # The launches of each side in the comparison at full size.
 ROUNDS = 2
 RULE = (
-    "of the plans that are faster than your own command for certain in trials with fewer replicas, the one "
+    "of the plans that are proven faster than your own command in trials with fewer replicas, the one "
     "whose predicted throughput at full size is the highest"
 )
 _TWO_SIDED_95 = 1.96

@@ -22,7 +22,7 @@ CLEAR_GAIN = 1.05
 CLEAR_CHANCE = 0.9
 
 _RULE = (
-    "of the plans that are faster than your own command for certain, the fastest by the median ratio in the "
+    "of the plans that are proven faster than your own command, the fastest by the median ratio in the "
     "same rounds"
 )
 _RULE_OF_OTHER_MODELS = (
@@ -52,7 +52,7 @@ class FinalistResult:
 
     @property
     def is_win(self) -> bool:
-        """Whether it is faster than the baseline for certain, another model by a clear gain."""
+        """Whether it is proven faster than the baseline, another model by a clear gain."""
         return self.proven_after is not None and self.comparison.speedup.median >= self._least_gain
 
     @property

@@ -58,11 +58,9 @@ def test_a_runner_up_that_is_faster_is_said_with_the_reason() -> None:
         "same 5 rounds, faster at all with a chance of 90 %; too little, or too unsure, for another model"
     )
     unsure = replace(other_model, is_runner_up_other_model=False, is_runner_up_win=False)
-    assert choice_lines(chosen(unsure))[1].endswith(
-        "; trial 9 is not faster than your own command for certain"
-    )
+    assert choice_lines(chosen(unsure))[1].endswith("; trial 9 is not proven faster than your own command")
     assert choice_lines(chosen(replace(unsure, proof_level=0.00803)))[1].endswith(
-        "for certain: a proof asks for a chance of luck of 0.8 % or less, "
+        "your own command: a proof asks for a chance of luck of 0.8 % or less, "
         "a 95 % interval above 1.00x for 2.5 %"
     )
 
@@ -83,7 +81,7 @@ def test_few_shared_rounds_and_no_runner_up_are_said() -> None:
     assert choice_lines(chosen(unproven))[1].endswith(
         "; trial 9 left after 2 rounds, before it could be proven"
     )
-    assert "for certain" not in choice_lines(chosen(unproven))[1]
+    assert "not proven" not in choice_lines(chosen(unproven))[1]
     assert choice_lines(chosen(FinalChoice(rule="x")))[1].startswith("runner-up none")
 
 

@@ -184,7 +184,7 @@ def test_what_is_never_certain_is_given_up(tmp_path: Path) -> None:
     result = tune(begin(tmp_path / "r", study={"trials": 6, "top_k": 1}), machine, observer=watching)
     assert result.winner is None
     assert 3 <= len(result.rankings[0].comparison.round_ratios) <= 15
-    assert any("no plan is faster for certain" in text for text in watching.messages)
+    assert any("no plan is proven faster" in text for text in watching.messages)
 
 
 @pytest.mark.parametrize("fails_in", [2, 7])
