@@ -2,7 +2,7 @@
 
 import json
 import re
-import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -172,17 +172,47 @@ def test_every_program_of_the_benchmarks_is_there() -> None:
     assert [name for name in files if not (ROOT / name).is_file()] == []
 
 
-@pytest.mark.parametrize("page", ["plan-without-a-gpu.md", "schedule-by-hand.md"])
-def test_the_commands_of_a_page_run(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In the page's order; those that start a training are run by tests of training."""
-    text = (DOCS / "how-to" / page).read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    for name, block in re.findall(r"`(\w+\.json)`[^`]*?:\n\n```json\n(.*?)```", text, re.DOTALL):
-        (tmp_path / name).write_text(block, encoding="utf-8")
-    commands = [line.strip() for line in text.splitlines() if line.startswith("    quartet ")]
-    run = [command for command in commands if " -- " not in command]
-    assert len(run) >= 4
-    for command in run:
-        assert main(shlex.split(command)[1:]) == 0, (command, capsys.readouterr().err)
+# What README says of the times of its commands, by the first cell of the row in docs/benchmarks.md.
+FROM_NOTHING = {
+    "the disk space of `.venv`": r"into `\.venv`, which takes (about \d+ GB)",
+    "the demo, installation included": r"the demo takes (\d+ minutes), installation included",
+    "the tests of every change, after the demo": r"and the tests (\d+ minutes) more",
+    "the package with Megatron, in another environment": r"\[megatron\]' +# ([\d.]+ minutes)",
+}
+
+
+def rows_below(heading: str, page: str = "benchmarks.md") -> dict[str, list[str]]:
+    """The rows of the first table below a heading, by their first cell."""
+    _, _, text = (DOCS / page).read_text(encoding="utf-8").partition(f"\n## {heading}\n")
+    rows = re.findall(r"^\| (.*) \|$", text.partition("\n## ")[0], re.MULTILINE)
+    return {cells[0]: cells[1:] for row in rows if (cells := row.split(" | "))}
+
+
+def test_the_times_of_the_readme_are_those_of_the_benchmarks() -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    rows = rows_below("From nothing")
+    assert rows.keys() - {"what"} == FROM_NOTHING.keys()
+    for name, pattern in FROM_NOTHING.items():
+        assert re.findall(pattern, readme) == [rows[name][0]], name
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", rows[name][1]), name
+    contributing = text_of("contributing/index.md")
+    tests = rows["the tests of every change, after the demo"][0]
+    assert re.findall(r"runs the fast tests: (\d+ minutes)", contributing) == [tests]
+
+
+def test_the_readme_installs_the_wheel_of_this_version() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        version = tomllib.load(file)["project"]["version"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"pip install 'dist/quartet_plugin-{version}-py3-none-any.whl[megatron]'" in readme
+
+
+def test_every_target_that_is_not_run_with_every_change_has_its_last_result() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (names,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    run = re.findall(r"^make (\S+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    short = {"check", "clean", "reference", "system-packages"}
+    targets = {f"`make {name}`" for name in set(names.split()) - set(run) - short}
+    rows = rows_below("Longer runs")
+    assert rows.keys() - {"target"} == targets
+    assert all(re.fullmatch(r"—|\d{4}-\d\d-\d\d", rows[name][0]) and rows[name][1] for name in targets)
