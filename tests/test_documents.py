@@ -10,12 +10,12 @@ import typer
 
 from quartet_plugin.cli.main import build_app
 from tests.cli.test_every_command import CALLS
-from tests.test_names import EMPTY_PHRASES, retired_names
+from tests.test_names import EMPTY_PHRASES, RELATIVE_CLAUSES, retired_names
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")))
+DOCUMENTS = (*sorted(ROOT.glob("*.md")), ROOT / "patches" / "README.md", *sorted(DOCS.rglob("*.md")))
 # What every programmer reads without a glossary, and names that are written in capitals.
 COMMON = {"API", "CPU", "CSV", "CUDA", "GB", "GPU", "HTML", "HTTP", "JSON", "JWT", "LLM", "MPI", "SVG", "URL"}
 COMMON |= {"UTF", "YAML", "SIGHUP", "SIGINT", "SIGKILL", "SIGTERM", "SIGUSR"}
@@ -64,7 +64,9 @@ def test_no_document_has_an_empty_phrase_or_a_retired_name(path: Path) -> None:
     text = path.read_text(encoding="utf-8").partition("## Retired names")[0]
     names = {name for name in retired_names() if re.search(rf"`{name}`", text)}
     assert not names
-    assert not EMPTY_PHRASES.findall(" ".join(text.split()))
+    joined = " ".join(text.split())
+    assert not EMPTY_PHRASES.findall(joined)
+    assert not RELATIVE_CLAUSES.findall(joined)
 
 
 def has_long_word(line: str) -> bool:

@@ -12,8 +12,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "quartet_plugin"
 # Words that say nothing of what they name.
 WITHOUT_CONTENT = frozenset({"found", "one", "at", "it", "own", "what", "told", "mine", "ours"})
-# Phrases after which a reader asks which one, or how many.
-EMPTY_PHRASES = re.compile(r"\b(?:so many|of ours|ours)\b", re.IGNORECASE)
+# Phrases after which a reader asks which one, or how many; "that one" where no noun or clause follows.
+EMPTY_PHRASES = re.compile(
+    r"\b(?:so many|of ours|ours|that one(?=[.,;:)]|$)|(?:until|than|as) that one)\b", re.IGNORECASE
+)
+# Of documents also "what ... where ..." in one clause.
+RELATIVE_CLAUSES = re.compile(r"\bwhat (?:[\w`'-]+ ){1,8}where\b", re.IGNORECASE)
 # Parts that both adapters have, under one name.
 ADAPTER_TWINS = frozenset({"WeightGradients", "ParityMeter", "Seam"})
 ADAPTERS = ("megatron", "deepspeed")
@@ -117,6 +121,15 @@ def test_no_text_has_an_empty_phrase() -> None:
         if EMPTY_PHRASES.search(text)
     ]
     assert not empty, "\n".join(empty)
+
+
+def test_an_empty_phrase_is_seen() -> None:
+    for wrong in ("it waits until that one has ended", "Take that one.", "so many layers", "a plan of ours"):
+        assert EMPTY_PHRASES.search(wrong), wrong
+    for right in ("bytes that one device sends", "iterations that one of them needs", "that one device"):
+        assert not EMPTY_PHRASES.search(right), right
+    assert RELATIVE_CLAUSES.search("It prints what a layer keeps where it can.")
+    assert not RELATIVE_CLAUSES.search("It says what a layer keeps; where it can, it prints.")
 
 
 def test_every_public_thing_has_a_docstring() -> None:

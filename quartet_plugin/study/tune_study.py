@@ -226,7 +226,7 @@ class TuneStudy:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether a point waits: the next trial will be that one. A lost server is waited for."""
+        """Whether a point waits: the next trial takes it. A lost server is waited for."""
         return any(frozen.state.name == "WAITING" for frozen in self._trials_patiently())
 
     def enqueue(self, point: Params, plan: Plan) -> None:
