@@ -186,3 +186,17 @@ def test_the_commands_of_a_document_have_their_options(path: Path) -> None:
             wrong.append(f"{command}: no such command")
         wrong += [f"{command}: {option}" for option in sorted(named - taken)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_list_of_nightly_tests_has_every_file_with_one() -> None:
+    text = (DOCS / "contributing" / "index.md").read_text(encoding="utf-8")
+    _, _, text = text.partition("## What runs nightly\n")
+    listed = set(re.findall(r"`([\w/]+)`", text.partition("\n## ")[0]))
+    tests = ROOT / "tests"
+    marked = {
+        str(path.relative_to(tests).with_suffix(""))
+        for path in tests.rglob("test_*.py")
+        if re.search(r"mark\.nightly", path.read_text(encoding="utf-8"))
+    }
+    assert marked - listed == set()
+    assert {name for name in listed if "/" in name and not (tests / f"{name}.py").is_file()} == set()
