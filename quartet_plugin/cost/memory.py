@@ -157,6 +157,9 @@ def layer_activation_bytes(run: TrainingRun, *, experts: Experts | None) -> floa
     if experts is None:
         return t * (outside + inner + _ffn_bytes(run, shape.ffn_hidden_size / tp))
     routed = experts.experts_per_token * (size * h / tp + _ffn_bytes(run, experts.ffn_hidden_size / tp))
+    if run.software.plain_operations:
+        # The result is multiplied by the router's weight, and saved before and after.
+        routed += experts.experts_per_token * size * experts.ffn_hidden_size / tp
     shared = _ffn_bytes(run, experts.shared_ffn_hidden_size / tp)
     return t * (outside + inner + routed + shared + 8.0 * experts.num_experts)
 
@@ -317,8 +320,12 @@ def _attention_bytes(run: TrainingRun) -> float:
     if run.latent is not None:
         mla, heads = run.latent, shape.num_attention_heads / tp
         wide = mla.qk_head_dim + mla.qk_pos_emb_head_dim
-        compressed = 2 * (mla.q_lora_rank + mla.kv_lora_rank) + mla.qk_pos_emb_head_dim
-        return size * (compressed + heads * (2 * wide + 2 * mla.v_head_dim)) + 4 * heads
+        inner = size * heads * (2 * wide + 2 * mla.v_head_dim)
+        unfused = run.software.attention == "unfused"
+        inner += _scores_bytes(run) / run.tokens_per_microbatch if unfused else 4 * heads
+        if run.software.plain_operations:
+            return inner + plain_operations.compressed_bytes(run, mla)
+        return inner + size * (2 * (mla.q_lora_rank + mla.kv_lora_rank) + mla.qk_pos_emb_head_dim)
     d = shape.kv_channels
     heads, groups = shape.num_attention_heads / tp, max(1.0, shape.num_query_groups / tp)
     projected = size * (heads + 2 * groups) * d

@@ -6,6 +6,7 @@ first product.
 """
 
 from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.model.job_description import LatentAttention
 
 # Bytes of a number in fp32.
 SINGLE = 4.0
@@ -13,10 +14,24 @@ SINGLE = 4.0
 
 def norm_bytes(run: TrainingRun) -> float:
     """Bytes of one norm: its input and statistics; an RMSNorm's input and normalized input, in fp32."""
-    h = run.shape.hidden_size
+    return _norm_bytes(run, run.shape.hidden_size)
+
+
+def _norm_bytes(run: TrainingRun, width: int) -> float:
     if run.has_rms_norms:
-        return SINGLE * (2 * h + 1)
-    return float(run.element_bytes) * h + 2 * SINGLE
+        return SINGLE * (2 * width + 1)
+    return float(run.element_bytes) * width + 2 * SINGLE
+
+
+def compressed_bytes(run: TrainingRun, latent: LatentAttention) -> float:
+    """Bytes of latent attention before its heads: two norms and their outputs, cosines and sines.
+
+    The compressed keys are a view of what holds the key part with positions, too.
+    """
+    ranks, size = (latent.q_lora_rank, latent.kv_lora_rank), float(run.element_bytes)
+    norms = sum(_norm_bytes(run, rank) + size * rank for rank in ranks)
+    positions = size * latent.qk_pos_emb_head_dim
+    return norms + positions + 4 * positions / run.layout.micro_batch_size
 
 
 def gated_bytes(run: TrainingRun, ffn: float) -> float:

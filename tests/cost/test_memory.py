@@ -55,8 +55,21 @@ def test_published_peaks_with_gated_ffn_and_shards(tp: int, dp: int, gib: float)
     assert found.total / GIB == pytest.approx(gib, rel=0.03)
 
 
-def test_published_peak_with_experts() -> None:
-    assert peak_memory(run(EXPERTS)).total / GIB == pytest.approx(45.63, rel=0.03)
+V3 = {"hidden": 7168, "ffn": 18432, "experts": 256, "topk": 8, "moe_ffn": 2048, "vocab": 129280}
+PP2 = {"pp": 2, "dp": 4, "ep": 4, "gbs": 16}
+
+
+@pytest.mark.parametrize("factor", [1, 8])
+@pytest.mark.parametrize(
+    ("changes", "gib"), [({}, 45.63), (PP2, 44.70), (V3, 104.30), ({**V3, **PP2}, 114.00)]
+)
+def test_published_peaks_with_experts(changes: dict[str, Any], gib: float, factor: int) -> None:
+    """DeepSeek-V2 and V3 cut to four layers, on eight B200: what Megatron-Core allocated, with a batch and
+    with eight times it (SimuMax 1.2, docs/b200/b200_release_v1.2_summary.md).
+    """
+    batch = factor * changes.get("gbs", EXPERTS["gbs"])
+    found = peak_memory(run(EXPERTS, **{**changes, "gbs": batch}))
+    assert found.total / GIB == pytest.approx(gib, rel=0.03)
 
 
 def test_recompute_and_sharding_save_memory() -> None:
