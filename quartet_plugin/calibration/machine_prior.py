@@ -142,14 +142,15 @@ def machine_model_of(
     precision: HalfPrecision,
     machine: KnownMachine | None = None,
     settings: tuple[Setting, ...] = (),
+    features: tuple[str, ...] = (),
     experts: Experts | None = None,
     latent: LatentAttention | None = None,
     normalization: str | None = None,
 ) -> MachineModel:
     """The machine model of a run on `nodes`; `machine` has what is known beyond the nodes.
 
-    `settings` are those of the command, which plans change by name; `experts`, `latent` and `normalization`
-    are the model's.
+    `settings` are those of the command, which plans change by name, `features` what it turns on beside them;
+    `experts`, `latent` and `normalization` are the model's.
 
     Raises ConfigError where `machine` has other nodes.
     """
@@ -178,6 +179,7 @@ def machine_model_of(
         slowdown_index_of_slot=np.where(slowdowns >= 0, slowdowns + len(COEFFICIENTS), -1),
         memory_limit_bytes=machine.memory_limit_bytes,
         settings=settings,
+        features=features,
         experts=experts,
         latent=latent,
         normalization=normalization,

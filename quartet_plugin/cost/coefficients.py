@@ -50,8 +50,8 @@ class MachineModel:
     standard deviations of the coefficients' logarithms: of the named ones, then of the slowdowns of slots or
     nodes. `slowdown_index_of_slot` [num_slots] is the index of a slot's slowdown among the coefficients, -1
     where slots are not distinguished. `is_known`: the library has the device. `memory_limit_bytes` is the
-    least that a user gives a device. `settings`: the command's own. `experts`, `latent` and `normalization`
-    are the model's, which no plan changes.
+    least that a user gives a device. `settings` and `features`: the command's own. `experts`, `latent` and
+    `normalization` are the model's, which no plan changes.
     """
 
     nodes: tuple[NodeInfo, ...]
@@ -65,6 +65,7 @@ class MachineModel:
     slowdown_index_of_slot: IntArray
     memory_limit_bytes: int | None = None
     settings: tuple[Setting, ...] = ()
+    features: tuple[str, ...] = ()
     experts: Experts | None = None
     latent: LatentAttention | None = None
     normalization: str | None = None

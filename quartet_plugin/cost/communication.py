@@ -173,6 +173,8 @@ def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) ->
     ep = run.layout.expert_parallel
     if ep == 1:
         return Times()
+    if run.software.gathers_tokens:
+        return _gathered_tokens(run, constants, experts)
     ranks = group(run.machines, constants, size=ep, stride=run.expert_shards)
     size = (
         run.element_bytes
@@ -184,6 +186,23 @@ def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) ->
     share = _share_sent(experts, ranks.num_domains) if run.software.sends_once_a_domain else 1.0
     once = exchange_s(ranks, run.machines, constants, size / run.layout.tensor_parallel, outside_share=share)
     return Times(2 * once, 2 * once, 0.0)
+
+
+def _gathered_tokens(run: TrainingRun, constants: Constants, experts: Experts) -> Times:
+    """The time of bringing a layer's tokens to all devices of its experts, and their outputs back.
+
+    Each device gathers the tokens of all that share the experts, their probabilities and choices, whatever
+    the routing, and scatters sums of as many outputs; the backward does the reverse
+    (`MoEAllGatherTokenDispatcher`). What shares of tensor parallelism gather of each other is theirs.
+    """
+    shards, ep = run.expert_shards, run.layout.expert_parallel
+    ranks = group(run.machines, constants, size=shards * ep, stride=1)
+    tokens = run.tokens_per_microbatch * shards / run.layout.tensor_parallel * (ep - 1)
+    outputs_s = run.element_bytes * tokens * run.shape.hidden_size / ranks.bytes_per_s + ranks.ring_latency_s
+    probabilities_s = run.element_bytes * tokens * experts.num_experts / ranks.bytes_per_s
+    choices_s = tokens * experts.num_experts / ranks.bytes_per_s
+    both = 2.0 * outputs_s + probabilities_s
+    return Times(both + choices_s, both, 0.0)
 
 
 def _share_sent(experts: Experts, num_domains: int) -> float:

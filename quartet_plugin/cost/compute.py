@@ -314,8 +314,8 @@ def _experts(run: TrainingRun, rates: Rates, experts: Experts) -> tuple[Times, f
         routed = routed.plus(_gemms(rates, t, shared))
     width = (experts.ffn_hidden_size * experts.experts_per_token + experts.shared_ffn_hidden_size) / tp
     # Permute before and after the exchange and back: four copies of every routed token, or two where the
-    # dispatcher brings tokens into the order of experts by itself.
-    copies = 2.0 if run.software.sends_once_a_domain else 4.0
+    # dispatcher brings tokens into the order of experts by itself, or where all tokens are gathered.
+    copies = 2.0 if run.software.sends_once_a_domain or run.software.gathers_tokens else 4.0
     return routed, width, 2.0 * arriving * h * 2 * copies
 
 

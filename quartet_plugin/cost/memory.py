@@ -373,4 +373,12 @@ def _temporary(run: TrainingRun, *, first: bool, last: bool) -> float:
     if run.layout.recompute == "full":
         backward += layer_activation_bytes(run, experts=None)
     backward += layer_partition.buffer_bytes(run)
-    return gradients + max(backward, logits) + run.software.bucket_bytes
+    return gradients + max(backward, logits) + run.software.bucket_bytes + _gathered_bytes(run)
+
+
+def _gathered_bytes(run: TrainingRun) -> float:
+    """Bytes of the buffer that stays allocated for the tokens that experts' devices gather of each other."""
+    if run.experts is None or not run.software.gathers_tokens or run.layout.expert_parallel == 1:
+        return 0.0
+    tokens = run.tokens_per_microbatch * run.expert_shards / run.layout.tensor_parallel
+    return run.element_bytes * tokens * run.layout.expert_parallel * run.shape.hidden_size

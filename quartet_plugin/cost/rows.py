@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 
 from quartet_plugin.cost.devices import DeviceSpec, device_named
 from quartet_plugin.cost.run import (
-    FORCED_IMBALANCE,
-    IMBALANCE,
     HalfPrecision,
     Overlap,
     ScheduleKind,
@@ -20,7 +18,7 @@ from quartet_plugin.cost.run import (
     TrainingRun,
     UniformCluster,
 )
-from quartet_plugin.cost.software import software_named
+from quartet_plugin.cost.software import imbalance_of, software_named, with_features
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import field_path
 from quartet_plugin.model.huggingface import model_section
@@ -192,7 +190,8 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
     software = _software(row, assumed)
     if software.tensor_overlap is Overlap.FULL and "fp8" in (row.precision or ""):
         software = replace(software, parameter_bytes=1)
-    software = _with_knobs(software, row.knobs or {})
+    features = _features(row)
+    software = with_features(software, features)
     device = device_named(row.gpu, extra=devices)
     shape, experts, latent = _shape(row, assumed)
     layout, num_microbatches = _layout(row, assumed, warnings)
@@ -225,7 +224,7 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
         has_block_scales=any(name in (row.precision or "").lower() for name in BLOCK_SCALED),
         recomputed_layers=_recomputed_layers(row),
         mtp_layers=row.mtp_layers or 0,
-        imbalance=FORCED_IMBALANCE if row.forced_balance else IMBALANCE,
+        imbalance=imbalance_of(features),
     )
     return Resolved(run, assumed, warnings)
 
@@ -266,19 +265,17 @@ def _software(row: Row, assumed: dict[str, Any]) -> Software:
     return software
 
 
-# The share of the kernels of a layer with experts that a scope of CUDA graphs replays.
-_GRAPHED = {"attn": 0.3, "moe_router": 0.15, "moe_preprocess": 0.15, "mlp": 0.1}
-
-
-def _with_knobs(software: Software, knobs: Mapping[str, Any]) -> Software:
-    """The behaviour under the stated settings of experts."""
+def _features(row: Row) -> list[str]:
+    """The features of the stated settings of experts, by the names that a command's have."""
+    knobs = row.knobs or {}
     scopes = knobs.get("cuda_graph_scope") if knobs.get("cuda_graph_impl") not in (None, "none") else None
-    return replace(
-        software,
-        graphed_share=sum(_GRAPHED.get(str(scope), 0.0) for scope in scopes or ()),
-        expert_overlap=knobs.get("moe_a2a_overlap") is True,
-        sends_once_a_domain=knobs.get("moe_flex_dispatcher_backend") in ("deepep", "hybridep"),
-    )
+    features = [f"graphed_{scope}" for scope in ([] if isinstance(scopes, str) else scopes or [])]
+    if knobs.get("moe_a2a_overlap") is True:
+        features.append("overlap_moe")
+    backend = knobs.get("moe_flex_dispatcher_backend")
+    if isinstance(backend, str):
+        features.append(f"moe_{backend}")
+    return [*features, "moe_forced_balance"] if row.forced_balance else features
 
 
 def _shape(row: Row, assumed: dict[str, Any]) -> tuple[ModelShape, Experts | None, LatentAttention | None]:

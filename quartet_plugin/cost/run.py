@@ -101,6 +101,7 @@ class Software:
     `expert_overlap`: experts' all-to-all of one microbatch runs beside another's computation.
     `graphed_share`: the share of a layer's kernels that are replayed from graphs of its parts.
     `sends_once_a_domain`: a dispatcher that sends a token to another domain once, for all its experts there.
+    `gathers_tokens`: experts' devices gather all tokens of each other, and reduce their outputs back.
     `gathers_narrow`: sequence parallelism gathers the narrow operands of products in 8 or 4 bits.
     `plain_operations`: norms, rotations, activations and attention are PyTorch's operations one by one, each
     of which saves its operands.
@@ -141,6 +142,7 @@ class Software:
     shares_memory: bool = False
     expert_overlap: bool = False
     sends_once_a_domain: bool = False
+    gathers_tokens: bool = False
     graphed_share: float = 0.0
     gathers_narrow: bool = True
     plain_operations: bool = False

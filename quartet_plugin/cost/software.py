@@ -4,11 +4,11 @@ Published tables name a framework and sometimes an option; the rules from these 
 oldest first, so that a reader can argue with each. An unknown name counts as today's Megatron-Core.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quartet_plugin.cost.run import Overlap, Software
+from quartet_plugin.cost.run import FORCED_IMBALANCE, IMBALANCE, Overlap, Software
 from quartet_plugin.model.layout import SettingValue
 
 # GPT-2 and GPT-3 recipes train with dropout, materialize the attention scores and reduce half gradients.
@@ -27,6 +27,17 @@ _EARLY = Software(
     keeps_gathered_inputs=False,
 )
 _CORE = Software()
+
+# The share of the kernels of a layer with experts that a part in CUDA graphs replays.
+_GRAPHED = {
+    "graphed_attn": 0.3,
+    "graphed_moe_router": 0.15,
+    "graphed_moe_preprocess": 0.15,
+    "graphed_mlp": 0.1,
+    "graphed_layer": 1.0,
+}
+# Dispatchers that send a token to another domain once, and order it there by themselves.
+_SENDS_ONCE = frozenset({"moe_deepep", "moe_hybridep"})
 
 
 def software_named(
@@ -49,6 +60,28 @@ def software_named(
     return _with_options(software, options or {})
 
 
+def with_features(software: Software, features: Iterable[str]) -> Software:
+    """The behaviour under features of a job, by the names of `model.megatron_arguments.features_of`.
+
+    On processors nothing is replayed from graphs, and collectives stop the computation whatever a flag says.
+    """
+    names = frozenset(features)
+    if software.plain_operations:
+        return software
+    return replace(
+        software,
+        graphs=software.graphs or "graphed_iteration" in names,
+        graphed_share=min(1.0, sum(share for name, share in _GRAPHED.items() if name in names)),
+        expert_overlap="overlap_moe" in names,
+        sends_once_a_domain=bool(_SENDS_ONCE & names),
+    )
+
+
+def imbalance_of(features: Iterable[str]) -> float:
+    """Tokens of the fullest device of an expert group, over the mean, under features of a job."""
+    return FORCED_IMBALANCE if "moe_forced_balance" in frozenset(features) else IMBALANCE
+
+
 def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> Software:
     """The behaviour under settings of Megatron, by the names of their knobs; an absent one changes nothing.
 
@@ -59,6 +92,7 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
         data_overlap=software.data_overlap and settings.get("overlap_grad_reduce", True) is True,
         gather_overlap=software.gather_overlap and settings.get("overlap_param_gather", True) is True,
         bucket_elements=float(settings.get("ddp_bucket_size") or software.bucket_elements),
+        gathers_tokens=settings.get("moe_token_dispatcher") == "allgather",
     )
 
 

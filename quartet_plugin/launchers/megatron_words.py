@@ -61,7 +61,11 @@ TEXTS: dict[str, str | int | None] = {
     "fp8": None,
     "moe_layer_freq": 1,
     "moe_token_dispatcher_type": "allgather",
+    "moe_flex_dispatcher_backend": "deepep",
+    "cuda_graph_impl": "none",
 }
+# Flags with several values.
+LISTS: dict[str, list[str] | None] = {"cuda_graph_modules": [], "cuda_graph_scope_deprecated": None}
 SWITCHES = (
     "group_query_attention",
     "swiglu",
@@ -75,11 +79,16 @@ SWITCHES = (
     "bf16",
     "fp16",
     "multi_latent_attention",
+    "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute",
+    "moe_shared_expert_overlap",
+    "moe_router_force_load_balancing",
 )
 NAMED = {
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
     "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+    "cuda_graph_scope_deprecated": "--cuda-graph-scope",
 }
 _DESTS = {flag: dest for dest, flag in NAMED.items()}
 # What makes a job that the planner cannot describe.
@@ -119,7 +128,7 @@ def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
 
     Raises ConfigError, naming the flag, for a value that is none and for a job that no plan describes.
     """
-    values: dict[str, Any] = {**NUMBERS, **TEXTS, **dict.fromkeys(SWITCHES, False)}
+    values: dict[str, Any] = {**NUMBERS, **TEXTS, **LISTS, **dict.fromkeys(SWITCHES, False)}
     unread: list[str] = []
     for flag, given in flags_among(words):
         dest = _DESTS.get(flag, flag[2:].replace("-", "_"))
@@ -135,6 +144,8 @@ def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
             values[dest] = _number(flag, given)
         elif dest in TEXTS:
             values[dest] = _value(flag, given)
+        elif dest in LISTS:
+            values[dest] = list(given)
         else:
             unread.append(flag)
     if isinstance(values["moe_layer_freq"], str):

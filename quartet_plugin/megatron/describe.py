@@ -10,7 +10,6 @@ from typing import Any
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.megatron.side_effects import REMOVED
 from quartet_plugin.model.frameworks import MEGATRON
-from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.megatron_arguments import (
     experts_of,
     features_of,
@@ -23,17 +22,11 @@ from quartet_plugin.model.megatron_arguments import (
     split_of,
 )
 from quartet_plugin.space.features import FEWER_STAGES
-from quartet_plugin.space.knobs.registry import SETTINGS
+from quartet_plugin.space.knobs.registry import settings_of
 from quartet_plugin.space.needed_flags import missing_flag_features
 from quartet_plugin.space.runtime_refusals import REFUSED, refusal
 
 FRAMEWORK = MEGATRON.framework
-
-
-def settings_of(args: Namespace) -> list[Setting]:
-    """The values of the settings that a plan can change, as the arguments have them."""
-    values = {knob.name: knob.read(args) for knob in SETTINGS}
-    return [Setting(name=name, value=value) for name, value in values.items() if value is not None]
 
 
 def as_user_wrote(args: Namespace, as_written: Namespace) -> Namespace:

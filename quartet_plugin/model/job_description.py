@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import Cluster, Name, Positive
-from quartet_plugin.model.schema import ADDED, Bounds, record
+from quartet_plugin.model.layout import Setting
+from quartet_plugin.model.schema import ADDED, Bounds, Length, record
 from quartet_plugin.model.shape import ModelShape
 
 JobPrecision = Literal["bf16", "fp16", "fp8", "fp32"]
@@ -84,8 +85,9 @@ class JobDescription:
 
     `price_per_device_hour` is in the user's currency, `num_tokens` are those that the whole job trains on.
     The hardware is `devices` where all are equal, `cluster` where it is described in full. `vocab_size` is
-    the vocabulary as the file has it, where the plan's is padded for every tensor-parallel size. Raises
-    ConfigError where the hardware is neither or both.
+    the vocabulary as the file has it, where the plan's is padded for every tensor-parallel size. `features`
+    and `settings` are those of a command that its plans are limited or predicted by. Raises ConfigError where
+    the hardware is neither or both.
     """
 
     precision: JobPrecision
@@ -97,6 +99,8 @@ class JobDescription:
     price_per_device_hour: Annotated[float, Bounds(ge=0, le=1e9)] | None = field(default=None, metadata=ADDED)
     num_tokens: Annotated[float, Bounds(gt=0, le=1e18)] | None = field(default=None, metadata=ADDED)
     vocab_size: Annotated[int, Bounds(ge=1, le=2**31)] | None = field(default=None, metadata=ADDED)
+    features: Annotated[tuple[Name, ...], Length(most=1_000)] | None = field(default=None, metadata=ADDED)
+    settings: Annotated[tuple[Setting, ...], Length(most=1_000)] | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if (self.devices is None) == (self.cluster is None):

@@ -55,6 +55,9 @@ FEATURES = {
     "gpu_sniff_test": ("gpu_sniff_test_interval",),
 }
 
+# Parts of a layer that Megatron captures in CUDA graphs and whose share of its kernels is known.
+GRAPHED_PARTS = ("attn", "mlp", "moe_router", "moe_preprocess")
+
 
 def value_in_words(value: Any) -> Any:
     """A value as its flag takes it: of a member of an enumeration the name, any other value as it is."""
@@ -422,7 +425,7 @@ def features_of(args: Namespace) -> list[str]:
     loader = getattr(args, "dataloader_type", None)
     if loader not in (None, "single"):
         features.append("cyclic_data" if loader == "cyclic" else "external_data")
-    return sorted({*features, *_router_features(args)})
+    return sorted({*features, *_router_features(args), *_graphed_features(args)})
 
 
 def _router_features(args: Namespace) -> list[str]:
@@ -446,11 +449,30 @@ def _router_features(args: Namespace) -> list[str]:
         features.append("moe_capacity")
     if _optional(args, "moe_token_dispatcher_type") == "flex":
         features.append("moe_flex_dispatcher")
+        backend = _optional(args, "moe_flex_dispatcher_backend") or "deepep"
+        features += [f"moe_{backend}"] if backend in ("deepep", "hybridep") else []
+    if _is_on(args, "moe_router_force_load_balancing"):
+        features.append("moe_forced_balance")
     if _is_on(args, "moe_shared_expert_overlap"):
         features.append("moe_shared_expert_overlap")
     if _has_other_expert_shards(args):
         features.append("expert_tensor_parallel")
     return features
+
+
+def _graphed_features(args: Namespace) -> list[str]:
+    """What is replayed from CUDA graphs: parts of a layer, whole layers or the iteration."""
+    impl = _optional(args, "cuda_graph_impl")
+    if impl in (None, "none"):
+        return []
+    # Releases before 0.19 name the parts a scope; 0.19 keeps the old flag's value apart until it validates.
+    names = ("cuda_graph_modules", "cuda_graph_scope_deprecated", "cuda_graph_scope")
+    parts = [str(value_in_words(part)) for name in names for part in _listed(_optional(args, name))]
+    if impl == "full_iteration" or "full_iteration" in parts:
+        return ["graphed_iteration"]
+    return [f"graphed_{part}" for part in parts if part in GRAPHED_PARTS] or (
+        [] if set(parts) - {"full"} else ["graphed_layer"]
+    )
 
 
 def _is_last_layer_dense(args: Namespace) -> bool:

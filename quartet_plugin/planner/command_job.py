@@ -14,6 +14,7 @@ from quartet_plugin.model.files import shown
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.megatron_arguments import (
     experts_of,
+    features_of,
     has_mtp_on_inner_stage,
     latent_attention_of,
     layout_of,
@@ -26,8 +27,20 @@ from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.job import PlanRequest, parse_job
-from quartet_plugin.space.knobs.token_dispatcher import FLEX
+from quartet_plugin.space.knobs.expert_tensor_parallel import WHOLE
+from quartet_plugin.space.knobs.registry import settings_of
 
+# How the features begin that plans are limited or predicted by; shape and layout have the others.
+_READ = (
+    "moe_flex",
+    "moe_deepep",
+    "moe_hybridep",
+    "moe_shared",
+    "moe_forced",
+    "overlap_moe",
+    "cuda_graphs",
+    "graphed_",
+)
 # Keys of a job that the command says instead.
 _SAID = ("model", "batch")
 
@@ -98,12 +111,7 @@ def job_of_command(
             "devices that the command trains on"
         )
     layout = layout_of(args, world_size=num_devices)
-    expert_tensor = args.expert_tensor_parallel_size
-    if expert_tensor not in (None, layout.tensor_parallel):
-        raise ConfigError(
-            f"--expert-tensor-parallel-size: {expert_tensor}; must be the tensor-parallel size "
-            f"({layout.tensor_parallel}) for a plan, or left out"
-        )
+    _check_expert_shards(args, layout)
     if has_mtp_on_inner_stage(args):
         raise ConfigError(
             "--pipeline-model-parallel-layout: multi-token prediction before the last stage; a plan has its "
@@ -116,7 +124,13 @@ def job_of_command(
     request = parse_job(whole, where="command", devices=devices, folder=folder)
     return CommandJob(
         # The command's own padding, so that the plan fits the command.
-        request=replace(request, shape=shape, vocab_size=None, features=_features(args)),
+        request=replace(
+            request,
+            shape=shape,
+            vocab_size=None,
+            features=_features(args),
+            settings=tuple(settings_of(args)) if args.num_experts else (),
+        ),
         layout=layout,
         split=split_of(args),
         schedule=schedule_of(args),
@@ -125,8 +139,24 @@ def job_of_command(
 
 
 def _features(args: Namespace) -> tuple[str, ...]:
-    is_flex = args.num_experts and args.moe_token_dispatcher_type == FLEX
-    return ("moe_flex_dispatcher",) if is_flex else ()
+    """The command's features by which plans are limited or predicted and that no other field has."""
+    return tuple(name for name in features_of(args) if name.startswith(_READ))
+
+
+def _check_expert_shards(args: Namespace, layout: Layout) -> None:
+    """Raises ConfigError for experts that tensor-parallel devices share as no plan has it."""
+    shards, tp = args.expert_tensor_parallel_size, layout.tensor_parallel
+    if shards not in (None, WHOLE, tp):
+        raise ConfigError(
+            f"--expert-tensor-parallel-size: {shards}; must be {WHOLE}, or the tensor-parallel size ({tp}), "
+            "for a plan, or left out"
+        )
+    copies = layout.data_parallel * layout.context_parallel
+    if args.num_experts and copies % layout.expert_parallel:
+        raise ConfigError(
+            f"--expert-model-parallel-size: {layout.expert_parallel}; must divide DP x CP ({copies}) for a "
+            "plan, which spreads experts over copies of the model"
+        )
 
 
 def _section(sections: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -34,6 +34,8 @@ def description_of(job: PlanRequest) -> JobDescription:
         price_per_device_hour=job.cost.price_per_device_hour,
         num_tokens=job.cost.tokens,
         vocab_size=job.vocab_size,
+        features=job.features or None,
+        settings=job.settings or None,
     )
 
 
@@ -67,4 +69,6 @@ def request_of(
         cost=CostSection(price_per_device_hour=said.price_per_device_hour, tokens=said.num_tokens),
         vocab_size=said.vocab_size,
         mtp_layers=plan.made_for.mtp_layers or 0,
+        features=said.features or (),
+        settings=said.settings or (),
     )

@@ -11,10 +11,12 @@ from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
 from quartet_plugin.space.knobs.tensor_partition import REFUSED_FEATURES
 from quartet_plugin.space.layouts import stock_choice
 from quartet_plugin.space.rules import LayoutRules
-from quartet_plugin.space.runtime_refusals import GROUPED_EXPERTS
+from quartet_plugin.space.runtime_refusals import GROUPED_EXPERTS, REFUSED
 
 # The release that a plan is for where no Megatron is here and none is asked for.
 DEFAULT_RELEASE = "0.19.2"
+
+_ARGUMENTS = {"cuda_graphs": "cuda_graph_impl", "overlap_moe": "overlap_moe_expert_parallel_comm"}
 
 # Of one device, micro-batch 1.
 _ONE = Layout(
@@ -50,7 +52,16 @@ def rules_of(job: PlanRequest) -> LayoutRules:
         search=search.model_copy(update={"schedule": schedule, "forbid": ()}),
         is_planned=True,
         scale_up_devices=job.largest_tensor_parallel,
+        no_custom_schedules=next(
+            (f"{refused.flag}: {refused.reason}" for refused in REFUSED if refused.dest in _refused(job)),
+            None,
+        ),
     )
+
+
+def _refused(job: PlanRequest) -> set[str]:
+    """The arguments of a command's features that no custom schedule runs with."""
+    return {_ARGUMENTS[name] for name in job.features if name in _ARGUMENTS}
 
 
 def described_search(job: PlanRequest) -> PlanSearch:
@@ -79,6 +90,7 @@ def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...])
             *(name for name, is_on in (("fp8", job.precision == "fp8"), ("mtp", job.mtp_layers)) if is_on),
         ),
         neutralised=(),
+        settings=job.settings or None,
         full_backward=None if job.experts is None else GROUPED_EXPERTS,
         layer_impl="transformer_engine",
         experts=job.experts,

@@ -29,12 +29,13 @@ from quartet_plugin.cost.run import (
     run_of,
     uniform_cluster_of_device,
 )
+from quartet_plugin.cost.software import imbalance_of, with_features, with_settings
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.cluster import parse_cluster, read_cluster
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.job_description import Experts, JobPrecision, LatentAttention, mean_layers
-from quartet_plugin.model.layout import Layout, Recompute
+from quartet_plugin.model.layout import Layout, Recompute, Setting, SettingValue
 from quartet_plugin.model.plan import MAX_RANKS, STOCK, NodeInfo
 from quartet_plugin.model.sections import Section, load_yaml, validate
 from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS, ModelShape
@@ -182,8 +183,8 @@ class PlanRequest:
     `vocab_size` where that is known.
 
     `machines` are equal devices; where `cluster` is given they have its fastest device and slowest link.
-    `rules` are those of a study's space, None for a job that is described and not run. `features` are
-    those of a command that limit its plans and that no other field has.
+    `rules` are those of a study's space, None for a job that is described and not run. `features`
+    and `settings` are those of a command that limit its plans or are priced, and that no other field has.
     """
 
     shape: ModelShape
@@ -200,6 +201,7 @@ class PlanRequest:
     normalization: str | None = None
     mtp_layers: int = 0
     features: tuple[str, ...] = ()
+    settings: tuple[Setting, ...] = ()
 
     @property
     def half(self) -> HalfPrecision:
@@ -210,7 +212,12 @@ class PlanRequest:
     def software(self) -> Software:
         """The software's properties: on processors plain fp32 operations."""
         on_cpu = self.precision == "fp32" and self.machines.device.generation in PROCESSORS
-        return ON_CPU if on_cpu else Software()
+        software = with_features(ON_CPU if on_cpu else Software(), self.features)
+        return with_settings(software, self._values)
+
+    @property
+    def _values(self) -> dict[str, SettingValue]:
+        return {setting.name: setting.value for setting in self.settings}
 
     def run(
         self,
@@ -241,6 +248,8 @@ class PlanRequest:
             latent=self.latent if mean == shape else None,
             normalization=self.normalization,
             mtp_layers=self.mtp_layers,
+            has_whole_experts=self._values.get("expert_tensor_parallel") == 1,
+            imbalance=imbalance_of(self.features),
         )
 
     @property

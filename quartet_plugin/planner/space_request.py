@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from quartet_plugin.calibration.machine_prior import KnownDevices, KnownMachine, devices_of
 from quartet_plugin.model.job_description import JobPrecision
+from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.plan import STOCK
 from quartet_plugin.planner.job import PlanRequest, PlanScaling, PlanSearch
 from quartet_plugin.space.config import TABLE_SCHEDULES, ScalingConfig
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.forbidden import table_rules
+from quartet_plugin.space.knobs.registry import SETTINGS
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.space.rules import LayoutRules
 
@@ -40,9 +42,17 @@ def request_of_space(space: Space, *, machine: KnownMachine) -> PlanRequest:
         latent=job.latent,
         normalization=job.normalization,
         mtp_layers=job.mtp_layers or 0,
+        features=job.features,
+        settings=_kept_settings(space),
         cluster=devices.cluster,
         rules=_rules(space),
     )
+
+
+def _kept_settings(space: Space) -> tuple[Setting, ...]:
+    """The command's settings that the search leaves as they are; others have the framework's usual value."""
+    kept = {knob.name for knob in SETTINGS if space.search.requested(knob.name) == (STOCK,)}
+    return tuple(setting for setting in space.job.settings or () if setting.name in kept)
 
 
 def _precision(space: Space, devices: KnownDevices) -> JobPrecision:

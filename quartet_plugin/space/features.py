@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from quartet_plugin.model.megatron_arguments import GRAPHED_PARTS
 from quartet_plugin.space.axes import Axis
 from quartet_plugin.space.needed_flags import axes_without
 
@@ -67,6 +68,9 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     # A plan has one tensor-parallel size, the experts' too, or whole experts; they are spread over copies.
     "expert_tensor_parallel": frozenset({Axis.DEGREES}),
     "moe_shared_expert_overlap": _NONE,
+    # Read for predictions alone: the flex dispatcher's kernels, random routing, what graphs replay.
+    **dict.fromkeys(("moe_deepep", "moe_hybridep", "moe_forced_balance"), _NONE),
+    **dict.fromkeys((f"graphed_{part}" for part in (*GRAPHED_PARTS, "layer", "iteration")), _NONE),
     # It needs virtual stages where there is a pipeline, and a degree of experts: rules of these knobs.
     "overlap_moe": _SCALING,
     # No shape scales the layers of multi-token prediction. They lie on the last stage, before the head; a

@@ -87,6 +87,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
             precision=space.job.precision,
             machine=known,
             settings=space.job.settings or (),
+            features=space.job.features,
             experts=space.job.experts,
             latent=space.job.latent,
             normalization=space.job.normalization,

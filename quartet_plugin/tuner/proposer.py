@@ -53,6 +53,7 @@ def predictor_of(space: Space, *, run: TuningRun, machine: KnownMachine) -> Plan
             precision=space.job.precision,
             machine=machine,
             settings=space.job.settings or (),
+            features=space.job.features,
             experts=space.job.experts,
             latent=space.job.latent,
             normalization=space.job.normalization,

@@ -12,6 +12,7 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import read_plan
 from quartet_plugin.planner.command_job import job_of_command
+from quartet_plugin.planner.described_job import request_of
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import parse_job
 from tests.model.clusters import make_cluster
@@ -52,8 +53,13 @@ def test_the_request_is_the_one_of_a_job_file() -> None:
     }
     cost = {"tokens": 100 * 16 * 1024.0}
     job = {"model": model, "cluster": CLUSTER, "batch": {"global_batch_size": 16}, "cost": cost}
-    # The command's own padding is the plan's.
-    assert read.request == replace(parse_job(job, where="job"), vocab_size=None)
+    # The command's own padding is the plan's, and so are its settings of experts.
+    settings = read.request.settings
+    assert read.request == replace(parse_job(job, where="job"), vocab_size=None, settings=settings)
+    assert {setting.name: setting.value for setting in settings} == {
+        "expert_tensor_parallel": 0,
+        "moe_token_dispatcher": "allgather",
+    }
     layout = read.layout
     assert (layout.tensor_parallel, layout.pipeline_parallel, layout.data_parallel) == (2, 2, 2)
     assert read.split.transformer_layers_per_stage == (4, 4)
@@ -68,6 +74,65 @@ def test_a_dispatcher_that_limits_orders_of_ranks_limits_those_of_plans(
     read = job_of_command(parse_command(words(more)), sections={"cluster": "H100"})
     assert rules_of(read.request).order_rules.keeps_experts == is_limited
     assert "--moe-token-dispatcher-type" not in read.unread
+
+
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --sequence-parallel"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("", {"gathers_tokens": True}),
+        ("--moe-token-dispatcher-type alltoall", {}),
+        ("--moe-token-dispatcher-type flex", {"sends_once_a_domain": True}),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep", {}),
+        ("--moe-token-dispatcher-type alltoall --moe-router-force-load-balancing", {"imbalance": 1.02}),
+        ("--moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1", {"expert_shards": 1}),
+        (
+            "--moe-token-dispatcher-type alltoall --cuda-graph-impl transformer_engine "
+            "--cuda-graph-modules attn mamba",
+            {"graphed_share": 0.3},
+        ),
+        (
+            "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm",
+            {"expert_overlap": True},
+        ),
+    ],
+)
+def test_settings_of_experts_reach_predictions(more: str, expected: dict[str, Any]) -> None:
+    read = job_of_command(parse_command(words(f"{EXPERTS} {more}")), sections={"cluster": "H100"})
+    run = read.request.run(read.request.shape, read.layout, (4, 4))
+    usual = {
+        "gathers_tokens": False,
+        "sends_once_a_domain": False,
+        "graphed_share": 0.0,
+        "expert_overlap": False,
+        "imbalance": 1.1,
+        "expert_shards": 2,
+    }
+    seen = {name: getattr(run.software, name, None) for name in list(usual)[:4]}
+    assert seen | {"imbalance": run.imbalance, "expert_shards": run.expert_shards} == usual | expected
+    # Orders of the plugin's runtime are no choice where the framework overlaps exchanges or captures graphs.
+    refuses = {"graphed_share", "expert_overlap"} & set(expected)
+    assert (rules_of(read.request).no_custom_schedules is not None) == bool(refuses)
+
+
+def test_a_plan_keeps_what_its_prediction_was_made_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    (tmp_path / "job.yaml").write_text("search: {tensor_parallel: 2, pipeline_parallel: 2, schedule: 1f1b}")
+    more = f"{EXPERTS} --moe-token-dispatcher-type flex --expert-tensor-parallel-size 1"
+    job = str(tmp_path / "job.yaml")
+    assert main(["plan", job, "--cluster", "H100", "-o", str(path), "--", *words(more)]) == 0
+    plan = read_plan(path)
+    assert plan.made_for.job is not None
+    request = request_of(plan, plan.made_for.job)
+    assert request.features == ("moe_deepep", "moe_flex_dispatcher")
+    run = request.run(plan.shape, plan.layout, plan.split.transformer_layers_per_stage)
+    assert (run.expert_shards, run.software.sends_once_a_domain) == (1, True)
+    assert main(["explain", str(path)]) == 0
+    capsys.readouterr()
 
 
 def test_the_commands_own_layout_is_what_plans_are_compared_with(
@@ -146,7 +211,12 @@ def test_a_cluster_file_and_a_job_files_search_are_taken(
         (words(without="--hidden-size 1024"), (), "--hidden-size: not given"),
         (words(without="--micro-batch-size 2"), (), "--micro-batch-size: not given"),
         (words("--hidden-size 1,024"), (), "--hidden-size: '1,024'"),
-        (words("--expert-tensor-parallel-size 1"), (), "--expert-tensor-parallel-size: 1"),
+        (words("--expert-tensor-parallel-size 4"), (), "--expert-tensor-parallel-size: 4; must be 1, or"),
+        (
+            words("--num-experts 8 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"),
+            (),
+            "--expert-model-parallel-size: 4; must divide DP x CP (2)",
+        ),
         (words("--moe-layer-freq 2 --num-experts 4"), (), "--moe-layer-freq"),
         (words("--fp8-format hybrid"), ("--cluster", "A100"), "model.precision: fp8"),
         (words(), ("--cluster", "H100", "--global-batch", "8"), "batch: the command says it"),

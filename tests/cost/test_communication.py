@@ -7,9 +7,10 @@ import pytest
 
 from quartet_plugin.cost import communication
 from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ON_CPU, Software
-from quartet_plugin.cost.software import with_settings
+from quartet_plugin.cost.software import imbalance_of, with_features, with_settings
 from quartet_plugin.cost.times import Times
 from quartet_plugin.model.layout import SettingValue
 from tests.cost.runs import EXPERTS, PIPELINE, ROW, run
@@ -110,6 +111,41 @@ def test_experts_exchange_tokens_only_where_they_are_spread() -> None:
     assert communication.expert_parallel(found, CONSTANTS, found.experts).forward > 0
     alone = run(EXPERTS, ep=1)
     assert communication.expert_parallel(alone, CONSTANTS, found.experts) == Times()
+
+
+def test_gathered_tokens_are_all_tokens_whatever_the_routing() -> None:
+    """Each device receives the tokens of all others; an all-to-all moves a token for each of its experts."""
+    base = run(EXPERTS, topk=8, ep=8, forced_balance=True)
+    assert base.experts is not None
+
+    def exchange_s(dispatcher: str, experts_per_token: int) -> float:
+        software = with_settings(base.software, {"moe_token_dispatcher": dispatcher})
+        experts = replace(base.experts, experts_per_token=experts_per_token) if base.experts else None
+        assert experts is not None
+        return communication.expert_parallel(replace(base, software=software), CONSTANTS, experts).forward
+
+    one, eight = exchange_s("alltoall", 1), exchange_s("alltoall", 8)
+    assert exchange_s("allgather", 1) == exchange_s("allgather", 8)
+    # Of eight devices an all-to-all with one expert a token moves an eighth of what a gather moves.
+    assert one < eight < 1.3 * exchange_s("allgather", 8)
+    assert exchange_s("allgather", 1) > 3 * one
+    alone = replace(base, layout=replace(base.layout, expert_parallel=1))
+    assert communication.expert_parallel(alone, CONSTANTS, base.experts) == Times()
+    gathered = replace(base, software=replace(base.software, gathers_tokens=True))
+    extra = peak_memory(gathered).temporary - peak_memory(base).temporary
+    assert extra == pytest.approx(base.tokens_per_microbatch * 8 * base.shape.hidden_size * 2)
+
+
+def test_features_change_what_runs_beside_compute_on_accelerators_alone() -> None:
+    features = ("overlap_moe", "moe_deepep", "graphed_attn", "graphed_moe_router", "moe_forced_balance")
+    software = with_features(Software(), features)
+    assert (software.expert_overlap, software.sends_once_a_domain) == (True, True)
+    assert software.graphed_share == pytest.approx(0.45)
+    assert not software.graphs
+    assert with_features(Software(), ("graphed_iteration",)).graphs
+    assert with_features(ON_CPU, features) == ON_CPU
+    assert with_features(Software(), ("moe", "moe_flex_dispatcher")) == Software()
+    assert (imbalance_of(features), imbalance_of(())) == (1.02, 1.1)
 
 
 def test_context_parallel_hides_behind_attention() -> None:

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron import describe
 from quartet_plugin.megatron.apply import check_fit, rewrite
-from quartet_plugin.megatron.describe import settings_of
 from quartet_plugin.model.job_description import EqualDevices, JobDescription
 from quartet_plugin.model.layout import SettingValue
 from quartet_plugin.model.megatron_arguments import split_of
 from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.space.knobs import registry
-from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS
+from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS, settings_of
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, make_plan
 from tests.megatron.native import native_flags

@@ -210,7 +210,7 @@ EXPERTS = ("--num-experts", "4", "--moe-router-load-balancing-type")
         (["none"], []),
         (["none", "--moe-expert-capacity-factor", "1.5"], ["moe_capacity"]),
         (["none", "--moe-expert-rank-capacity-factor", "1.5"], ["moe_capacity"]),
-        (["none", "--moe-token-dispatcher-type", "flex"], ["moe_flex_dispatcher"]),
+        (["none", "--moe-token-dispatcher-type", "flex"], ["moe_deepep", "moe_flex_dispatcher"]),
         (["none", "--expert-tensor-parallel-size", "2"], ["expert_tensor_parallel"]),
     ],
 )
@@ -237,7 +237,6 @@ def test_what_the_pattern_of_a_hybrid_model_leaves(words: list[str], features: l
         (["--use-torch-fsdp2"], "torch_fsdp"),
         (["--use-megatron-fsdp"], "fsdp"),
         (["--fp8-format", "hybrid"], "fp8"),
-        (["--cuda-graph-impl", "local"], "cuda_graphs"),
         (["--calculate-per-token-loss"], "per_token_loss"),
         (["--context-parallel-size", "2"], "context_parallel"),
         (["--rampup-batch-size", "2", "2", "100"], "rampup_batch_size"),
@@ -251,6 +250,41 @@ def test_what_the_pattern_of_a_hybrid_model_leaves(words: list[str], features: l
 def test_features_that_limit_plans(words: list[str], feature: str) -> None:
     assert features_of(values()) == []
     assert features_of(values(*words)) == [feature]
+
+
+@pytest.mark.parametrize(
+    ("words", "features"),
+    [
+        (["--cuda-graph-impl", "local"], ["cuda_graphs", "graphed_layer"]),
+        (["--cuda-graph-impl", "full_iteration"], ["cuda_graphs", "graphed_iteration"]),
+        (
+            [
+                "--cuda-graph-impl",
+                "transformer_engine",
+                "--cuda-graph-modules",
+                "attn",
+                "moe_router",
+                "mamba",
+            ],
+            ["cuda_graphs", "graphed_attn", "graphed_moe_router"],
+        ),
+        (["--cuda-graph-impl", "local", "--cuda-graph-scope", "mamba"], ["cuda_graphs"]),
+        (
+            [
+                *EXPERTS,
+                "none",
+                "--moe-token-dispatcher-type",
+                "flex",
+                "--moe-flex-dispatcher-backend",
+                "hybridep",
+            ],
+            ["moe", "moe_flex_dispatcher", "moe_hybridep"],
+        ),
+        ([*EXPERTS, "none", "--moe-router-force-load-balancing"], ["moe", "moe_forced_balance"]),
+    ],
+)
+def test_features_that_predictions_read(words: list[str], features: list[str]) -> None:
+    assert features_of(values(*words)) == features
 
 
 MTP = ("--mtp-num-layers", "1")

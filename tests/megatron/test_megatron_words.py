@@ -4,6 +4,7 @@ import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.megatron_words import (
+    LISTS,
     NUMBERS,
     SWITCHES,
     TEXTS,
@@ -18,11 +19,11 @@ from tests.megatron.native import native_flags
 
 def test_the_table_is_megatrons() -> None:
     flags = native_flags()
-    for dest, default in {**NUMBERS, **TEXTS, **dict.fromkeys(SWITCHES, False)}.items():
+    for dest, default in {**NUMBERS, **TEXTS, **LISTS, **dict.fromkeys(SWITCHES, False)}.items():
         action = flags._actions[flag_of(dest)]
         assert action.dest == dest
         assert flags.defaults[dest] == default, dest
-        assert action.nargs == (0 if dest in SWITCHES else None), dest
+        assert action.nargs == (0 if dest in SWITCHES else "+" if dest in LISTS else None), dest
     known = {dest for dest in UNREADABLE if flag_of(dest) in flags._actions}
     assert len(known) > len(UNREADABLE) / 2  # others are of earlier and later releases
     assert all(flags._actions[flag_of(dest)].dest == dest for dest in known)

@@ -25,7 +25,7 @@ from quartet_plugin.cost.run import (
     schedule_group,
     schedule_kind,
 )
-from quartet_plugin.cost.software import with_settings
+from quartet_plugin.cost.software import imbalance_of, with_features, with_settings
 from quartet_plugin.cost.times import Times
 from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.costs import FloatArray, IntArray
@@ -91,7 +91,7 @@ def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
         custom=plan.schedule.custom,
         precision=machine_model.precision,
         software=with_settings(
-            ON_CPU if machine_model.on_cpu else Software(),
+            with_features(ON_CPU if machine_model.on_cpu else Software(), machine_model.features),
             {setting.name: setting.value for setting in settings},
         ),
     )
@@ -106,6 +106,7 @@ def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
         normalization=machine_model.normalization,
         mtp_layers=mtp_layers,
         has_whole_experts=known.get("expert_tensor_parallel") == 1,
+        imbalance=imbalance_of(machine_model.features),
     )
 
 

@@ -1,5 +1,7 @@
 """Every knob, in the order in which a plan's values are chosen."""
 
+from argparse import Namespace
+
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.megatron_arguments import value_in_words
@@ -65,6 +67,12 @@ def knobs_read_back(live: LiveJob, *, framework: str) -> dict[str, Value]:
     known = [knob for knob in LAYOUT_KNOBS if knob.is_of(framework)]
     values = {knob.name: value_in_words(knob.read_back(live)) for knob in known}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def settings_of(args: Namespace) -> list[Setting]:
+    """The values of the settings that a plan can change, as Megatron's arguments have them."""
+    values = {knob.name: knob.read(args) for knob in SETTINGS}
+    return [Setting(name=name, value=value) for name, value in values.items() if value is not None]
 
 
 def setting_knob(setting: Setting) -> SettingKnob:
