@@ -2,6 +2,7 @@
 
     python -m benchmarks.predict_moe MOE.json OTHERS.json          # each release predicted from earlier ones
     python -m benchmarks.predict_moe MOE.json OTHERS.json --rows   # the same with every row
+    python -m benchmarks.predict_moe MOE.json OTHERS.json --known  # the same by what rows state
 
 MOE.json and OTHERS.json are arrays of rows, each with the fields of a run and `iter_time_s`; those of
 MOE.json have a `release`. A release from 25.11 on is predicted with constants that are fitted to OTHERS.json,
@@ -132,11 +133,45 @@ def print_errors(name: str, predicted: Sequence[Predicted]) -> None:
     )
 
 
+def knowledge(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a row of experts states, and what is assumed where it does not: a quantity and its state."""
+    knobs = row.get("knobs") or {}
+    backend, scope = knobs.get("moe_flex_dispatcher_backend"), knobs.get("cuda_graph_scope")
+    is_graphed = knobs.get("cuda_graph_impl") not in (None, "none") and bool(scope)
+    modules = knobs.get("recompute_modules")
+    latent = str(row["arch"]) == "moe-mla"
+    return [
+        ("dispatcher", f"stated: {backend}" if backend else "assumed: one all-to-all"),
+        ("CUDA graphs", f"stated: {', '.join(scope)}" if is_graphed else "not stated, or none: none"),
+        ("overlap of the all-to-all", f"stated: {'on' if knobs.get('moe_a2a_overlap') else 'off'}"),
+        ("split", "stated: a layout" if knobs.get("pp_layout") else "assumed: balanced"),
+        ("recompute", f"stated: {', '.join(modules)}" if modules else f"stated: {row.get('recompute')}"),
+        ("attention", "assumed: DeepSeek's latent attention" if latent else "stated"),
+        ("multi-token prediction", "stated" if row.get("mtp_layers") is not None else "assumed: none"),
+        ("bandwidth between nodes", "assumed" if "inter_bw_Gbps_per_gpu" in row["inferred"] else "stated"),
+    ]
+
+
+def print_knowledge(predicted: Sequence[Predicted]) -> None:
+    """The error of rows with experts by what they state and what is assumed of them."""
+    groups: dict[tuple[str, str], list[Predicted]] = {}
+    for each in predicted:
+        for key in knowledge(each.row) if each.is_moe and each.seconds is not None else ():
+            groups.setdefault(key, []).append(each)
+    for (quantity, state), rows in sorted(groups.items()):
+        errors = 100 * np.array([row.error for row in rows])
+        print(
+            f"{quantity}; {state}: {len(rows)} rows, mean {np.abs(errors).mean():.1f} %, "
+            f"bias {errors.mean():+.1f} %"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("moe", type=Path)
     parser.add_argument("others", type=Path)
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--known", action="store_true", help="print errors by what rows state")
     options = parser.parse_args()
     rows = [row for row in read_json(options.moe) if row["usable"] and row["arch"] != "hybrid"]
     predicted = predict_releases(rows, read_json(options.others), Constants())
@@ -152,6 +187,8 @@ def main() -> None:
         print_errors(f"  {model}", [each for each in predicted if each.row["model"] == model])
     dense = [each for each in predicted if not each.is_moe and each.row["low_precision"]]
     print_errors("dense, low precision", dense)
+    if options.known:
+        print_knowledge(predicted)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
     python -m tests.megatron.recipes RECIPES.json
 
+Exit code 1: more than a tenth of the recipes have fewer than three axes.
+
 RECIPES.json has `recipes`, each with `model`, `gpus`, degrees, batch and `knobs`, settings of
 Megatron-Bridge. A table turns these into Megatron's flags and the model's name into its shape. An axis counts
 where the space of the command has two legal values of it; an order of ranks only where it is not another
@@ -15,6 +17,7 @@ import argparse
 import json
 import os
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,13 +27,15 @@ from unittest import mock
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.mapping.exchanges import exchanged
 from quartet_plugin.mapping.orders import first_equal
+from quartet_plugin.model.huggingface import model_section
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.planner.model_presets import preset_named
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.plan_space import Space
 from tests.megatron.test_production_commands import ProductionCommand, hopper, job_of, space_of
 
-# The presets whose shapes stand for the recipes' models; the others are in HYBRIDS, or no language model.
+# The presets whose shapes stand for the recipes' models, which Qwen3.5-VL, GLM and DeepSeek-V4 borrow of
+# models of alike size; the others are in SHAPES and HYBRIDS, or no language model.
 MODELS = {
     "llama3_8b": "llama3-8b",
     "llama3_70b": "llama3-70b",
@@ -41,16 +46,17 @@ MODELS = {
     "qwen35_vl_35b_a3b": "qwen3-30b-a3b",
     "qwen35_vl_122b_a10b": "qwen3-235b-a22b",
     "qwen35_vl_397b_a17b": "qwen3-235b-a22b",
-    "gpt_oss_20b": "qwen3-30b-a3b",
-    "gpt_oss_120b": "qwen3-235b-a22b",
     "deepseek_v3": "deepseek-v3",
     "deepseek_v4_flash": "deepseek-v3",
     "glm51": "deepseek-v3",
     "glm52": "deepseek-v3",
     "kimi_k2": "kimi-k2",
 }
-# Models without a preset, by Megatron-Bridge (models/qwen/qwen_provider.py).
+_GPT_OSS = model_section(Path(__file__).parents[1] / "model" / "configs" / "gpt-oss" / "config.json")
+# Models without a preset, by their own config.json or Megatron-Bridge (models/qwen/qwen_provider.py).
 SHAPES: dict[str, dict[str, Any]] = {
+    "gpt_oss_120b": _GPT_OSS,
+    "gpt_oss_20b": {**_GPT_OSS, "num_layers": 24, "num_experts": 32},
     "qwen3_next_80b_a3b": {
         "num_layers": 48,
         "hidden_size": 2048,
@@ -118,8 +124,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 # Linear attention in three layers of four.
 LINEAR_ATTENTION = ("qwen35_vl", "qwen3_next")
-# A recipe with fewer tuned axes is hardly tuned.
+# A recipe with fewer tuned axes is hardly tuned, and the share of recipes that may be.
 LEAST_AXES = 3
+GOAL = 0.1
 _COMMON = shlex.split(
     "--use-mcore-models --transformer-impl transformer_engine --bf16 --lr 3e-4 --train-iters 100 --mock-data "
     "--tokenizer-type NullTokenizer --eval-iters 1 --position-embedding-type rope --normalization RMSNorm "
@@ -340,7 +347,12 @@ def axes_of_recipe(recipe: Mapping[str, Any], *, has_published_loss: bool = Fals
         return axes_of(space_of(command, job, {}))
 
 
-def main() -> None:
+def is_hardly_tuned(axes: set[Axis] | str) -> bool:
+    """Whether a recipe has too few tuned axes, or none because it is not read."""
+    return isinstance(axes, str) or len(axes) < LEAST_AXES
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipes", type=Path)
     parser.add_argument("--only", default="", help="recipes whose name has this text")
@@ -353,7 +365,7 @@ def main() -> None:
             continue
         axes = axes_of_recipe(recipe, has_published_loss=options.published_losses)
         num_all += 1
-        num_few += isinstance(axes, str) or len(axes) < LEAST_AXES
+        num_few += is_hardly_tuned(axes)
         text = (
             axes
             if isinstance(axes, str)
@@ -365,7 +377,8 @@ def main() -> None:
     print(
         f"{num_few} of {num_all} recipes ({num_few / max(1, num_all):.0%}) have fewer than {LEAST_AXES} axes"
     )
+    return int(num_few > GOAL * num_all)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
