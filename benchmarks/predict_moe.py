@@ -137,12 +137,12 @@ def knowledge(row: dict[str, Any]) -> list[tuple[str, str]]:
     """What a row of experts states, and what is assumed where it does not: a quantity and its state."""
     knobs = row.get("knobs") or {}
     backend, scope = knobs.get("moe_flex_dispatcher_backend"), knobs.get("cuda_graph_scope")
-    is_graphed = knobs.get("cuda_graph_impl") not in (None, "none") and bool(scope)
+    parts = scope if isinstance(scope, list) and knobs.get("cuda_graph_impl") not in (None, "none") else []
     modules = knobs.get("recompute_modules")
     latent = str(row["arch"]) == "moe-mla"
     return [
         ("dispatcher", f"stated: {backend}" if backend else "assumed: one all-to-all"),
-        ("CUDA graphs", f"stated: {', '.join(scope)}" if is_graphed else "not stated, or none: none"),
+        ("CUDA graphs", f"stated: {', '.join(parts)}" if parts else "not stated, or none: none"),
         ("overlap of the all-to-all", f"stated: {'on' if knobs.get('moe_a2a_overlap') else 'off'}"),
         ("split", "stated: a layout" if knobs.get("pp_layout") else "assumed: balanced"),
         ("recompute", f"stated: {', '.join(modules)}" if modules else f"stated: {row.get('recompute')}"),

@@ -6,6 +6,7 @@ import secrets
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -108,6 +109,23 @@ def lines(cluster: "Cluster") -> list[str]:
         if link is not None:
             speed = link.bandwidth_bytes_per_s / 1e9
             rows.append(f"{name}: {speed:.3g} GB/s, {link.latency_s * 1e6:.3g} us")
+    return [*rows, *_places(cluster)]
+
+
+def _places(cluster: "Cluster") -> list[str]:
+    """The fabrics of the nodes and their places among Slurm's switches, where they are known."""
+    rows = []
+    fabrics = Counter(node.fabric for node in cluster.nodes if node.fabric is not None)
+    if fabrics:
+        domain = cluster.links.scale_up_devices
+        joined = "a node's devices" if domain is None else f"{domain} devices"
+        cliques = ", ".join(f"{name} ({count} nodes)" for name, count in sorted(fabrics.items())[:4])
+        rows.append(f"fabric: {cliques}; {joined} in a scale-up domain")
+    places = [f"{node.name} {node.topology}" for node in cluster.nodes if node.topology is not None]
+    if places:
+        pattern = next((node.topology_pattern for node in cluster.nodes if node.topology_pattern), "")
+        words = f" ({pattern})" if pattern else ""
+        rows.append(f"topology{words}: {', '.join(places[:4])}{', ...' if len(places) > 4 else ''}")
     return rows
 
 

@@ -1,6 +1,8 @@
 """The findings of `quartet probe` as a cluster: names of known devices, measured figures of others."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import field
+from itertools import groupby
 from typing import Annotated, Literal
 
 from quartet_plugin.cost.devices import DeviceSpec, library
@@ -15,7 +17,7 @@ from quartet_plugin.model.cluster import (
     Positive,
     Precision,
 )
-from quartet_plugin.model.schema import Bounds, Length, record
+from quartet_plugin.model.schema import ADDED, Bounds, Length, record
 
 # The relative difference of a device's memory from the data sheet's, of which a driver keeps some.
 MEMORY_TOLERANCE = 0.12
@@ -25,7 +27,11 @@ SLOWDOWN_TOLERANCE = 0.15
 
 @record
 class ProbedRank:
-    """One rank's device: its name and size, its fastest product by format, and the rate of its copies."""
+    """One rank's device: its name and size, its fastest product by format, and the rate of its copies.
+
+    `fabric` is the identity of the fabric and the clique that the device's links belong to, `topology` the
+    node's place among Slurm's switches; None where nothing says them.
+    """
 
     host: Name
     local_rank: Annotated[int, Bounds(ge=0, lt=1024)]
@@ -35,6 +41,9 @@ class ProbedRank:
     power_watts: Positive | None
     matmul_flops: Mapping[Precision, Positive]
     copy_bytes_per_s: Positive
+    fabric: Name | None = field(default=None, metadata=ADDED)
+    topology: Name | None = field(default=None, metadata=ADDED)
+    topology_pattern: Name | None = field(default=None, metadata=ADDED)
 
 
 @record
@@ -72,6 +81,9 @@ def cluster_of(findings: Findings) -> Cluster:
                 name=host,
                 devices=tuple(names[rank.name] for rank in ranks),
                 slowdown=tuple(round(slowdown, 3) for slowdown in slowdowns) if is_unequal else None,
+                fabric=_same([rank.fabric for rank in ranks]),
+                topology=ranks[0].topology,
+                topology_pattern=ranks[0].topology_pattern,
             )
         )
     devices = {
@@ -81,7 +93,7 @@ def cluster_of(findings: Findings) -> Cluster:
     }
     return Cluster(
         nodes=tuple(nodes),
-        links=_links(findings, num_nodes=len(nodes)),
+        links=_links(findings, nodes),
         devices=devices,
         source=_source(findings),
     )
@@ -125,15 +137,39 @@ def _values(ranks: Sequence[ProbedRank]) -> DeviceValues:
     )
 
 
-def _links(findings: Findings, *, num_nodes: int) -> ClusterLinks:
-    links = findings.links
+def _same(names: Sequence[str | None]) -> str | None:
+    """The name that all have; None where they differ."""
+    return names[0] if len(set(names)) == 1 else None
+
+
+def domain_devices(nodes: Sequence[ClusterNode]) -> int | None:
+    """The devices of a scale-up domain of several nodes: of the nodes of one fabric and clique.
+
+    None where no clique has several nodes, and where cliques differ in size or lie apart in the order of
+    nodes, which a cluster file cannot say.
+    """
+    sizes = {len(node.devices) for node in nodes}
+    cliques = [(name, len(list(alike))) for name, alike in groupby(node.fabric for node in nodes)]
+    counts = {count for _, count in cliques}
+    is_apart = len({name for name, _ in cliques}) < len(cliques)
+    if None in {node.fabric for node in nodes} or is_apart or len(counts) > 1 or len(sizes) > 1:
+        return None
+    return counts.pop() * sizes.pop() if max(counts) > 1 else None
+
+
+def _links(findings: Findings, nodes: Sequence[ClusterNode]) -> ClusterLinks:
+    links, num_nodes = findings.links, len(nodes)
     # A single device has no link inside its node; its memory stands in, so that the file is complete.
     memory = Link(bandwidth_bytes_per_s=min(r.copy_bytes_per_s for r in findings.ranks), latency_s=0.0)
     matrix = None
     if links.pairs is not None and num_nodes > 2:
         matrix = LinkMatrix(bandwidth_bytes_per_s=links.pairs)
     return ClusterLinks(
-        scale_up=links.scale_up or memory, network=links.network, matrix=matrix, measured=True
+        scale_up=links.scale_up or memory,
+        network=links.network,
+        scale_up_devices=domain_devices(nodes),
+        matrix=matrix,
+        measured=True,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import read_json, write_json_atomic
-from quartet_plugin.model.schema import Bounds, Length, dump, parse, record
+from quartet_plugin.model.schema import ADDED, Bounds, Length, dump, parse, record
 
 MAX_NODES = 65_536
 MAX_MATRIX_NODES = 1024
@@ -40,11 +40,18 @@ class DeviceValues:
 
 @record
 class ClusterNode:
-    """One node: the device's name of each slot, and how many times slower each is than its name says."""
+    """One node: the device's name of each slot, and how many times slower each is than its name says.
+
+    `fabric` names the fabric and the clique that the links of its devices belong to, `topology` its place
+    among the switches as Slurm writes it, part by part as `topology_pattern` says.
+    """
 
     name: Name
     devices: Annotated[tuple[Name, ...], Length(least=1, most=1024)]
     slowdown: tuple[Slowdown, ...] | None = None
+    fabric: Name | None = field(default=None, metadata=ADDED)
+    topology: Name | None = field(default=None, metadata=ADDED)
+    topology_pattern: Name | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if self.slowdown is not None and len(self.slowdown) != len(self.devices):

@@ -33,7 +33,7 @@ def main() -> None:
     try:
         where = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
         rank = {"host": socket.gethostname(), "local_rank": local_rank}
-        rank |= devices.describe(where, local_rank=local_rank)
+        rank |= devices.describe(where, local_rank=local_rank) | devices.place_of_node()
         dist.barrier()
         rank |= devices.measure_rates(where)
         ranks: list[Any] = [None] * dist.get_world_size()

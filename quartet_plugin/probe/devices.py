@@ -1,6 +1,7 @@
 """A rank's device: its name and size, and its rates while all of its node are busy."""
 
 import contextlib
+import ctypes
 import importlib
 import os
 import platform
@@ -26,10 +27,29 @@ _WINDOW_S = 0.4
 _LEAST_REPEATS = 3
 
 
+# What nvml.h calls NVML_GPU_FABRIC_STATE_COMPLETED: the device has joined its fabric.
+_JOINED = 3
+# Longer names are none.
+_LONGEST_NAME = 200
+# Slurm's place of a node in its tree of switches, and what each part of it is, in every task.
+_TOPOLOGY = {"topology": "SLURM_TOPOLOGY_ADDR", "topology_pattern": "SLURM_TOPOLOGY_ADDR_PATTERN"}
+
+
+class FabricInfo(ctypes.Structure):
+    """nvml.h's nvmlGpuFabricInfo_t; pynvml's own of the same name has another size in some releases."""
+
+    _fields_ = (
+        ("cluster_uuid", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_uint),
+        ("clique_id", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+    )
+
+
 def describe(device: torch.device, *, local_rank: int) -> dict[str, Any]:
     """`name`, `memory_bytes` and `compute_units` of the device; a core has its share of the memory.
 
-    NVML answers where its library is there, otherwise torch or the system.
+    NVML answers where its library is there, otherwise torch or the system; it alone knows the `fabric`.
     """
     if device.type == "cuda":
         return _gpu(device, local_rank=local_rank)
@@ -60,13 +80,37 @@ def _nvml(local_rank: int) -> dict[str, Any]:
         index = int(visible[local_rank]) if len(visible) > local_rank and visible[0].isdigit() else local_rank
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         name = pynvml.nvmlDeviceGetName(handle)
+        fabric = None
+        with contextlib.suppress(Exception):
+            # Older drivers and devices without a fabric refuse the question.
+            fabric = _fabric(pynvml, handle)
         return {
+            **({} if fabric is None else {"fabric": fabric}),
             "name": name.decode() if isinstance(name, bytes) else str(name),
             "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
             "power_watts": pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
         }
     finally:
         pynvml.nvmlShutdown()
+
+
+def _fabric(pynvml: Any, handle: Any) -> str | None:
+    """The fabric's identity and the clique of a device, which links reach without a network; None without.
+
+    A clique alone (a node's own switches) has no identity.
+    """
+    info = FabricInfo()
+    pynvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
+    identity = bytes(info.cluster_uuid)
+    if info.state != _JOINED or info.status != 0 or not any(identity):
+        return None
+    return f"{identity.hex()}:{info.clique_id}"
+
+
+def place_of_node() -> dict[str, str]:
+    """The `topology` of this node and its `topology_pattern`, where Slurm says them."""
+    said = {name: os.environ.get(variable, "") for name, variable in _TOPOLOGY.items()}
+    return {name: words for name, words in said.items() if 0 < len(words) <= _LONGEST_NAME}
 
 
 def processor_name() -> str:

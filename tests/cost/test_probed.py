@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from quartet_plugin.cli.probe import lines
+from quartet_plugin.cost.cluster import look_up
 from quartet_plugin.cost.probed import Findings, ProbedRank, cluster_of, library_name
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import read_cluster, write_cluster
@@ -66,6 +68,41 @@ def test_unequal_networks_become_a_matrix(tmp_path: Path) -> None:
     assert cluster.links.matrix is not None
     assert cluster.links.matrix.bandwidth_bytes_per_s[0][2] == 2e8
     assert "not measured" in cluster.source
+
+
+@pytest.mark.parametrize(
+    ("fabrics", "expected"),
+    [
+        (["f:0", "f:0", "f:1", "f:1"], 4),
+        (["f:0", "f:0", "f:0", "f:0"], 8),
+        (["f:0", "f:1", "f:0", "f:1"], None),
+        (["f:0", "f:0", "f:1", "g:1"], None),
+        (["f:0", "f:1", "f:2", "f:3"], None),
+        (["f:0", "f:0", None, None], None),
+        ([None, None, None, None], None),
+    ],
+)
+def test_nodes_of_one_clique_are_one_domain(
+    fabrics: list[str | None], expected: int | None, tmp_path: Path
+) -> None:
+    level = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-4}
+    places: dict[str, Any] = {"topology": "top.leaf1.a", "topology_pattern": "switch.switch.node"}
+    ranks = [
+        rank(host, local) | places | ({} if fabric is None else {"fabric": fabric})
+        for host, fabric in zip("abcd", fabrics, strict=True)
+        for local in range(2)
+    ]
+    cluster = cluster_of(read_record(Findings, written(tmp_path, findings(ranks, network=level))))
+    assert [node.fabric for node in cluster.nodes] == fabrics
+    assert cluster.nodes[0].topology == "top.leaf1.a"
+    assert cluster.links.scale_up_devices == expected
+    path = tmp_path / "cluster.json"
+    write_cluster(cluster, path=path)
+    assert read_cluster(path) == cluster
+    shown = lines(cluster)[-1]
+    assert shown.startswith("topology (switch.switch.node): a top.leaf1.a, ")
+    domain = look_up(cluster, precision="fp32").domain
+    assert len(set(domain.tolist())) == 8 // (expected or 2)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """A rank of the probe, as far as it comes without GPUs."""
 
+import ctypes
 import os
+import struct
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,3 +34,80 @@ def test_links_are_measured_without_nvlink_sharp(
     with pytest.raises(InterruptedError):
         main()
     assert seen == [switched_off]
+
+
+class FakeNvml:
+    """Stands in for pynvml on a machine without a GPU: fills what the driver would."""
+
+    def __init__(
+        self, *, identity: bytes = bytes(range(16)), state: int = 3, knows_fabrics: bool = True
+    ) -> None:
+        self.identity, self.state, self.knows_fabrics = identity, state, knows_fabrics
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        """Nothing to begin."""
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        """Nothing to end."""
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        """The number is its handle."""
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:  # noqa: N802
+        """A name as older releases give it."""
+        return b"NVIDIA GB200"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        """Its memory."""
+        return SimpleNamespace(total=2**37)
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: int) -> int:  # noqa: N802
+        """Milliwatts."""
+        return 1_200_000
+
+    def nvmlDeviceGetGpuFabricInfo(self, handle: int, reference: Any) -> int:  # noqa: N802
+        """Write nvmlGpuFabricInfo_t (25 bytes and padding) to the caller's memory."""
+        if not self.knows_fabrics:
+            raise RuntimeError("Not Supported")
+        packed = struct.pack("<16sIIB3x", self.identity, 0, 7, self.state)
+        target = reference._obj
+        assert ctypes.sizeof(target) == len(packed)
+        ctypes.memmove(ctypes.addressof(target), packed, len(packed))
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("nvml", "fabric"),
+    [
+        (FakeNvml(), f"{bytes(range(16)).hex()}:7"),
+        (FakeNvml(state=2), None),
+        (FakeNvml(identity=bytes(16)), None),
+        (FakeNvml(knows_fabrics=False), None),
+    ],
+)
+def test_a_device_knows_its_fabric(
+    nvml: FakeNvml, fabric: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quartet_plugin.probe import devices
+
+    monkeypatch.setattr("importlib.import_module", lambda _: nvml)
+    known = devices._nvml(0)
+    assert known.get("fabric") == fabric
+    assert known["name"] == "NVIDIA GB200"
+
+
+def test_a_node_knows_its_place_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quartet_plugin.probe import devices
+
+    for name in ("SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"):
+        monkeypatch.delenv(name, raising=False)
+    assert devices.place_of_node() == {}
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "core.leaf2.node-7")
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "switch.switch.node")
+    assert devices.place_of_node() == {
+        "topology": "core.leaf2.node-7",
+        "topology_pattern": "switch.switch.node",
+    }
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "x" * 201)
+    assert "topology" not in devices.place_of_node()
