@@ -3,6 +3,7 @@
     python benchmarks/plan_gpt175b.py                  # every case: first in the process, then repeats
     python benchmarks/plan_gpt175b.py --case slow-node # one of them
     python benchmarks/plan_gpt175b.py --top 5          # also show the runners-up
+    python -m benchmarks.plan_gpt175b --case named --check-exhaustive   # the ten best against predicting all
 
 Cases: `named`, the ranking and the mapping of the best; `searched`, with searched orders of the ten best
 layouts; `slow-node`, `named` on a cluster file in which one node is 1.3 times slower; `partition`, `named`
@@ -10,6 +11,9 @@ with every pair of tensor partitions; and for models with experts the ranking by
 `deepseek-v3-1024` on 1,024 H100 and so on. The first time holds the loading of compiled kernels; the repeats
 empty the cache of schedules each time. Last the whole command is run, imports and files included. CPU time is
 shown beside wall time, because other work on the machine lengthens only the latter.
+
+`--check-exhaustive` times nothing: it ranks a case with and without pruning, and fails unless the best ten
+(`--top` of them where that is more) are the same plans in the same order, with the same seconds.
 """
 
 import argparse
@@ -27,8 +31,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quartet_plugin.cost.iteration import orders
 from quartet_plugin.planner.job import parse_job
-from quartet_plugin.planner.order_search import planned_ranking
-from quartet_plugin.planner.ranking import Ranking
+from quartet_plugin.planner.order_search import MAX_SEARCHED, planned_ranking
+from quartet_plugin.planner.ranking import Ranked, Ranking, best_plans
 from quartet_plugin.split.layers import even_split_with_ends
 
 JOB: dict[str, Any] = {
@@ -157,23 +161,50 @@ def show_case(case: str, *, top: int, repeats: int) -> None:
         print(f"{ranked.iteration_s:.3f} s: {words}{gap}")
 
 
-def main() -> None:
+def words_of(ranked: Ranked) -> str:
+    """A plan in words, its seconds with all their digits."""
+    layout = ranked.layout
+    return f"{layout.label} {ranked.schedule_label} recompute {layout.recompute}: {ranked.equal_work_s!r} s"
+
+
+def check_exhaustive(data: dict[str, Any], *, top: int) -> int:
+    """Compare the best of the pruned ranking with those of predicting all; 1 where they differ."""
+    job = parse_job(data, where="job")
+    pruned, full = (best_plans(job, top=top, exhaustive=exhaustive) for exhaustive in (False, True))
+    print(
+        f"{pruned.num_predicted} predicted with pruning; {full.num_predicted} of {full.num_considered} "
+        f"without, {full.num_too_large} do not fit"
+    )
+    is_same = len(pruned.best) == len(full.best)
+    for quick, thorough in zip(pruned.best, full.best, strict=False):
+        is_equal = (quick, words_of(quick)) == (thorough, words_of(thorough))
+        is_same &= is_equal
+        print(f"{words_of(thorough)}{'' if is_equal else f', but with pruning {words_of(quick)}'}")
+    print(f"the best {len(full.best)} are {'the same' if is_same else 'not the same'}")
+    return int(not is_same)
+
+
+def main() -> int:
     """Print the times of the cases, then those of the whole command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--top", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--case", choices=CASES)
+    parser.add_argument("--check-exhaustive", action="store_true")
     options = parser.parse_args()
+    if options.check_exhaustive:
+        return check_exhaustive(job_of(options.case or CASES[0]), top=max(options.top, MAX_SEARCHED))
     for case in CASES if options.case is None else (options.case,):
         show_case(case, top=options.top, repeats=options.repeats)
     if options.case is not None:
-        return
+        return 0
     commands = [whole_command_s() for _ in range(options.repeats)]
     print(
         f"the whole command, {options.repeats} times: wall median {statistics.median(commands):.2f} s, "
         f"from {min(commands):.2f} to {max(commands):.2f}"
     )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
