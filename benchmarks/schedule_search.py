@@ -2,7 +2,7 @@
 
     python benchmarks/schedule_search.py --split even --time-limit 4
     python benchmarks/schedule_search.py --split auto --time-limit 4
-    python benchmarks/schedule_search.py --caps
+    python benchmarks/schedule_search.py --caps [--tokens 4096]
 
 Every case has unequal F, I and W, an embedding, a head of several layers' cost, one slow device in four
 and links that are slow between groups of four devices; p devices in 4, 8, 16, m microbatches from p to 8p,
@@ -21,7 +21,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,12 +119,12 @@ def capped_costs(p: int, m: int, cap: float, *, hidden: int, length: int) -> Cos
     )
 
 
-def run_caps(placement: str) -> int:
+def run_caps(placement: str, *, lengths: Sequence[int]) -> int:
     """Print the rows of tight caps; 1 where a named schedule is shorter than what is found."""
     print("equal layers of width 4096, even split, default evaluations; makespans in ms")
     print(" tokens  p    m   cap     best named        ms   found     ms   found/named      s")
     worst = 0.0
-    for length in (4096, 32768):
+    for length in lengths:
         for p, m, cap in ((p, m, cap) for p in (4, 8) for m in (16, 32) for cap in CAPS):
             result = search(
                 capped_costs(p, m, cap, hidden=4096, length=length), split="even", placement=placement
@@ -177,9 +177,12 @@ def main() -> int:
     parser.add_argument("--devices", type=int, nargs="*", help="only these numbers of devices")
     parser.add_argument("--caps", action="store_true", help="the rows of tight memory instead")
     parser.add_argument("--placement", default="auto", help="with --caps: only this placement")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[4096, 32768], help="with --caps: lengths of sequences"
+    )
     given = parser.parse_args()
     if given.caps:
-        return run_caps(given.placement)
+        return run_caps(given.placement, lengths=given.tokens)
     search(costs_of(Case(num_devices=4, num_microbatches=4, cap=4, seed=0)), evaluations=200)
     print(f"split {given.split}, {given.time_limit:g} s a case, {os.cpu_count()} cores; makespans in ms")
     print("  p    m   cap              best named        ms       found         ms   ratio      s")
