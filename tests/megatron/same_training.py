@@ -21,9 +21,14 @@ def kept_weights(folder: Path, command: Sequence[str], *, script: Path = SCRIPT)
 
 
 def assert_same_training(plan: Plan, done: Launch, reference: Launch) -> None:
-    """Five losses and gradient norms are the reference's, up to rounding."""
+    """Five losses and gradient norms are the reference's, up to rounding; prints the largest deviations."""
     tolerance = 5e-6 if plan.layout.tensor_parallel > 1 else 1e-6
     assert len(reference.losses()) == 5
+    loss, norm = (
+        max(abs(here / there - 1.0) for here, there in zip(*pair, strict=True))
+        for pair in ((done.losses(), reference.losses()), (done.grad_norms(), reference.grad_norms()))
+    )
+    print(f"{plan.layout.label}: largest deviation of the loss {loss:.1e}, of the gradient norm {norm:.1e}")
     assert done.losses() == pytest.approx(reference.losses(), rel=tolerance)
     assert done.grad_norms() == pytest.approx(reference.grad_norms(), rel=tolerance)
 
