@@ -22,6 +22,66 @@ SAME = (
         r"ranked and mapped \| ([\d.]+) s \(([\d.]+) to ([\d.]+)\)",
     ),
     (
+        "planner.md",
+        r"`searched` ([\d.]+) \(([\d.]+) to ([\d.]+)",
+        r"ten best searched too \| ([\d.]+) s \(([\d.]+) to ([\d.]+)\)",
+    ),
+    (
+        "planner.md",
+        r"`slow-node` ([\d.]+) \(([\d.]+) to ([\d.]+)",
+        r"with one slow node \| ([\d.]+) s \(([\d.]+) to ([\d.]+)\)",
+    ),
+    (
+        "planner.md",
+        r"`partition` ([\d.]+) \(([\d.]+) to ([\d.]+)",
+        r"pair of tensor partitions \| ([\d.]+) s \(([\d.]+) to ([\d.]+)\)",
+    ),
+    (
+        "planner.md",
+        r"On an older machine [^.]*: .*? `deepseek-v3-256` ([\d.]+)\.",
+        r"256 H100, on an older machine \| ([\d.]+) s",
+    ),
+    (
+        "cost-model.md",
+        r"force-balanced \| (\d+) \| mean ([\d.]+) %, median ([\d.]+) %",
+        r"\| (\d+) published configurations of experts[^|]*\| ([\d.]+) %, ([\d.]+) %",
+    ),
+    (
+        "cost-model.md",
+        r"dense, in low precision \| (\d+) \| mean ([\d.]+) %, median ([\d.]+) %",
+        r"\| (\d+) dense ones in low precision[^|]*\| ([\d.]+) %, ([\d.]+) %",
+    ),
+    (
+        "search.md",
+        r"all as fast as the baseline \| ([\d.]+) % \| ([\d.]+) ",
+        r"like the baseline \| ([\d.]+) % after ([\d.]+) launches",
+    ),
+    (
+        "search.md",
+        r"all faster by 1\.1 \| ([\d.]+) % \| ([\d.]+) ",
+        r"all are faster by 1\.1 \| ([\d.]+) % after ([\d.]+) launches",
+    ),
+    (
+        "search.md",
+        r"iterations inside each: ([\d.]+) against ([\d.]+) %",
+        r"iterations inside of them \| ([\d.]+) % against ([\d.]+) %",
+    ),
+    (
+        "clusters.md",
+        r"behind shaped links were ([\d.]+) % off in the mean",
+        r"8 processes from 4: mean; largest \| ([\d.]+) %",
+    ),
+    (
+        "schedules.md",
+        r"5/8 \| V-Half [\d.]+ \| [\d.]+ \| ([\d.]+) ",
+        r"at tight caps: most; V-Half's cap \| [\d.]+; ([\d.]+) ",
+    ),
+    (
+        "schedules.md",
+        r"16 and 32 the ratio is at most ([\d.]+)\. ",
+        r"at tight caps: most; V-Half's cap \| ([\d.]+);",
+    ),
+    (
         "cost-model.md",
         r"Core: (\d+) rows, mean ([\d.]+), median ([\d.]+)\.",
         r"\| (\d+) published runs.*?\| ([\d.]+) %, ([\d.]+) %",
@@ -63,6 +123,74 @@ def test_a_figure_that_stands_twice_is_one_figure(page: str, here: str, there: s
     assert found is not None
     assert measured is not None
     assert found.groups() == measured.groups()
+
+
+@pytest.mark.parametrize(
+    ("page", "claim", "rows"),
+    [
+        (
+            ROOT / "README.md",
+            r"the demo takes (\d+) minutes, installation included, and the tests (\d+)",
+            (
+                r"\| the demo: installation [^|]*\| (\d+) min (\d+) s",
+                r"tests of every [^|]*\| (\d+) min (\d+) s",
+            ),
+        ),
+        (
+            DOCS / "contributing" / "index.md",
+            r"runs the tests \((\d+) minutes",
+            (r"tests of every [^|]*\| (\d+) min (\d+) s",),
+        ),
+    ],
+    ids=["readme", "contributing"],
+)
+def test_minutes_are_those_of_the_benchmarks(page: Path, claim: str, rows: tuple[str, ...]) -> None:
+    said = re.search(claim, " ".join(page.read_text(encoding="utf-8").split()))
+    measured = [re.search(row, text_of("benchmarks.md")) for row in rows]
+    assert said is not None
+    assert [round(int(found[1]) + int(found[2]) / 60) for found in measured if found] == [
+        int(minutes) for minutes in said.groups()
+    ]
+
+
+def tables_of(page: Path) -> list[list[list[str]]]:
+    """The cells of every row of every table, its header first."""
+    tables: list[list[list[str]]] = [[]]
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("|"):
+            tables.append([])
+        elif not re.fullmatch(r"[-:| ]+", line):
+            tables[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+    return [table for table in tables if table]
+
+
+def test_every_row_of_figures_has_the_day_of_its_measurement() -> None:
+    figure, undated = re.compile(r"\d\.\d|\d %|\d s\b|\d of \d"), []
+    for header, *rows in tables_of(DOCS / "benchmarks.md"):
+        at = header.index("date") if "date" in header else None
+        for row in rows:
+            day = "" if at is None else row[at]
+            if any(map(figure.search, row)) and not re.fullmatch(r"20\d\d-[01]\d-[0-3]\d", day):
+                undated.append(row)
+    assert undated == []
+
+
+def test_what_a_command_leaves_to_be_filled_in_is_said() -> None:
+    page = DOCS / "benchmarks.md"
+    prose = " ".join(
+        line for line in page.read_text(encoding="utf-8").splitlines() if not line.startswith("|")
+    )
+    commands = [
+        row[header.index("command")]
+        for header, *rows in tables_of(page)
+        if "command" in header
+        for row in rows
+    ]
+    left_open = {
+        word for command in commands for word in re.findall(r"\b[A-Z]{2,}(?:\.json)?(?=[` ])", command)
+    }
+    assert left_open >= {"DATA.json", "RUN"}
+    assert {word for word in left_open if f"`{word}`" not in prose} == set()
 
 
 def test_the_waiting_beside_the_readmes_pictures_is_that_of_their_costs(tmp_path: Path) -> None:

@@ -19,6 +19,17 @@ STOCK_ORDERS = ["stock", "tp-pp-dp"]
 # The axes that a search can keep at stock beside the shape, and the knobs of a layout that have that form.
 AXES = ("schedule", "split", "mapping")
 KNOBS = tuple(knob.name for knob in _ALL_KNOBS if knob.name not in AXES)
+# How docs/benchmarks.md calls what a scenario may fix, and what a search keeps unless it is asked.
+WORDS = {
+    "tensor_parallel": "TP",
+    "pipeline_parallel": "PP",
+    "data_parallel": "DP",
+    "expert_parallel": "EP",
+    "micro_batch_size": "micro-batch",
+    "recompute": "recompute",
+    "mapping": "order of ranks",
+}
+_ONLY_EXPERTS, _UNASKED, _IN_ALL = ("expert_parallel",), ("recompute",), ("mapping",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +78,25 @@ class Scenario:
         if axis not in (*AXES, *KNOBS):
             raise SystemExit(f"--without: {axis}; must be scaling, {', '.join(AXES)} or a knob")
         return {**self.search, axis: list(STOCK_NAMES) if axis == "schedule" else "stock"}
+
+    @property
+    def fixed_words(self) -> str:
+        """What neither search may change, as docs/benchmarks.md says it."""
+        values = {WORDS[name]: self.search.get(name, "auto") for name in WORDS}
+        fixed = {words: value for words, value in values.items() if value != "auto"}
+        return ", ".join(words if value == "stock" else f"{words} {value}" for words, value in fixed.items())
+
+    @property
+    def free_words(self) -> str:
+        """What both searches may change beside what is free in every row, as docs/benchmarks.md says it."""
+        kept = () if "--num-experts" in self.flags else _ONLY_EXPERTS
+        free = [
+            words
+            for name, words in WORDS.items()
+            if name not in (*kept, *_IN_ALL)
+            and self.search.get(name, "stock" if name in _UNASKED else "auto") == "auto"
+        ]
+        return ", ".join(free)
 
     @property
     def command(self) -> list[str]:

@@ -15,7 +15,16 @@ from typing import Any
 from quartet_plugin.model.files import read_json, write_json_atomic
 
 RESULTS = Path(__file__).with_name("results")
+ROOT = Path(__file__).resolve().parents[2]
+# What a search and its launches depend on beside the catalogue, whose rows a commit may add.
+SEARCH_FILES = (
+    "quartet_plugin",
+    "patches",
+    "benchmarks/scenarios/script.py",
+    "benchmarks/scenarios/turns.py",
+)
 TURNS = "turns.json"
+CHANGED = " with changes"
 OURS, STOCK, WITHOUT = "ours", "stock", "without"
 
 
@@ -23,9 +32,10 @@ OURS, STOCK, WITHOUT = "ours", "stock", "without"
 class SearchRun:
     """One search of a scenario to its end.
 
-    `side` is ours, stock, or without-AXIS. `trials` have number, plan in words, outcome and the seconds of
-    the measured iterations. `chosen` is the content of the plan's file, None for the default. `note` says why
-    the baseline is another than the default.
+    `side` is ours, stock, or without-AXIS. `trials` have number, plan in words, verdict, outcome and reason
+    as the study has them, the seconds of the measured iterations, and the peak of memory. `chosen` is the
+    content of the plan's file, None for the default. `note` says why the baseline is another than the
+    default.
     """
 
     scenario: str
@@ -66,7 +76,20 @@ def commit_of(root: Path) -> str:
         capture_output=True,
         text=True,
     ).stdout
-    return head.strip()[:12] + (" with changes" if changes.strip() else "")
+    return head.strip()[:12] + (CHANGED if changes.strip() else "")
+
+
+def has_same_search(first: str, second: str, *, root: Path = ROOT) -> bool:
+    """Whether two commits, as `commit_of` writes them, differ in no file that a search depends on.
+
+    False where a tree had changes or git does not know a commit, unless both are written alike.
+    """
+    if first == second:
+        return True
+    if first.endswith(CHANGED) or second.endswith(CHANGED):
+        return False
+    words = ["git", "-C", str(root), "diff", "--quiet", first, second, "--", *SEARCH_FILES]
+    return subprocess.run(words, check=False, capture_output=True).returncode == 0
 
 
 def machine_words(num_cores: int) -> str:

@@ -1,22 +1,34 @@
 """The scenarios' files and table: one file a search, the table from files alone, missing rows said."""
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from benchmarks.scenarios.__main__ import trial_of
 from benchmarks.scenarios.catalogue import SCENARIOS, Scenario
-from benchmarks.scenarios.result_files import SearchRun, TurnRounds, read_runs, read_turns, write_result
+from benchmarks.scenarios.result_files import (
+    SearchRun,
+    TurnRounds,
+    has_same_search,
+    read_runs,
+    read_turns,
+    write_result,
+)
 from benchmarks.scenarios.table import row_of, table_lines
 from quartet_plugin.model.cluster import parse_cluster
+from quartet_plugin.model.history import TrialRow
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.tuner.config import parse_config
 
-NAME = "a-heavy-head"
+NAME, OTHER = "a-heavy-head", "c-slow-link"
+BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 
-def run_of(side: str, seed: int, *, commit: str = "abc", num_trials: int = 8) -> SearchRun:
+def run_of(side: str, seed: int, *, name: str = NAME, commit: str = "abc", num_trials: int = 8) -> SearchRun:
     return SearchRun(
-        scenario=NAME,
+        scenario=name,
         side=side,
         seed=seed,
         commit=commit,
@@ -28,15 +40,24 @@ def run_of(side: str, seed: int, *, commit: str = "abc", num_trials: int = 8) ->
     )
 
 
-def filled(folder: Path, *, lacking: str = "", **changes: str) -> Path:
-    sides = {"ours-0": 1.2, "stock-0": 1.0, "stock-1": 1.1, "stock-2": 1.2, "default": 0.8}
-    for name in sides:
-        side, _, seed = name.partition("-")
-        if seed and name != lacking:
-            write_result(
-                run_of(side, int(seed), commit=changes.get(name.replace("-", "_"), "abc")), folder=folder
-            )
-    turns = TurnRounds(scenario=NAME, commit="abc", machine="2 cores", num_launches=1, rounds=(sides,) * 5)
+def filled(
+    folder: Path,
+    *,
+    name: str = NAME,
+    commit: str = "abc",
+    lacking: str = "",
+    commits: dict[str, str] | None = None,
+    more: dict[str, float] | None = None,
+) -> Path:
+    """A scenario's files; in its rounds the machine is at full speed, then at half of it, and so on."""
+    sides = {"ours-0": 1.2, "stock-0": 1.0, "stock-1": 1.1, "stock-2": 1.2, "default": 0.8, **(more or {})}
+    for side in sides:
+        kind, _, seed = side.rpartition("-")
+        if kind and side != lacking:
+            run = run_of(kind, int(seed), name=name, commit=(commits or {}).get(side, commit))
+            write_result(run, folder=folder)
+    rounds = tuple({side: speed / (1 + at % 2) for side, speed in sides.items()} for at in range(6))
+    turns = TurnRounds(scenario=name, commit=commit, machine="2 cores", num_launches=1, rounds=rounds)
     write_result(turns, folder=folder)
     return folder
 
@@ -52,26 +73,118 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert next(read_runs(NAME, folder=tmp_path)).trials[0]["iterations_s"] == [0.5]
     turns = read_turns(NAME, folder=tmp_path)
     assert turns is not None
-    assert len(turns.rounds) == 5
+    assert len(turns.rounds) == 6
 
 
-def test_a_row_is_the_winner_over_all_seeds_and_over_the_default(tmp_path: Path) -> None:
+def test_a_row_is_the_winner_over_the_best_of_all_seeds_and_over_the_default(tmp_path: Path) -> None:
     row = row_of(NAME, "about", folder=filled(tmp_path))
     assert row.over_stock is not None
+    assert row.over_mean is not None
     assert row.over_default is not None
-    assert row.over_stock.median == pytest.approx(1.2 / (1.0 * 1.1 * 1.2) ** (1 / 3))
+    assert row.best_stock == "stock-2"
+    assert row.over_stock.median == pytest.approx(1.0)
+    assert row.over_mean.median == pytest.approx(1.2 / (1.0 * 1.1 * 1.2) ** (1 / 3))
     assert row.over_default.median == pytest.approx(1.5)
     assert row.line.endswith("| 1.500 (1.500 to 1.500) | plan of ours |")
     lines = table_lines({NAME: "about", "other": "another"}, folder=tmp_path)
-    assert "winner over the default, geometric mean of 1 rows: 1.500" in lines
-    assert lines[-1] == "rows without a figure: other"
+    assert "winner over the default, geometric mean of 1 of 2 rows: 1.500 (aim 1.7)" in lines
+    assert "lower ends over best stock below 0.98: none" in lines
+    assert "rows without a figure: other" in lines
     assert "missing: ours-0, stock-0, stock-1, stock-2, turns" in lines[3]
+
+
+def test_a_lower_end_below_the_aim_is_named(tmp_path: Path) -> None:
+    lines = table_lines({NAME: ""}, folder=filled(tmp_path, more={"stock-1": 1.3}))
+    assert f"lower ends over best stock below 0.98: {NAME} 0.923" in lines
 
 
 def test_a_row_that_lacks_a_file_or_mixes_commits_has_no_figure(tmp_path: Path) -> None:
     assert row_of(NAME, "", folder=filled(tmp_path / "a", lacking="stock-2")).missing == "missing: stock-2"
-    mixed = row_of(NAME, "", folder=filled(tmp_path / "b", stock_1="def"))
+    mixed = row_of(NAME, "", folder=filled(tmp_path / "b", commits={"stock-1": "def"}))
     assert (mixed.missing, mixed.over_stock) == ("runs of several commits: abc, def", None)
+    alike = row_of(NAME, "", folder=tmp_path / "b", same=lambda *_: True)
+    assert (alike.missing, alike.over_stock is not None) == ("", True)
+
+
+def test_an_axis_has_the_gain_over_the_winner_without_it(tmp_path: Path) -> None:
+    folder = filled(tmp_path, more={"without-split-0": 1.0})
+    write_result(run_of("without-mapping", 0), folder=folder)
+    lines = table_lines({NAME: ""}, folder=folder)
+    assert f"| {NAME} | split | 1.200 (1.200 to 1.200) | plan of without-split |" in lines
+    assert f"| {NAME} | mapping | missing: turns of without-mapping-0 | plan of without-mapping |" in lines
+
+
+def test_rows_of_another_commit_are_named(tmp_path: Path) -> None:
+    for name, commit in ((NAME, "abc"), (OTHER, "abc"), ("d-shape", "def")):
+        filled(tmp_path, name=name, commit=commit)
+    names = dict.fromkeys((NAME, OTHER, "d-shape"), "")
+    assert table_lines(names, folder=tmp_path)[-1] == "rows of another search than that of abc: d-shape (def)"
+    same = table_lines(names, folder=tmp_path, same=lambda *_: True)
+    assert same[-1] == "one search in all rows with a figure: abc, def"
+
+
+def test_commits_have_the_same_search_where_no_file_of_it_differs(tmp_path: Path) -> None:
+    def commit_with(name: str) -> str:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-qm", name], check=True)
+        head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+        return head.stdout.strip()[:12]
+
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    git = ("git", "-C", str(tmp_path), *who)
+    subprocess.run([*git, "init", "-q"], check=True)
+    commits = [commit_with(name) for name in ("quartet_plugin/a.py", "README.md", "quartet_plugin/b.py")]
+    assert has_same_search(commits[0], commits[1], root=tmp_path)
+    assert not has_same_search(commits[1], commits[2], root=tmp_path)
+    assert not has_same_search(commits[0], f"{commits[1]} with changes", root=tmp_path)
+    assert not has_same_search(commits[0], "0123456789ab", root=tmp_path)
+
+
+def test_a_trial_above_the_memory_limit_is_not_ok_in_a_result_file() -> None:
+    row = TrialRow(
+        number=3, outcome="INFEASIBLE", verdict="infeasible", reason="out of memory: above", value=1.0
+    )
+    assert {**trial_of(row), "plan": ""} == {
+        "number": 3,
+        "plan": "",
+        "verdict": "infeasible",
+        "outcome": "INFEASIBLE",
+        "reason": "out of memory: above",
+        "iterations_s": [],
+        "peak_memory_bytes": 0,
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if SCENARIOS[name].memory_limit_bytes])
+def test_every_recorded_trial_above_the_memory_limit_is_infeasible(name: str) -> None:
+    limit = SCENARIOS[name].memory_limit_bytes
+    assert limit is not None
+    for run in read_runs(name):
+        for trial in run.trials:
+            is_above = trial["number"] > 0 and trial["peak_memory_bytes"] > limit
+            assert trial["outcome"] == ("INFEASIBLE" if is_above else "OK")
+
+
+def test_the_page_says_what_each_scenario_fixes_and_leaves_free() -> None:
+    page = " ".join(BENCHMARKS.read_text(encoding="utf-8").split())
+    said = re.findall(r"- `([\w-]+)` \(fixed: ([^;)]*)(?:; free: ([^)]*))?\):", page)
+    assert {name: (fixed, free) for name, fixed, free in said} == {
+        name: (scenario.fixed_words or "nothing", scenario.free_words) for name, scenario in SCENARIOS.items()
+    }
+    shaped = {name for name, scenario in SCENARIOS.items() if "scaling" in scenario.search}
+    sentence = re.search(r"and the shape in ([^.]*)\.", page)
+    assert sentence is not None
+    assert set(re.findall(r"`([\w-]+)`", sentence[1])) == shaped
+
+
+def test_the_page_has_the_figure_that_the_files_give() -> None:
+    text = " ".join(BENCHMARKS.read_text(encoding="utf-8").split())
+    row = row_of("h-memory-limit", "")
+    for ratio in (row.over_stock, row.over_mean):
+        assert ratio is not None
+        assert f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" in text
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
