@@ -1,5 +1,6 @@
 """`quartet check`: does a plan train as stock does? Writes the receipt that `quartet train` asks for."""
 
+import json
 import shutil
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import typer
 from quartet_plugin.cli.command import (
     AcceptChangedSource,
     DeviceName,
+    JsonSwitch,
     check_range,
     check_seconds,
     pass_on_changed_source,
@@ -47,11 +49,14 @@ def check_command(
         float, typer.Option(help="Seconds that each of the three runs may take.")
     ] = _DEADLINE_S,
     accept_changed_source: AcceptChangedSource = False,
+    as_json: JsonSwitch = False,
 ) -> None:
     """Compare loss and gradient norm of a plan with stock, from the same weights, on the same data."""
     from quartet_plugin.cli.plan_checks import check_before_start
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.model.plan import read_plan
+    from quartet_plugin.model.receipt import receipt_path
+    from quartet_plugin.model.schema import dump
 
     pass_on_changed_source(is_accepted=accept_changed_source)
     check_range("--steps", steps, most=_MAX_STEPS)
@@ -64,6 +69,10 @@ def check_command(
         plan, command=training, device=device, steps=steps, folder=folder, deadline_s=deadline
     ) as gate:
         receipt = gate.check(content)
+    if as_json:
+        typer.echo(json.dumps({"path": str(receipt_path(plan)), **dump(receipt)}, indent=1))
+        keep_receipt(receipt, plan=plan, place=gate.folder)
+        return
     show(*lines(receipt))
     show(f"the plan trains as stock does; receipt: {keep_receipt(receipt, plan=plan, place=gate.folder)}")
 

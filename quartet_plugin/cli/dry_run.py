@@ -1,12 +1,54 @@
 """`quartet tune --dry-run`: what a search would launch and choose from; nothing is started."""
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quartet_plugin.launchers.command import Command
     from quartet_plugin.tuner.config import TuneConfig
+
+
+def dry_run_record(
+    config: "TuneConfig", *, command: "Command", path: Path, is_resumed: bool
+) -> dict[str, Any]:
+    """What `dry_run_lines` says, as data for other programs; see docs/formats.md."""
+    from quartet_plugin.protocol.masking import masked_argv
+    from quartet_plugin.tuner.config import placement_of
+
+    study, trial = config.study, config.trial
+    return {
+        "schema_version": 1,
+        "run": str(path),
+        "state": "resumed" if is_resumed else "exists" if path.exists() else "new",
+        "command": masked_argv(command.words),
+        "baseline": masked_argv(_baseline_words(command)),
+        "is_local": placement_of(config).is_local,
+        "num_trials": study.trials,
+        "warmup": [trial.least_warmup, trial.most_warmup],
+        "measure": [trial.least_measured, trial.most_measured],
+        "num_finalists": study.top_k,
+        "num_rounds": study.rounds,
+        "num_final_launches": study.num_final_launches,
+        "max_final_launches": study.max_final_launches,
+        "deadline_s": trial.deadline_s,
+        "longest_s": _longest_s(config),
+        "search": [
+            {
+                "name": axis.name,
+                "choices": axis.choices,
+                "kept_because": axis.feature,
+                "meaning": axis.meaning,
+            }
+            for axis in _axes(config, command)
+        ],
+    }
+
+
+def _longest_s(config: "TuneConfig") -> float:
+    """The seconds of a search in which every launch takes its whole deadline."""
+    return config.trial.deadline_s * (1 + config.study.trials + config.study.max_final_launches)
 
 
 def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_resumed: bool) -> list[str]:
@@ -18,7 +60,6 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
 
     study, trial = config.study, config.trial
     state = "goes on" if is_resumed else "is there: say --resume" if path.exists() else "would be made"
-    longest_s = trial.deadline_s * (1 + study.trials + study.max_final_launches)
     return [
         f"run       {path} {state}",
         f"command   {shlex.join(masked_argv(command.words))}",
@@ -29,7 +70,7 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
         f"{_count(trial.least_measured, trial.most_measured)} iterations",
         f"final     {study.num_final_launches} launches: {study.top_k} plans and your own command, in "
         f"{study.rounds} rounds; fewer where they decide, at most {study.max_final_launches} launches",
-        f"time      at most {duration(longest_s)}, {duration(trial.deadline_s)} a launch",
+        f"time      at most {duration(_longest_s(config))}, {duration(trial.deadline_s)} a launch",
         *_space_lines(config, command),
         "dry run   nothing was started and nothing written",
     ]
@@ -63,24 +104,45 @@ def _count(least: int, most: int) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
-def _space_lines(config: "TuneConfig", command: "Command") -> list[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Axis:
+    """A key of `search` with its choices in words; `feature` of the command keeps it, None: nothing does."""
+
+    name: str
+    choices: str
+    feature: str | None
+    meaning: str
+
+
+def _axes(config: "TuneConfig", command: "Command") -> list[_Axis]:
     """Each axis with its choices, and the feature of the command that keeps it where one does."""
     from quartet_plugin.space.knobs.registry import BY_NAME
     from quartet_plugin.space.knobs.shape import SHAPE
 
-    locked, is_read = _locked(config, command)
-    lines: list[str] = []
-    width = 2 + max(map(len, type(config.search).model_fields))
+    locked, _ = _locked(config, command)
+    axes = []
     for name, field in type(config.search).model_fields.items():
         value = getattr(config.search, name)
-        words = _choices(name, value)
         knob = SHAPE if name == "scaling" else BY_NAME.get(name)
         feature = None if knob is None else locked.get(knob.axis.value)
-        if feature is not None and not (name == "scaling" and value is None):
-            words = f"kept as in your command, because of {feature} (asked: {words})"
-        else:
-            words = f"{words}: {field.description}"
-        lines.append(f"{'search' if not lines else '':<10}{name:<{width}}{words}")
+        if name == "scaling" and value is None:
+            feature = None
+        axes.append(
+            _Axis(name=name, choices=_choices(name, value), feature=feature, meaning=field.description or "")
+        )
+    return axes
+
+
+def _space_lines(config: "TuneConfig", command: "Command") -> list[str]:
+    """Each axis with its choices, or what keeps it, and what is known after the first launch alone."""
+    _, is_read = _locked(config, command)
+    lines: list[str] = []
+    width = 2 + max(map(len, type(config.search).model_fields))
+    for axis in _axes(config, command):
+        words = f"{axis.choices}: {axis.meaning}"
+        if axis.feature is not None:
+            words = f"kept as in your command, because of {axis.feature} (asked: {axis.choices})"
+        lines.append(f"{'search' if not lines else '':<10}{axis.name:<{width}}{words}")
     if is_read and (reason := _no_custom_schedules(command)) is not None:
         lines.append(f"{'':<10}{'':<{width}}custom schedules cannot run, because of {reason}")
     note = "" if is_read else "what the command's features keep, and "

@@ -119,18 +119,28 @@ def _in_notation(plan: "Plan", notations: list[str], form: str | None) -> dict[s
     )
 
 
-def show_command(plan: PlanOrRun, trial: TrialOfRun = None, run_dir: RunsFolder = RUNS) -> None:
+def show_command(
+    plan: PlanOrRun, trial: TrialOfRun = None, run_dir: RunsFolder = RUNS, as_json: JsonSwitch = False
+) -> None:
     """Show a plan, a run's winner or a trial: the job, what the plan changes, how much faster it was."""
     from quartet_plugin.model.plan import read_plan
-    from quartet_plugin.report.tables import plan_lines, trial_lines
+    from quartet_plugin.report.tables import plan_lines, plan_record, trial_lines
 
     if trial is not None:
         from quartet_plugin.cli.trial_plan import plan_of_trial
 
         known = plan_of_trial(plan, trial, run_dir=run_dir)
+        if as_json:
+            of_trial = plan_record(known.plan, iteration_s=known.row.iteration_s, comparison=known.comparison)
+            typer.echo(json.dumps(of_trial, indent=1))
+            return
         show(*trial_lines(known.plan, iteration_s=known.row.iteration_s, comparison=known.comparison))
         return
-    show(*plan_lines(read_plan(find_plan(plan, run_dir=run_dir))))
+    content = read_plan(find_plan(plan, run_dir=run_dir))
+    if as_json:
+        typer.echo(json.dumps(plan_record(content), indent=1))
+        return
+    show(*plan_lines(content))
 
 
 NATIVE_FILE = "native.sh"

@@ -39,26 +39,40 @@ partition_command = typer.Typer(
 
 
 @partition_command.command("list")
-def list_partitions() -> None:
+def list_partitions(as_json: JsonSwitch = False) -> None:
     """List the named partitions, with what a device sends in all phases of one linear and microbatch."""
     from quartet_plugin.partition.named import FAMILIES, named_partition
     from quartet_plugin.partition.traffic import messages, sent_in_shares
     from quartet_plugin.report.summary import aligned
 
-    rows = [["name", "example", ">devices", ">messages", "sends", "meaning"]]
+    rows, records = [["name", "example", ">devices", ">messages", "sends", "meaning"]], []
     for family in FAMILIES:
         partition = named_partition(family.example)
         count = sum(messages(partition).values())
+        shares = sent_in_shares(partition)
+        records.append(
+            {
+                "name": family.form,
+                "example": family.example,
+                "num_devices": partition.num_devices,
+                "num_messages": float(count),
+                "sends": {dims: float(share) for dims, share in shares.items()},
+                "meaning": family.meaning,
+            }
+        )
         rows.append(
             [
                 family.form,
                 family.example,
                 str(partition.num_devices),
                 f"{float(count):g}",
-                " + ".join(f"{share} {dims}" for dims, share in sent_in_shares(partition).items()),
+                " + ".join(f"{share} {dims}" for dims, share in shares.items()),
                 family.meaning,
             ]
         )
+    if as_json:
+        typer.echo(json.dumps({"schema_version": 1, "partitions": records}, indent=1))
+        return
     show(
         *aligned(rows),
         "",

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from quartet_plugin.cli.command import invocation, refuse_user_command
+from quartet_plugin.cli.command import JsonSwitch, invocation, refuse_user_command
 from quartet_plugin.cli.output import show
 from quartet_plugin.cli.schedule_steps import (
     AUTO,
@@ -221,12 +221,13 @@ def list_named(
     microbatches: Annotated[
         int, typer.Option(metavar="M", min=1, max=1024, help="Number of microbatches.")
     ] = 32,
+    as_json: JsonSwitch = False,
 ) -> None:
     """List the named schedules: chunks, makespan and memory at unit costs, and who can run them."""
     from quartet_plugin.report.summary import aligned
     from quartet_plugin.schedule.named import NAMED
 
-    rows = [["name", "placement", "chunks", "backward", ">makespan", ">memory", "can be run"]]
+    rows, records = [["name", "placement", "chunks", "backward", ">makespan", ">memory", "can be run"]], []
     for name, spec in NAMED.items():
         makespan, memory = _at_unit_costs(name, devices, microbatches)
         chunks = str(spec.chunks or "2 or more")
@@ -236,11 +237,28 @@ def list_named(
                 "two copies" if spec.copies == 2 else spec.placement.value,
                 "even" if spec.even_chunks else chunks,
                 "split" if spec.split_backward else "whole",
-                makespan,
-                memory,
+                "-" if makespan is None else f"{makespan:g}",
+                "-" if memory is None else f"{memory:g}",
                 "yes" if spec.executable else "simulate only",
             ]
         )
+        records.append(
+            {
+                "name": name,
+                "placement": spec.placement.value,
+                "num_copies": spec.copies,
+                "chunks": spec.chunks or None,
+                "has_even_chunks": spec.even_chunks,
+                "has_split_backward": spec.split_backward,
+                "makespan": makespan,
+                "memory": memory,
+                "can_be_run": spec.executable,
+            }
+        )
+    if as_json:
+        content = {"schema_version": 1, "num_devices": devices, "num_microbatches": microbatches}
+        typer.echo(json.dumps({**content, "schedules": records}, indent=1))
+        return
     show(
         *aligned(rows),
         "",
@@ -345,12 +363,13 @@ def export(
     show(f"wrote {output}")
 
 
-def _at_unit_costs(name: str, devices: int, microbatches: int) -> tuple[str, str]:
+def _at_unit_costs(name: str, devices: int, microbatches: int) -> tuple[float | None, float | None]:
+    """Makespan and memory; None where the schedule does not exist for these numbers."""
     from quartet_plugin.schedule.named import named as make
 
     try:
         order = make(name, num_devices=devices, num_microbatches=microbatches)
         simulation = at_uniform_costs(order)
     except QuartetError:
-        return "-", "-"
-    return f"{simulation.makespan_s:g}", f"{simulation.peak_activation_bytes.max():g}"
+        return None, None
+    return simulation.makespan_s, float(simulation.peak_activation_bytes.max())

@@ -1,6 +1,7 @@
 """`quartet tune`: search with short live trials of the user's own command."""
 
 import contextlib
+import json
 import os
 import shlex
 from collections.abc import Iterator
@@ -96,9 +97,12 @@ def tune_command(
         bool, typer.Option("--dry-run", help="Tell what would be launched and searched; start nothing.")
     ] = False,
     accept_changed_source: AcceptChangedSource = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
 ) -> None:
     """Find a faster plan for the training command that follows `--`, by short trials."""
     pass_on_changed_source(is_accepted=accept_changed_source)
+    if as_json and not dry_run:
+        raise UsageError("quartet tune --json: needs --dry-run; `quartet status --json` tells of a run")
     if max_minutes is not None:
         check_seconds("--max-minutes", 60 * max_minutes, least=6.0, most=6e7)
     if joined is not None:
@@ -160,8 +164,12 @@ def tune_command(
         check_layer_builder(asked.search, command=training, cwd=Path.cwd())
         slices_of(asked, num_workers=workers, command=training, oversubscribe=oversubscribe)
     if dry_run:
-        from quartet_plugin.cli.dry_run import dry_run_lines
+        from quartet_plugin.cli.dry_run import dry_run_lines, dry_run_record
 
+        if as_json:
+            content = dry_run_record(asked, command=training, path=path, is_resumed=resume)
+            typer.echo(json.dumps(content, indent=1))
+            return
         show(*dry_run_lines(asked, command=training, path=path, is_resumed=resume))
         return
     folder = prepare_folder(path, is_resumed=resume)

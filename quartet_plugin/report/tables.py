@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from quartet_plugin.model.measurement import Comparison, Measurement, Objective
 from quartet_plugin.model.plan import STOCK, NodeInfo, Plan
+from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.report.final_choice import choice_lines
 from quartet_plugin.report.formatting import (
@@ -17,6 +18,7 @@ from quartet_plugin.report.formatting import (
     speedup_spread,
 )
 from quartet_plugin.report.other_model import plan_model_lines
+from quartet_plugin.report.speedups import predicted_speedup
 from quartet_plugin.report.throughput import cost_of, throughput_of
 from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
@@ -111,6 +113,29 @@ def trial_lines(plan: Plan, *, iteration_s: float | None, comparison: Comparison
             f"trial     {iteration_words(iteration_s)} s/iteration in its single trial, {rates.words}",
         ]
     return lines if comparison is None else [*lines, *comparison_lines(comparison)]
+
+
+def plan_record(
+    plan: Plan, *, iteration_s: float | None = None, comparison: Comparison | None = None
+) -> dict[str, Any]:
+    """The plan as data, with its changes and its speedups; see docs/formats.md."""
+    measured = comparison or plan.measurement
+    return {
+        "schema_version": 1,
+        "plan": {**dump(plan), "digest": plan.digest},
+        "changes": [
+            {
+                "part": change.part,
+                "before": change.before,
+                "after": change.after,
+                "class": change.change_class,
+            }
+            for change in changes(plan)
+        ],
+        "trial_iteration_s": iteration_s,
+        "predicted_speedup": predicted_speedup(plan),
+        "speedup": None if measured is None else dump(measured.speedup),
+    }
 
 
 def _origin(plan: Plan) -> str:

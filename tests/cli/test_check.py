@@ -1,5 +1,6 @@
 """`quartet check` and the receipt that `quartet train` asks for."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -114,3 +115,14 @@ def test_train_asks_for_the_receipt_of_a_schedule_of_ours(
     write_receipt(receipt_of(), path=receipt_path(path))
     assert main(["train", *words, *command]) == 0
     assert "skipped" not in capfd.readouterr().err
+
+
+def test_programs_get_the_receipt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ParityGate, "check", lambda gate, plan: receipt_of())
+    path = saved(tmp_path)
+    assert main(["check", str(path), "--json", "--", *COMMAND]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content.pop("path") == str(receipt_path(path))
+    assert content == json.loads(receipt_path(path).read_text())

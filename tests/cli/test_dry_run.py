@@ -1,5 +1,6 @@
 """`quartet tune --dry-run`: told, not started."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,37 @@ def test_nothing_is_started_and_nothing_written(tmp_path: Path, capsys: pytest.C
     assert "abcdefgh" not in text
     names = [line[10:].split(" ")[0] for line in text[text.index("\nsearch ") :].splitlines()]
     assert set(type(TuneConfig().search).model_fields) <= set(names)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_programs_get_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = "run: fake\nsearch: {tensor_parallel: [1, 2]}\nstudy: {trials: 7, top_k: 2}\n"
+    router = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01")
+    flags = ("--num-experts", "4", *router, "--secret-token", "abcdefgh")
+    assert dry_run(tmp_path, *flags, config=config, options=("--json",)) == 0
+    text = capsys.readouterr().out
+    assert "abcdefgh" not in text
+    content = json.loads(text)
+    assert content["schema_version"] == 1
+    assert (content["state"], content["run"]) == ("new", str(tmp_path / "runs" / "fake"))
+    assert (content["num_trials"], content["num_finalists"], content["num_final_launches"]) == (7, 2, 15)
+    assert content["warmup"] == [1, 10]
+    assert content["measure"] == [4, 10]
+    assert content["is_local"]
+    assert content["longest_s"] == content["deadline_s"] * (8 + content["max_final_launches"])
+    axes = {axis["name"]: axis for axis in content["search"]}
+    assert set(axes) == set(type(TuneConfig().search).model_fields)
+    assert axes["tensor_parallel"]["choices"] == "1, 2"
+    assert axes["tensor_parallel"]["meaning"].startswith("devices that share each layer")
+    assert axes["micro_batch_size"]["kept_because"] == "moe_microbatch_loss"
+    assert axes["pipeline_parallel"]["kept_because"] is None
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_search_itself_prints_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, command = prepare(tmp_path)
+    assert main([*words, "--json", "--", *command]) == 2
+    assert "--json: needs --dry-run" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 

@@ -17,6 +17,7 @@ from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.report.tables import changes, plan_lines
 from quartet_plugin.space.knobs import registry
 from tests.model.plans import PLAN
+from tests.report.histories import WINNER
 from tests.space.jobs import make_layout, make_shape
 from tests.space.knobs.made_up import ROPE_FUSION
 from tests.tuner.fakes import begin
@@ -178,6 +179,21 @@ def with_gain(plan: Plan) -> Plan:
         speedup=Interval(median=1.3, low=1.24, high=1.37),
     )
     return replace(plan, measurement=comparison)
+
+
+def test_programs_get_a_plan_with_its_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_plan(WINNER, path=tmp_path / "plan.json")
+    assert main(["show", str(tmp_path / "plan.json"), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["schema_version"] == 1
+    assert content["plan"] == json.loads((tmp_path / "plan.json").read_text())
+    assert content["changes"] == [
+        {"part": "split", "before": "4+4", "after": "6+2", "class": "A"},
+        {"part": "mapping", "before": "stock", "after": "1,0", "class": "A"},
+    ]
+    assert content["speedup"]["median"] == pytest.approx(1.25)
+    assert content["predicted_speedup"] == pytest.approx(1.25)
+    assert content["trial_iteration_s"] is None
 
 
 def test_a_plan_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,17 @@ def test_list_names_every_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1/2 MN + 1 NK + 1/2 MK" in row
 
 
+def test_list_has_the_same_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["partition", "list", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["schema_version"] == 1
+    by_name = {record["name"]: record for record in content["partitions"]}
+    assert list(by_name) == [family.form for family in FAMILIES]
+    rings = by_name["PQxQ"]
+    assert (rings["example"], rings["num_devices"], rings["num_messages"]) == ("P2x2", 4, 8.0)
+    assert rings["sends"] == {"MN": 0.5, "NK": 1.0, "MK": 0.5}
+
+
 def test_shown_text_and_json_are_read_back(capsys: pytest.CaptureFixture[str]) -> None:
     expected = named_partition("home4x4-out")
     assert main(["partition", "show", "home4x4-out"]) == 0

@@ -14,7 +14,7 @@ import pytest
 
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.schedule.files import read_schedule, write_schedule
-from quartet_plugin.schedule.named import named
+from quartet_plugin.schedule.named import NAMED, named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import Simulation
 from quartet_plugin.schedule.validate import validate
@@ -330,6 +330,17 @@ def test_list_leaves_out_sizes_that_do_not_exist(quartet: Quartet) -> None:
     }
     assert " - " in rows["chimera"]
     assert "21" in rows["1f1b"]
+
+
+def test_list_has_the_same_for_programs(quartet: Quartet) -> None:
+    content = json.loads(quartet("list", "--devices", 3, "--microbatches", 5, "--json"))
+    assert (content["schema_version"], content["num_devices"], content["num_microbatches"]) == (1, 3, 5)
+    by_name = {record["name"]: record for record in content["schedules"]}
+    assert set(by_name) == set(NAMED)
+    assert (by_name["chimera"]["makespan"], by_name["chimera"]["num_copies"]) == (None, 2)
+    plain = by_name["1f1b"]
+    assert (plain["makespan"], plain["memory"], plain["chunks"], plain["can_be_run"]) == (21.0, 3.0, 1, True)
+    assert by_name["zb-h1"]["has_split_backward"]
 
 
 def test_a_training_command_is_refused(quartet: Quartet, costs: Path) -> None:

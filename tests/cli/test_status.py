@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -46,6 +47,29 @@ def journal_run() -> Iterator[Path]:
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main([*words]) == 0
     return capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    """A terminal as far as the output can see."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "words", [("status",), ("status", "--json"), ("trials",), ("explain",)], ids=" ".join
+)
+def test_a_terminal_gets_no_colour_where_its_reader_wants_none(
+    words: tuple[str, ...], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    name, *options = words
+    assert main([name, str(run), *options]) == 0
+    assert screen.getvalue()
+    assert not re.search(r"\x1b\[[\d;]*[34]\d", screen.getvalue())
 
 
 def refused(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:

@@ -1,13 +1,19 @@
 """A run on the screen: plain lines for pipes, a table for terminals."""
 
+import fcntl
 import io
+import os
+import pty
+import re
+import struct
+import termios
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from quartet_plugin.model.launch import LaunchPosition, LaunchRecord, Phase
-from quartet_plugin.report.live import LiveTable, PlainLines, reporter
+from quartet_plugin.report.live import WIDE, LiveTable, PlainLines, reporter
 from tests.model.plans import PLAN
 
 
@@ -153,3 +159,63 @@ def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -
     assert "1.234" in lines[note - 2]
     assert "your own" in lines[1]
     assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
+
+
+def test_the_table_fits_a_terminal_that_is_resized_between_its_drawings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The size is asked for at each drawing, of a terminal that becomes narrower and wider again."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.delenv("LINES", raising=False)
+    controller, terminal = pty.openpty()
+    try:
+        with os.fdopen(terminal, "w", encoding="utf-8") as file:
+            console = Console(file=file, force_terminal=True, color_system=None)
+            # The tests' own output is no terminal: only the one that is drawn on has a size.
+            monkeypatch.setattr(os, "get_terminal_size", lambda _: size_of(terminal))
+            shown = LiveTable(console)
+            own = LaunchRecord(
+                label="0", plan=None, outcome="OK", iteration_s=1.234, tokens_per_s=1e6, versus_baseline=1.0
+            )
+            shown.plan_finished(own)
+            for number in range(1, 30):
+                shown.plan_finished(replace(own, label=str(number), plan=PLAN, drift=0.72))
+            shown.plan_started("30", PLAN, phase="search", time_left_s=90.0, measured_share=0.41)
+            for columns, rows in ((140, 40), (80, 24), (50, 12), (80, 24), (140, 40)):
+                fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+                with console.capture() as captured:
+                    console.print(shown.render())
+                lines = captured.get().splitlines()
+                assert console.size == (columns, rows)
+                assert max(map(len, lines)) <= columns
+                assert len(lines) < rows
+                assert "41 % of the time so far" in captured.get()
+                assert ("tokens/s" in lines[0]) == (columns >= WIDE)
+    finally:
+        os.close(controller)
+
+
+def size_of(terminal: int) -> os.terminal_size:
+    rows, columns, _, _ = struct.unpack("HHHH", fcntl.ioctl(terminal, termios.TIOCGWINSZ, b"\0" * 8))
+    return os.terminal_size((columns, rows))
+
+
+@pytest.mark.parametrize("wants_colours", [True, False])
+def test_no_colour_is_written_where_the_reader_wants_none(
+    wants_colours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`NO_COLOR` stops colours alone: the table still moves the cursor, and bold and dim stay."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if not wants_colours:
+        monkeypatch.setenv("NO_COLOR", "1")
+    screen = io.StringIO()
+    shown = reporter(Console(file=screen, force_terminal=True, width=80, height=24))
+    assert isinstance(shown, LiveTable)
+    with shown:
+        play(shown)
+        shown.plan_started("3", PLAN, phase="search", time_left_s=30.0, measured_share=0.5)
+        shown._console.print(shown.render())
+    codes = {code for words in re.findall(r"\x1b\[([\d;]*)m", screen.getvalue()) for code in words.split(";")}
+    colours = {code for code in codes if code.isdecimal() and int(code) >= 30}
+    assert bool(colours) == wants_colours

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from quartet_plugin.model.plan import Plan, Prediction
+from quartet_plugin.model.measurement import Prediction
+from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.page import Extras, page
 from quartet_plugin.report.speedups import predicted_speedup, speedup_pair
 from quartet_plugin.report.status import status_lines
