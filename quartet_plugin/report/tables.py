@@ -168,6 +168,8 @@ def _prediction_lines(plan: Plan) -> list[str]:
         words = f"{seconds:.4g} s an iteration, {rates.words}"
     else:
         words = _beside_measured(seconds, plan.measurement.plan.iteration_s.median)
+        speedup = predicted_speedup(plan)
+        words += "" if speedup is None else f": a speedup of {speedup:.2f}x"
     lines = [f"predicted {words}"]
     return ["", *lines] if cost is None else ["", *lines, f"cost      {cost.words}"]
 
