@@ -2,7 +2,7 @@
 # The demo: real text, a small GPT on two CPU processes, a search over shape, layout, split, schedule and mapping,
 # and training on with the winner.
 # Usage: bash examples/demo/run.sh PYTHON [RUN_FOLDER]
-# DEMO_TRIALS=N tries N plans instead of those that q.yaml asks for.
+# DEMO_OPTIONS are further options of the search, such as "--trials 3 --max-minutes 5".
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=$1
@@ -24,7 +24,7 @@ command=(torchrun --nproc-per-node 2 examples/pretrain_gpt.py
 
 echo "== 2. quartet tune -- ${command[*]}"
 rm -rf "$runs/demo" data/demo-checkpoint
-quartet tune --config examples/demo/q.yaml --run-dir "$runs" ${DEMO_TRIALS:+--trials "$DEMO_TRIALS"} -- "${command[@]}"
+quartet tune --config examples/demo/q.yaml --run-dir "$runs" ${DEMO_OPTIONS:-} -- "${command[@]}"
 
 # Megatron prints a thousand lines: all of them go to a file, the ones about the training here.
 train() {

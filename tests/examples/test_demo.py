@@ -48,12 +48,12 @@ def test_the_tutorial_shows_the_commands_words() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_demo_runs_to_its_end(tmp_path: Path) -> None:
-    """In a copy, with three trials: the search decides, and the training ends with a validation loss."""
+    """In a copy, with three trials in five minutes: the training ends with a validation loss."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     done = subprocess.run(
         ["bash", "examples/demo/run.sh", sys.executable],
         cwd=tmp_path,
-        env={**own_environment(), "DEMO_TRIALS": "3", "PYTHONPATH": str(ROOT)},
+        env={**own_environment(), "DEMO_OPTIONS": "--trials 3 --max-minutes 5", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=840,
