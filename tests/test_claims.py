@@ -125,34 +125,6 @@ def test_a_figure_that_stands_twice_is_one_figure(page: str, here: str, there: s
     assert found.groups() == measured.groups()
 
 
-@pytest.mark.parametrize(
-    ("page", "claim", "rows"),
-    [
-        (
-            ROOT / "README.md",
-            r"the demo takes (\d+) minutes, installation included, and the tests (\d+)",
-            (
-                r"\| the demo: installation [^|]*\| (\d+) min (\d+) s",
-                r"tests of every [^|]*\| (\d+) min (\d+) s",
-            ),
-        ),
-        (
-            DOCS / "contributing" / "index.md",
-            r"runs the tests \((\d+) minutes",
-            (r"tests of every [^|]*\| (\d+) min (\d+) s",),
-        ),
-    ],
-    ids=["readme", "contributing"],
-)
-def test_minutes_are_those_of_the_benchmarks(page: Path, claim: str, rows: tuple[str, ...]) -> None:
-    said = re.search(claim, " ".join(page.read_text(encoding="utf-8").split()))
-    measured = [re.search(row, text_of("benchmarks.md")) for row in rows]
-    assert said is not None
-    assert [round(int(found[1]) + int(found[2]) / 60) for found in measured if found] == [
-        int(minutes) for minutes in said.groups()
-    ]
-
-
 def tables_of(page: Path) -> list[list[list[str]]]:
     """The cells of every row of every table, its header first."""
     tables: list[list[list[str]]] = [[]]

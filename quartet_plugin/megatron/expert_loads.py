@@ -29,7 +29,7 @@ class ExpertLoads:
         self._counts.clear()
 
     def take(self) -> dict[str, tuple[int, ...]]:
-        """The counts since they were last taken, by part of the model: `layer.N`."""
+        """The counts since they were last taken, by part of the model: `layer.N`, `mtp.N`."""
         counts = {name: tuple(map(int, count.tolist())) for name, count in self._counts.items()}
         self._counts.clear()
         return counts
@@ -47,12 +47,13 @@ class ExpertLoads:
 
 
 def _routers(model: Any) -> Iterator[tuple[str, Any]]:
-    """The routers of this rank's transformer layers, each with the name of its part."""
+    """The routers of this rank's layers, those of multi-token prediction too, each with its part's name."""
     from megatron.core.transformer.moe.router import Router
     from megatron.core.utils import unwrap_model
 
     for chunk in unwrap_model(model):
-        for layer in getattr(getattr(chunk, "decoder", None), "layers", None) or ():
-            for module in layer.modules():
-                if isinstance(module, Router):
-                    yield f"layer.{layer.layer_number - 1}", module
+        for part, block in (("layer", "decoder"), ("mtp", "mtp")):
+            for layer in getattr(getattr(chunk, block, None), "layers", None) or ():
+                for module in layer.modules():
+                    if isinstance(module, Router):
+                        yield f"{part}.{layer.layer_number - 1}", module

@@ -6,8 +6,9 @@ import shlex
 import socket
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,14 @@ MEGATRON_FLAGS = shlex.split("""
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What a start left behind; `ranks`, `failures` and `beats` are the trial's files by launch rank."""
+    """What a start left behind; `ranks`, `failures`, `beats` and `sheets` are its files by launch rank."""
 
     code: int
     output: str
     ranks: Mapping[int, dict[str, Any]]
     failures: Mapping[int, dict[str, Any]]
     beats: Mapping[int, dict[str, Any]]
+    sheets: Mapping[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def told(self) -> list[str]:
@@ -85,6 +87,16 @@ class Launch:
         norms = [[step["grad_norm"] for step in content["iterations"]] for content in self.ranks.values()]
         assert all(norm == norms[0] for norm in norms)
         return norms[0]
+
+    def expert_loads(self) -> list[Counter[tuple[str, int]]]:
+        """The tokens of every iteration by part of the model and expert, over all ranks."""
+        loads: list[Counter[tuple[str, int]]] = []
+        for steps in zip(*(sheet["steps"] for sheet in self.sheets.values()), strict=True):
+            loads.append(Counter())
+            for step in steps:
+                for part, tokens in (step.get("expert_tokens") or {}).items():
+                    loads[-1].update({(part, expert): count for expert, count in enumerate(tokens)})
+        return loads
 
 
 def make_plan(
@@ -203,4 +215,5 @@ def launch(
         ranks=read("json"),
         failures=read("err.json"),
         beats=read("beat.json"),
+        sheets=read("parity.json"),
     )

@@ -3,6 +3,7 @@
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from quartet_plugin.model.receipt import read_receipt
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.history import read_history
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, SHAPE, Launch, make_plan
-from tests.megatron.same_training import assert_same_training, kept_weights, reports_as_planned
+from tests.megatron.same_training import assert_same_training, kept_weights, reports_as_planned, with_settings
 from tests.megatron.test_parity import train
 from tests.short_rounds import short_rounds as short_rounds
 from tests.tuner.live_studies import launch_settings as launch_settings
@@ -24,36 +25,66 @@ MODEL = """
     --position-embedding-type rope --untie-embeddings-and-output-weights --group-query-attention
     --num-query-groups 2 --window-size 5,0 --window-attn-skip-freq 2
 """
-FLAGS = [*MEGATRON_FLAGS, *shlex.split(MODEL)]
+EXPERTS = """
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-layer-freq ([0]*1+[1]*5)
+    --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --disable-bias-linear
+    --moe-token-dispatcher-type alltoall --moe-router-dtype fp32
+"""
+DENSE = [*MEGATRON_FLAGS, *shlex.split(MODEL)]
+FLAGS = [*DENSE, *shlex.split(EXPERTS)]
 ROPE = replace(SHAPE, position_embedding="rope", tied_embeddings=False, num_query_groups=2)
 
 
-def plan_of(*, sequence_parallel: bool = False, recompute: str = "none", **sizes: object) -> Plan:
-    plan = make_plan(**{"split": (6,), "shape": ROPE, "made_for_shape": ROPE, **sizes})  # type: ignore[arg-type]
-    layout = replace(plan.layout, sequence_parallel=sequence_parallel, recompute=recompute)  # type: ignore[arg-type]
-    return replace(plan, layout=layout)
+def plan_of(*, split: tuple[int, ...] = (6,), settings: dict[str, Any] | None = None, **sizes: Any) -> Plan:
+    plan = make_plan(split=split, shape=ROPE, made_for_shape=ROPE, **sizes)
+    return with_settings(plan, sequence_parallel=plan.layout.tensor_parallel > 1, **settings or {})
 
 
-def overlapped(plan: Plan) -> Plan:
-    layout = replace(plan.layout, distributed_optimizer=True).with_setting("overlap_grad_reduce", True)
-    return replace(plan, layout=layout.with_setting("overlap_param_gather", True))
-
-
+# Experts are spread over the devices that share sequences, too.
+SETTINGS: dict[str, Any] = {
+    "expert_parallel": 2,
+    "moe_token_dispatcher": "allgather",
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "ddp_bucket_size": 2000,
+}
 PLANS: dict[str, tuple[Plan, str]] = {
     "cp2": (plan_of(context=2), ""),
     "cp4 by all-to-all": (plan_of(context=4), "--cp-comm-type a2a"),
     "cp2 without a mask of the loader": (
-        plan_of(context=2, recompute="full"),
+        plan_of(context=2, settings={"recompute": "full", "expert_parallel": 2}),
         "--no-create-attention-mask-in-dataloader",
     ),
     "cp2 pp2 permuted": (
-        plan_of(split=(4, 2), context=2, pipeline=2, micro_batch=1, order=(2, 0, 3, 1)),
+        plan_of(
+            split=(4, 2),
+            context=2,
+            pipeline=2,
+            micro_batch=1,
+            order=(2, 0, 3, 1),
+            settings={**SETTINGS, "recompute": "selective"},
+        ),
         "",
     ),
-    "cp2 tp2": (plan_of(context=2, tensor=2, sequence_parallel=True), ""),
-    "cp2 dp2 overlapped": (overlapped(plan_of(context=2, data=2)), ""),
+    "cp2 tp2": (
+        plan_of(context=2, tensor=2, settings={"expert_parallel": 2, "expert_tensor_parallel": 1}),
+        "",
+    ),
+    "cp2 dp2 overlapped": (plan_of(context=2, data=2, settings={**SETTINGS, "expert_parallel": 4}), ""),
     "cp2 pp2 interleaved": (
         plan_of(split=(1, 2, 2, 1), context=2, pipeline=2, chunks=2, group=4),
+        "",
+    ),
+    "cp2 pp2 dp2, eight processes": (
+        plan_of(
+            split=(2, 4),
+            context=2,
+            pipeline=2,
+            data=2,
+            micro_batch=1,
+            order=(5, 0, 7, 2, 1, 4, 3, 6),
+            settings={"expert_parallel": 4},
+        ),
         "",
     ),
 }
@@ -117,7 +148,7 @@ device: cpu
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("short_rounds", "launch_settings")
 def test_a_study_tries_devices_that_share_sequences(tmp_path: Path) -> None:
-    command = ["torchrun", "--nproc-per-node", "2", str(SCRIPT), *FLAGS]
+    command = ["torchrun", "--nproc-per-node", "2", str(SCRIPT), *DENSE]
     run = tune(tmp_path, CONFIG, command)
     trials = [trial for trial in read_history(run).trials if trial.number > 0]
     assert {trial.outcome for trial in trials} <= {Outcome.OK, Outcome.UNSTABLE}
