@@ -61,7 +61,7 @@ def describe_job(
 
     from quartet_plugin.megatron.runtime.refusals import layers_need_full_backwards
     from quartet_plugin.megatron.support import (
-        changed_functions,
+        changed_for_schedules,
         changed_source_reason,
         shares_sequences,
         tensor_partition_reason,
@@ -75,7 +75,7 @@ def describe_job(
         features.append(FEWER_STAGES)
     if "mtp" in features and args.pipeline_model_parallel_size == 1 and forward_step is not None:
         features += [] if knows_further_tokens(forward_step) else ["mtp_without_tokens"]
-    changed = () if no_custom_schedules else changed_functions()
+    changed = () if no_custom_schedules else changed_for_schedules(args)
     split = None if "encoder_decoder" in features else dump(split_of(args))
     return {
         "framework": FRAMEWORK,

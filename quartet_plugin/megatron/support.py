@@ -13,7 +13,8 @@ from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.partition.refusals import argument_refusal
 from quartet_plugin.megatron.seams import Seam, known_function, package_roots
-from quartet_plugin.megatron.seams.declared import CUSTOM_SCHEDULE, GPT_MODEL_INIT
+from quartet_plugin.megatron.seams.declared import CUSTOM_SCHEDULE, GPT_MODEL_INIT, HYBRID_SEGMENT
+from quartet_plugin.model.megatron_arguments import hybrid_pattern
 from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE
 from quartet_plugin.rank.source_tree import KnownFunction, SourceTree
 
@@ -51,6 +52,12 @@ def changed_functions(seams: tuple[Seam, ...] = CUSTOM_SCHEDULE) -> tuple[str, .
     """Those of the functions whose source is not a known one, read from the files of the Megatron here."""
     tree = SourceTree(package_roots())
     return tuple(source_faults(lambda seam: tree.function(seam.module, seam.name), seams))
+
+
+def changed_for_schedules(args: Namespace) -> tuple[str, ...]:
+    """The functions of unknown source that a custom schedule of this job would replace or call."""
+    of_pattern = changed_functions((HYBRID_SEGMENT,)) if hybrid_pattern(args) else ()
+    return (*changed_functions(), *of_pattern)
 
 
 def read_sources() -> None:

@@ -42,7 +42,7 @@ class Refused:
 _CAPTURED = "the captured order is Megatron's own"
 _SEPARATE_SCHEDULE = "it runs through a schedule of its own"
 _NOT_BY_STAGE = "parameters are not held by stages"
-_SEPARATE_SPLIT = "it has a split of its own"
+_NO_STAGES = "no --hybrid-layer-pattern says its stages"
 _CHUNK_ORDER = "it expects Megatron's own order of chunks"
 _GATHERED = "weights are gathered in Megatron's own order"
 _SHARDS = "tensor_parallel_num_weight_shards"
@@ -51,6 +51,11 @@ _SHARDS = "tensor_parallel_num_weight_shards"
 GROUPED_EXPERTS = (
     "--num-experts: backwards are not split, because delayed gradients of Transformer Engine's grouped "
     "experts were not tried"
+)
+
+STATE_SPACE = (
+    "--hybrid-layer-pattern: backwards are not split, because delayed gradients of Transformer Engine's "
+    "state-space layers were not tried"
 )
 
 REFUSED = (
@@ -62,8 +67,7 @@ REFUSED = (
     Refused("use_megatron_fsdp", _NOT_BY_STAGE),
     Refused("use_torch_fsdp2", _NOT_BY_STAGE),
     Refused("hybrid_context_parallel", _SEPARATE_SCHEDULE),
-    Refused("hybrid_layer_pattern", _SEPARATE_SPLIT),
-    Refused("hybrid_override_pattern", _SEPARATE_SPLIT),
+    Refused("hybrid_override_pattern", _NO_STAGES),
     Refused("variable_seq_lengths", "the shapes of boundary tensors are not known beforehand"),
     Refused("defer_embedding_wgrad_compute", "it works off its queue at the end of Megatron's own order"),
     Refused("overlap_param_gather_with_optimizer_step", _CHUNK_ORDER),
@@ -100,7 +104,7 @@ def refusal(args: Namespace) -> str | None:
 
 def refusal_to_compare(args: Namespace) -> str | None:
     """Why a trial with these arguments keeps no weights to compare; stages of its own do not matter there."""
-    return first_refused((feature for feature in REFUSED if feature.reason != _SEPARATE_SPLIT), args)
+    return first_refused((feature for feature in REFUSED if feature.reason != _NO_STAGES), args)
 
 
 def refusal_of_model(config: Any) -> str | None:

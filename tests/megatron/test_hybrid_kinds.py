@@ -15,7 +15,13 @@ from quartet_plugin.megatron.cpu_device.state_space import causal_convolution, s
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import LayerKinds
 from tests.megatron.entry_launch import SHAPE, Launch, make_plan
-from tests.megatron.same_training import assert_same_training, kept_weights
+from tests.megatron.same_training import (
+    assert_same_training,
+    kept_weights,
+    reports_as_planned,
+    with_named_schedule,
+    with_settings,
+)
 from tests.megatron.test_hybrid_models import FLAGS, SCRIPT
 from tests.megatron.test_parity import train
 
@@ -25,7 +31,7 @@ LAYERS = """
     --moe-token-dispatcher-type alltoall --moe-router-dtype fp32
     --mamba-num-heads 8 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 16
 """
-# Megatron's log of experts wants some of them on every stage.
+# Megatron's log of experts wants some of them on every device.
 PATTERN, STAGES = "M*E-ME", "M*E-|ME"
 MODEL = replace(
     SHAPE,
@@ -48,18 +54,48 @@ def command_of(plan: Plan) -> list[str]:
     return [*FLAGS, *shlex.split(LAYERS), *words]
 
 
-def plan_of(*, expert: int = 1, split: tuple[int, ...] = (6,), **sizes: Any) -> Plan:
+def plan_of(
+    *,
+    split: tuple[int, ...] = (6,),
+    schedule: str = "",
+    settings: dict[str, Any] | None = None,
+    **sizes: Any,
+) -> Plan:
     plan = make_plan(split=split, shape=MODEL, made_for_shape=MODEL, **sizes)
-    is_split = plan.layout.tensor_parallel > 1
-    return replace(plan, layout=replace(plan.layout, expert_parallel=expert, sequence_parallel=is_split))
+    plan = with_settings(plan, sequence_parallel=plan.layout.tensor_parallel > 1, **settings or {})
+    return with_named_schedule(plan, schedule) if schedule else plan
 
 
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 2000}
+SETTINGS = {"expert_parallel": 2, "recompute": "selective", "moe_token_dispatcher": "allgather", **OVERLAPS}
 PLANS = {
-    "pp2 dp2 ep2 permuted": plan_of(split=(4, 2), pipeline=2, data=2, expert=2, order=(2, 0, 3, 1)),
-    "tp2 dp2 ep2": plan_of(tensor=2, data=2, expert=2),
-    "cp2 dp2 ep4": plan_of(context=2, data=2, expert=4),
-    "micro-batch": plan_of(data=2, micro_batch=1),
+    "pp2 dp2 ep2 permuted": plan_of(split=(4, 2), pipeline=2, data=2, order=(2, 0, 3, 1), settings=SETTINGS),
+    "zb-h1 pp2 dp2 ep2": plan_of(
+        schedule="zb-h1",
+        split=(3, 3),
+        pipeline=2,
+        data=2,
+        micro_batch=1,
+        settings={"expert_parallel": 2, "overlap_grad_reduce": True},
+    ),
+    # Every device has an E: M* and ME, E and -.
+    "zb-v pp2 dp2": plan_of(
+        schedule="zb-v", split=(2, 1, 1, 2), pipeline=2, data=2, chunks=2, group=2, micro_batch=1
+    ),
+    "tp2 dp2 ep2": plan_of(tensor=2, data=2, settings={"expert_parallel": 2, "expert_tensor_parallel": 1}),
+    "cp2 dp2 ep4": plan_of(context=2, data=2, settings={"expert_parallel": 4}),
+    "micro-batch": plan_of(data=2, micro_batch=1, settings={"recompute": "full"}),
+    "pp2 tp2 dp2, eight processes": plan_of(
+        split=(4, 2),
+        pipeline=2,
+        tensor=2,
+        data=2,
+        micro_batch=1,
+        order=(4, 1, 6, 3, 0, 5, 2, 7),
+        settings={"expert_parallel": 2},
+    ),
 }
+FIRST = ("pp2 dp2 ep2 permuted", "zb-v pp2 dp2")
 ONE = plan_of()
 
 
@@ -78,17 +114,16 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("pp2 dp2 ep2 permuted", marks=pytest.mark.slow),
-        *(
-            pytest.param(name, marks=pytest.mark.nightly)
-            for name in sorted(PLANS.keys() - {"pp2 dp2 ep2 permuted"})
-        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in FIRST),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in sorted(PLANS.keys() - set(FIRST))),
     ],
 )
 def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
     plan = PLANS[name]
     done = train(plan, folder=tmp_path, weights=weights, command=command_of(plan), script=SCRIPT)
     assert_same_training(plan, done, reference)
+    reports_as_planned(plan, tmp_path)
+    assert {part for part, _ in done.expert_loads()[0]} == {"layer.2", "layer.5"}
 
 
 def random_parts(length: int = 11) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
-"""Gives the stages of a layout string of Megatron to the devices of a placement."""
+"""Gives the stages of Megatron's layout string, or of a hybrid model's pattern, to a placement's devices."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial, wraps
 from typing import Any
 
 from megatron.core import parallel_state
@@ -10,7 +11,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.seams import Seam, Wrapper
-from quartet_plugin.megatron.seams.declared import FROM_STR
+from quartet_plugin.megatron.seams.declared import FROM_STR, HYBRID_SEGMENT
 
 
 class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
@@ -69,14 +70,40 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         return self
 
 
-def wrappers(placement: StagePlacement) -> dict[Seam, Wrapper]:
+def wrappers(placement: StagePlacement, *, is_hybrid: bool = False) -> dict[Seam, Wrapper]:
     """Let `PipelineParallelLayerLayout.from_str` return placed layouts.
 
-    Megatron parses the string for every configuration, so the class is replaced, not one configuration.
+    Megatron parses the string for every configuration, so the class is replaced, not one configuration. A
+    hybrid model's stages are the parts of its pattern instead: where they are not in Megatron's own order
+    over the devices, a device selects its parts by the placement.
     """
 
     @cache
     def from_str(layout: str, pipeline_model_parallel_size: int) -> PlacedLayout:
         return PlacedLayout(layout, pipeline_model_parallel_size, placement)
 
-    return {FROM_STR: lambda _original: from_str}
+    needed: dict[Seam, Wrapper] = {FROM_STR: lambda _original: from_str}
+    if is_hybrid and not placement.is_megatrons:
+        needed[HYBRID_SEGMENT] = partial(_placed_segment, placement)
+    return needed
+
+
+def _placed_segment(placement: StagePlacement, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def select_pipeline_segment(
+        main_pattern: str, pp_group: Any, vp_stage: int | None, *_: Any, **__: Any
+    ) -> Any:
+        """The layers of a stage, and the number of layers in all stages before it."""
+        import torch.distributed as dist
+
+        segments, num_devices = main_pattern.split("|"), dist.get_world_size(pp_group)
+        if (len(segments), num_devices) != (placement.num_stages, placement.num_devices):
+            raise PlanError(
+                f"--hybrid-layer-pattern: {len(segments)} stages on {num_devices} ranks; the plan places "
+                f"{placement.num_stages} on {placement.num_devices}"
+            )
+        stage = placement.stage(dist.get_rank(pp_group), vp_stage or 0)
+        layers, _ = original(segments[stage], None, None)
+        return layers, sum(map(len, segments[:stage]))
+
+    return select_pipeline_segment

@@ -31,6 +31,11 @@ class StagePlacement:
         """The pipeline rank of the last stage."""
         return self.device_of_stage[-1]
 
+    @property
+    def is_megatrons(self) -> bool:
+        """Whether the stages go round the devices, as Megatron's own do."""
+        return self.device_of_stage == tuple(stage % self.num_devices for stage in range(self.num_stages))
+
     def stage(self, device: int, chunk: int) -> int:
         """The stage that is chunk `chunk` of pipeline rank `device`."""
         return self._stages[device][chunk]

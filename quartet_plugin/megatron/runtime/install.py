@@ -73,6 +73,7 @@ def prepare_plan(plan: Plan, args: Namespace, *, on_cpu: bool) -> tuple[Prepared
         # gloo cannot take GPU memory: several processes on one GPU meet in host memory.
         host_transport=not on_cpu and getattr(args, "distributed_backend", None) == "gloo",
         delays_te=getattr(args, "transformer_impl", "local") == "transformer_engine",
+        is_hybrid=bool(getattr(args, "hybrid_layer_pattern", None)),
         timeout=timedelta(minutes=getattr(args, "distributed_timeout_minutes", None) or 10),
     )
     return prepared, notes
@@ -86,11 +87,13 @@ def prepare(
     host_transport: bool = False,
     timeout: timedelta | None = None,
     delays_te: bool = False,
+    is_hybrid: bool = False,
 ) -> Prepared:
     """Check the schedule for this number of microbatches, by NCCL's and gloo's rules too; make the runtime.
 
-    `conditions`: what the job adds to these rules; `delays_te`: the model has Transformer Engine's layers. No
-    process group exists yet. Raises PlanError for an order that is not valid or could dead-lock.
+    `conditions`: what the job adds to these rules; `delays_te`: the model has Transformer Engine's layers;
+    `is_hybrid`: its stages are those of a pattern. No process group exists yet. Raises PlanError for an order
+    that is not valid or could dead-lock.
     """
     programs = ProgramCache(spec)
     program = programs.program(num_microbatches)
@@ -105,6 +108,8 @@ def prepare(
     from quartet_plugin.megatron.runtime.reduction import GradReductions
 
     placement = StagePlacement(spec.placement)
+    placed = layout.wrappers(placement, is_hybrid=is_hybrid)
+    require_known_sources(placed)
     gradients = split_backward.WeightGradients()
     reductions = GradReductions()
     runtime = Runtime(
@@ -116,7 +121,7 @@ def prepare(
         timeout=timeout,
     )
     wrappers: dict[Seam, Wrapper] = dict.fromkeys(SCHEDULES, lambda _: runtime.forward_backward)
-    wrappers |= end_stages.wrappers(placement) | layout.wrappers(placement) | reductions.wrappers()
+    wrappers |= end_stages.wrappers(placement) | placed | reductions.wrappers()
     if splits_backward(spec, num_microbatches):
         wrappers |= split_backward.wrappers(gradients, delays_te=delays_te)
     return Prepared(runtime=runtime, wrappers=wrappers, gradients=gradients)

@@ -4,7 +4,11 @@ from argparse import Namespace
 from typing import Any
 
 from quartet_plugin.megatron.te_layers import obstacle
-from quartet_plugin.space.runtime_refusals import GROUPED_EXPERTS
+from quartet_plugin.model.megatron_arguments import hybrid_pattern
+from quartet_plugin.space.runtime_refusals import GROUPED_EXPERTS, STATE_SPACE
+
+# Letters of a hybrid model's pattern: state-space layers, and two kinds of attention like them.
+_NOT_TRIED = frozenset("MGD")
 
 
 def without_alignment(args: Namespace) -> dict[str, Any]:
@@ -44,6 +48,8 @@ def layers_need_full_backwards(args: Namespace) -> str | None:
     if layers == "transformer_engine":
         if getattr(args, "num_experts", None):
             return GROUPED_EXPERTS
+        if _NOT_TRIED & set(hybrid_pattern(args)):
+            return STATE_SPACE
         return obstacle(args)
     if layers != "local":
         return "--transformer-impl: backwards are not split with such layers"

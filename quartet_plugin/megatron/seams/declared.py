@@ -200,6 +200,13 @@ LAYOUT_CALLED = (
     ),
 )
 
+# The stages of a hybrid model's pattern, which only a custom schedule of such a model needs.
+HYBRID_SEGMENT = declare(
+    "megatron.core.models.hybrid.hybrid_layer_allocation",
+    "select_pipeline_segment",
+    use_sites=("megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",),
+)
+
 # Split backwards. The last four compute a deferred gradient and take it over.
 LINEAR = declare(
     _LAYERS, _LINEAR, use_sites=(f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",)
@@ -230,4 +237,4 @@ CUSTOM_SCHEDULE = (
     *SPLIT_BACKWARD,
 )
 CHECKPOINTS = (SAVE, LOAD)
-ALL = (ARGUMENTS, TOKENIZER, *CHECKPOINTS, OPTIMIZER_STATE, GPT_MODEL_INIT, *CUSTOM_SCHEDULE)
+ALL = (ARGUMENTS, TOKENIZER, *CHECKPOINTS, OPTIMIZER_STATE, GPT_MODEL_INIT, *CUSTOM_SCHEDULE, HYBRID_SEGMENT)

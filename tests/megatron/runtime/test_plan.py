@@ -142,9 +142,10 @@ def test_marks_are_taken_in_trials_alone() -> None:
     [
         {"recompute_granularity": "full"},
         {"num_experts": 8, "transformer_impl": "transformer_engine"},
+        {"hybrid_layer_pattern": "M*|-*", "transformer_impl": "transformer_engine"},
         {"transformer_impl": "transformer_engine"},
     ],
-    ids=("recompute", "experts", "engine"),
+    ids=("recompute", "experts", "state space", "engine"),
 )
 def test_backwards_stay_whole_where_splitting_does_not_pay_or_is_not_possible(
     arguments: dict[str, Any],
