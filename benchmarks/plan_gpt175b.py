@@ -77,27 +77,13 @@ CLUSTER = {
         "network": {"bandwidth_bytes_per_s": 5e10, "latency_s": 1e-5},
     },
 }
-# GPT-OSS-120B by its published config.json.
-GPT_OSS = {
-    "num_layers": 36,
-    "hidden_size": 2880,
-    "num_attention_heads": 64,
-    "num_query_groups": 8,
-    "kv_channels": 64,
-    "gated_ffn": True,
-    "seq_length": 4096,
-    "vocab_size": 201088,
-    "num_experts": 128,
-    "experts_per_token": 4,
-    "expert_ffn_hidden_size": 2880,
-}
 # Model, device, nodes, devices a node, sequences of a batch.
 EXPERTS = {
     "deepseek-v3-256": ({"name": "deepseek-v3"}, "H100-SXM-80GB", 32, 8, 2048),
     "deepseek-v3-256-gb200": ({"name": "deepseek-v3"}, "GB200", 64, 4, 2048),
     "deepseek-v3-1024": ({"name": "deepseek-v3"}, "H100-SXM-80GB", 128, 8, 8192),
     "qwen3-235b-256": ({"name": "qwen3-235b-a22b"}, "H100-SXM-80GB", 32, 8, 2048),
-    "gpt-oss-120b-64-b200": (GPT_OSS, "B200", 8, 8, 1024),
+    "gpt-oss-120b-64-b200": ({"name": "gpt-oss-120b"}, "B200", 8, 8, 1024),
 }
 CASES = ("named", "searched", "slow-node", "partition", *EXPERTS)
 

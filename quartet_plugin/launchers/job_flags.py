@@ -46,6 +46,8 @@ def _flags_of_experts(experts: Experts, *, num_layers: int) -> FlagValues:
         "--num-experts": experts.num_experts,
         "--moe-router-topk": experts.experts_per_token,
         "--moe-ffn-hidden-size": experts.ffn_hidden_size,
+        # Megatron refuses biases of experts that several devices share; a description has none.
+        "--disable-bias-linear": True,
     }
     if experts.shared_ffn_hidden_size:
         flags["--moe-shared-expert-intermediate-size"] = experts.shared_ffn_hidden_size

@@ -130,7 +130,7 @@ def validated(words: Sequence[str]) -> Namespace:
     return args
 
 
-def _configured(words: Sequence[str]) -> Namespace:
+def configured(words: Sequence[str]) -> Namespace:
     """The arguments; raises what Megatron raises for the configuration of the layers, too.
 
     Most commands have fusions that it refuses without Transformer Engine.
@@ -202,7 +202,7 @@ def test_megatron_accepts_every_plan_that_the_space_offers(command: ProductionCo
         plans = list(itertools.chain.from_iterable(plans_of(s, num=PLANS_A_COMMAND // 2) for s in spaces))
         user = flags.values(command.words)
         overlaps = "--overlap-moe-expert-parallel-comm" in command.words
-        accepted = _configured if overlaps else validated
+        accepted = configured if overlaps else validated
         accepted(command.words)
         for plan in plans:
             with mock.patch.dict(os.environ):

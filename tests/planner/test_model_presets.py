@@ -14,6 +14,7 @@ ACTIVE = {
     "mixtral-8x7b": 12.9,
     "qwen3-30b-a3b": 3.3,
     "qwen3-235b-a22b": 22.0,
+    "gpt-oss-120b": 5.1,
     "deepseek-v2": 21.0,
     "deepseek-v3": 37.0,
     "kimi-k2": 32.0,
