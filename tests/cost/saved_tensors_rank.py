@@ -1,8 +1,8 @@
 """One rank of a test: `saved_tensors_rank.py RESULT CASES` on the CPU device.
 
 CASES is a JSON array of [flags of Megatron, label of a tensor partition]. Of each the model that the flags
-make runs one microbatch forwards and backwards; the last rank writes the most bytes that autograd had saved,
-of every case, as a JSON array to RESULT.
+make runs one microbatch forwards and backwards; the last rank writes of every case the most bytes that
+autograd had saved, and the number of its parameters, as a JSON array of pairs to RESULT.
 """
 
 import json
@@ -33,8 +33,8 @@ def main() -> None:
     cpu_device.exit_now()
 
 
-def saved_bytes(flags: list[str], label: str) -> int:
-    """The most bytes that autograd saves in one microbatch of the model under a partition."""
+def saved_bytes(flags: list[str], label: str) -> tuple[int, int]:
+    """The most bytes that autograd saves in a microbatch under a partition, and the model's parameters."""
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.partition.install import PartitionedModels
     from quartet_plugin.model.tensor_partition import partition_from_label
@@ -50,7 +50,7 @@ def saved_bytes(flags: list[str], label: str) -> int:
     tracker.begin(model.parameters())
     with tracker.saving():
         model(**microbatch(args)).sum().backward()
-    return tracker.peak_bytes
+    return tracker.peak_bytes, sum(parameter.numel() for parameter in model.parameters())
 
 
 def parsed(flags: list[str]) -> Any:

@@ -1,4 +1,4 @@
-"""What autograd saves of one microbatch of real Megatron on the CPU device is what the memory model says.
+"""What autograd saves of a microbatch of real Megatron on CPUs, and its weights, are the memory model's.
 
 With `pytest -s` the bytes of every case are printed.
 """
@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 
 from benchmarks.live_cases import two_cores
-from quartet_plugin.cost.memory import loss_bytes, peak_memory
-from quartet_plugin.cost.run import ON_CPU, HalfPrecision, Software, run_of, uniform_cluster_of_device
+from quartet_plugin.cost.memory import loss_bytes, peak_memory, weights_of_stages
+from quartet_plugin.cost.run import (
+    ON_CPU,
+    HalfPrecision,
+    Software,
+    TrainingRun,
+    run_of,
+    uniform_cluster_of_device,
+)
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Recompute
 from quartet_plugin.model.schema import dump
@@ -159,8 +166,8 @@ SPLIT_CASES = (
 )
 
 
-def measured(folder: Path, cases: list[tuple[str, str]], *, num_processes: int) -> list[int]:
-    """The most bytes saved of each (flags, partition's label)."""
+def measured(folder: Path, cases: list[tuple[str, str]], *, num_processes: int) -> list[tuple[int, int]]:
+    """The most bytes saved, and the last rank's parameters, of each (flags, partition's label)."""
     result = folder / "saved.json"
     code, output = support.run_ranks(
         num_processes,
@@ -171,18 +178,18 @@ def measured(folder: Path, cases: list[tuple[str, str]], *, num_processes: int) 
         log=folder / "log",
     )
     assert code == 0, output[-3000:]
-    return [int(size) for size in json.loads(result.read_text())]
+    return [(int(size), int(count)) for size, count in json.loads(result.read_text())]
 
 
-def predicted(
+def run_for(
     model: Model,
     *,
     num_devices: int = 1,
     label: str = "stock",
     is_split: bool = False,
     software: Software = ON_CPU,
-) -> float:
-    """What the cost model says that autograd saves: activations, and the loss of the one microbatch."""
+) -> TrainingRun:
+    """The run of one microbatch of a model."""
     run = run_of(
         model.shape,
         make_layout(
@@ -200,13 +207,18 @@ def predicted(
         software=software,
     )
     normalization = "RMSNorm" if model.has_rms_norms else "LayerNorm"
-    run = replace(
+    return replace(
         run,
         normalization=normalization,
         mtp_layers=model.mtp_layers,
         experts=model.experts,
         latent=model.latent,
     )
+
+
+def predicted(model: Model, **settings: Any) -> float:
+    """What the cost model says that autograd saves: activations, and the loss of the one microbatch."""
+    run = run_for(model, **settings)
     return peak_memory(run).activations + loss_bytes(run)
 
 
@@ -219,12 +231,15 @@ def show(found: Mapping[Any, int], expected: Mapping[Any, float]) -> None:
 
 def test_one_process_saves_what_is_predicted(tmp_path: Path) -> None:
     cases = [(model.flags, "stock") for model in MODELS.values()]
-    found = dict(zip(MODELS, measured(tmp_path, cases, num_processes=1), strict=True))
+    counted = dict(zip(MODELS, measured(tmp_path, cases, num_processes=1), strict=True))
+    found = {name: size for name, (size, _) in counted.items()}
     expected = {name: predicted(model) for name, model in MODELS.items()}
     show(found, expected)
     for name, model in MODELS.items():
         limit = _TOLERANCE if model.experts is None else _EXPERT_TOLERANCE
         assert expected[name] == pytest.approx(found[name], rel=limit), name
+        (weights,) = weights_of_stages(run_for(model))
+        assert weights.total == pytest.approx(counted[name][1], rel=_TOLERANCE), name
 
 
 @pytest.mark.parametrize("name", ["gated", "rotary", "rms norms", "groups", "all"])
@@ -252,7 +267,8 @@ def test_ranks_of_every_partition_save_what_is_predicted(tmp_path: Path) -> None
         label, is_split = LAYOUTS[layout]
         split = " --sequence-parallel" if is_split else ""
         cases.append((f"{MODELS[model].flags} --tensor-model-parallel-size 4{split}", label))
-    found = dict(zip(SPLIT_CASES, measured(tmp_path, cases, num_processes=4), strict=True))
+    sizes = [size for size, _ in measured(tmp_path, cases, num_processes=4)]
+    found = dict(zip(SPLIT_CASES, sizes, strict=True))
     expected = {
         (model, layout): predicted(
             MODELS[model], num_devices=4, label=LAYOUTS[layout][0], is_split=LAYOUTS[layout][1]
