@@ -13,7 +13,7 @@ import pytest
 from quartet_plugin.megatron.parity import save_weights
 from quartet_plugin.model.plan import Plan, write_plan
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, Launch, launch, make_plan, write_trial
-from tests.megatron.same_training import assert_same_training, kept_weights
+from tests.megatron.same_training import assert_same_training, kept_weights, reports_as_planned
 
 DP2 = make_plan(split=(6,), data=2)
 OVERLAPPED = (
@@ -95,6 +95,7 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch
 def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
     plan = PLANS[name]
     check(plan, train(plan, folder=tmp_path, weights=weights, torchrun=TEE), reference)
+    reports_as_planned(plan, tmp_path)
 
 
 @pytest.mark.slow
