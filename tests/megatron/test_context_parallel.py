@@ -14,7 +14,13 @@ from quartet_plugin.model.receipt import read_receipt
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.history import read_history
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, SHAPE, Launch, make_plan
-from tests.megatron.same_training import assert_same_training, kept_weights, reports_as_planned, with_settings
+from tests.megatron.same_training import (
+    assert_same_training,
+    kept_weights,
+    reports_as_planned,
+    with_named_schedule,
+    with_settings,
+)
 from tests.megatron.test_parity import train
 from tests.short_rounds import short_rounds as short_rounds
 from tests.tuner.live_studies import launch_settings as launch_settings
@@ -73,6 +79,25 @@ PLANS: dict[str, tuple[Plan, str]] = {
     "cp2 dp2 overlapped": (plan_of(context=2, data=2, settings={**SETTINGS, "expert_parallel": 4}), ""),
     "cp2 pp2 interleaved": (
         plan_of(split=(1, 2, 2, 1), context=2, pipeline=2, chunks=2, group=4),
+        "",
+    ),
+    "cp2 pp2 zb-h1": (
+        with_named_schedule(plan_of(split=(4, 2), context=2, pipeline=2, micro_batch=1), "zb-h1"),
+        "",
+    ),
+    "cp2 pp2 zb-v": (
+        with_named_schedule(
+            plan_of(
+                split=(2, 2, 1, 1),
+                context=2,
+                pipeline=2,
+                chunks=2,
+                group=2,
+                micro_batch=1,
+                settings={"expert_parallel": 2, "overlap_grad_reduce": True},
+            ),
+            "zb-v",
+        ),
         "",
     ),
     "cp2 pp2 dp2, eight processes": (
