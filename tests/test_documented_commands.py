@@ -19,7 +19,7 @@ GOLDEN = ROOT / "tests" / "golden"
 HEADING = "## Commands that are not run"
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --global-batch-size 16"
+    "--micro-batch-size 2 --global-batch-size 16 --vocab-size 512"
 )
 # The pages whose commands are run; of the first in code and in sentences, of the others in code alone.
 IN_SENTENCES = "docs/how-to/explain-a-result.md"
