@@ -314,9 +314,12 @@ def _experts(run: TrainingRun, rates: Rates, experts: Experts) -> tuple[Times, f
         routed = routed.plus(_gemms(rates, t, shared))
     width = (experts.ffn_hidden_size * experts.experts_per_token + experts.shared_ffn_hidden_size) / tp
     # Permute before and after the exchange and back: four copies of every routed token, or two where the
-    # dispatcher brings tokens into the order of experts by itself, or where all tokens are gathered.
-    copies = 2.0 if run.software.sends_once_a_domain or run.software.gathers_tokens else 4.0
-    return routed, width, 2.0 * arriving * h * 2 * copies
+    # dispatcher brings tokens into the order of experts by itself. Where all tokens are gathered it is two,
+    # and one of all of them: outputs are added into a cleared tensor of their size.
+    copied = arriving * (2.0 if run.software.sends_once_a_domain else 4.0)
+    if run.software.gathers_tokens:
+        copied = 2.0 * arriving + t * ep * run.expert_shards / tp
+    return routed, width, 2.0 * copied * h * 2
 
 
 def _accumulation_s(run: TrainingRun, rates: Rates, sizes: list[tuple[float, float]], ffn: float) -> float:
