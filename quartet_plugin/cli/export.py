@@ -162,7 +162,6 @@ _RECOMPUTE_FLAGS = (
     "--recompute-activations",
     "--recompute-method",
     "--recompute-num-layers",
-    "--recompute-modules",
     "--distribute-saved-activations",
 )
 
@@ -251,7 +250,7 @@ def merged_ds_config(plan: "Plan", path: Path) -> dict[str, Any]:
     return merged
 
 
-def flags_of(plan: "Plan") -> dict[str, str | int | bool]:
+def flags_of(plan: "Plan") -> dict[str, str | int | bool | list[str]]:
     """Megatron's flags that say the same as the plan's shape, layout, split and schedule.
 
     A plan that was made without a run also has those of its precision, experts and attention.
@@ -259,7 +258,7 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool]:
     from quartet_plugin.launchers.job_flags import flags_of_job
 
     shape, layout = plan.shape, plan.layout
-    flags: dict[str, str | int | bool] = {
+    flags: dict[str, str | int | bool | list[str]] = {
         "--num-layers": shape.num_layers,
         "--hidden-size": shape.hidden_size,
         "--ffn-hidden-size": shape.ffn_hidden_size,
@@ -354,7 +353,7 @@ def lines(content: dict[str, Any]) -> list[str]:
         return rows
     for name, value in content["flags"].items():
         # The layout's bars are a pipe to a shell.
-        rows.append(name if value is True else f"{name} {shlex.quote(str(value))}")
+        rows.append(shlex.join([name, *_flag_values(value)]))
     rows.append(f"# leave out of the command, where given: {' '.join(content['leave_out'])}")
     order = (
         "the launcher's own" if content["is_stock_order"] else "not the launcher's: set RANK before the start"
@@ -365,6 +364,13 @@ def lines(content: dict[str, Any]) -> list[str]:
             f"# RANK {row['rank']}: {row['host']}, LOCAL_RANK {row['local_rank']}" for row in content["ranks"]
         ]
     return rows
+
+
+def _flag_values(value: Any) -> list[str]:
+    """The words behind a flag: none of a switch, all of a list."""
+    if value is True:
+        return []
+    return [str(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def write_native(plan: "Plan | None", *, run: "TuningRun") -> str:
@@ -417,7 +423,7 @@ def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
         raise PlanError(f"the plan needs a command without {', '.join(contradicted)} of the command")
     words = [*command]
     for name, value in content["flags"].items():
-        words += [name] if value is True else [name, str(value)]
+        words += [name, *_flag_values(value)]
     origin = " ".join(f"trial {plan.provenance.trial} of the run {plan.provenance.run}".split())
     return (
         "#!/bin/sh\n"

@@ -206,7 +206,11 @@ def layer_times(
         wait = host_operations.exposed_times(host, times.total)
         times = replace(times, launch=launch.plus(wait))
     last = rates.gemm(t, shape.hidden_size, hidden_ffn) if run.software.early_stop else 0.0
-    return replace(times, recompute=_recompute(run, times, last))
+    if run.layout.recompute == "selective":
+        return replace(times, recompute=_modules_s(run, constants, rates, times, experts=experts))
+    is_full = run.layout.recompute == "full"
+    repeated = (times.total.forward - last) * run.recomputed_share if is_full else 0.0
+    return replace(times, recompute=repeated)
 
 
 def head_times(run: TrainingRun, constants: Constants, rates: Rates) -> LayerTimes:
@@ -294,7 +298,7 @@ def _elementwise_bytes(run: TrainingRun, ffn: float) -> float:
     residual = (11.0 if run.software.dropout else 10.0) + (4.0 if modern and not fused else 0.0)
     heads = (shape.num_attention_heads + shape.num_query_groups) * shape.kv_channels / tp
     rotary = (2.0 if fused else 6.0) * heads if modern else 0.0
-    activation = ((3.0 if fused else 5.0) if shape.gated_ffn else 2.0) * ffn
+    activation = _activation(run) * ffn
     return run.element_bytes * t * (residual * shape.hidden_size / split + rotary + activation)
 
 
@@ -341,11 +345,53 @@ def _eager_sum_s(run: TrainingRun, rates: Rates) -> float:
     return weights * 3.0 * run.software.main_gradient_bytes / rates.memory * rates.ratios.accumulation
 
 
-def _recompute(run: TrainingRun, times: LayerTimes, last_product_s: float) -> float:
-    mode = run.layout.recompute
-    if mode == "full":
-        return (times.total.forward - last_product_s) * run.recomputed_share
-    if mode == "selective":
-        other = times.gemm.forward + times.elementwise.forward
-        return times.attention.forward + run.software.selective_fraction * other
-    return 0.0
+def _modules_s(
+    run: TrainingRun, constants: Constants, rates: Rates, times: LayerTimes, *, experts: Experts | None
+) -> float:
+    """Seconds of the forwards of the modules that selective recompute repeats in a layer."""
+    t, tp, h = run.tokens_per_microbatch, run.layout.tensor_parallel, run.shape.hidden_size
+    split = tp if run.layout.sequence_parallel else 1
+    byte_s = constants.elementwise * run.element_bytes * t / rates.memory
+    other = times.gemm.forward + times.elementwise.forward
+    seconds = run.software.selective_fraction * other
+    if run.recomputes("core_attn"):
+        seconds += times.attention.forward
+    if run.recomputes("layernorm"):
+        # Read the input, write the output.
+        norms = run.num_norm_modules(has_experts=experts is not None)
+        seconds += norms * (2.0 * h / split * byte_s + rates.launch_s)
+    if run.recomputes("mla_up_proj") and run.latent is not None:
+        _, queries, _, keys, _ = products(run)
+        rotated = 2.0 * run.shape.num_attention_heads / tp * run.latent.qk_pos_emb_head_dim
+        seconds += rates.gemm(t, *queries) + rates.gemm(t, *keys) + 2.0 * rotated * byte_s
+    if experts is None:
+        ffn = run.shape.ffn_hidden_size / tp
+        return seconds + (_ffn_s(run, rates, ffn, byte_s) if run.recomputes("mlp") else 0.0)
+    shared_ffn = experts.shared_ffn_hidden_size / tp
+    if run.recomputes("moe"):
+        routed, width, permuted = _experts(run, rates, experts)
+        passes = permuted * constants.elementwise / rates.memory
+        # A layer's launches count its experts' as much as the rest.
+        return (
+            seconds + routed.forward + _activation(run) * width * byte_s + passes + times.launch.forward / 2
+        )
+    if run.recomputes("moe_act"):
+        width = experts.ffn_hidden_size * experts.experts_per_token / tp
+        seconds += _activation(run) * width * byte_s + rates.launch_s
+    if run.recomputes("shared_experts") and shared_ffn:
+        seconds += _ffn_s(run, rates, shared_ffn, byte_s)
+    return seconds
+
+
+def _ffn_s(run: TrainingRun, rates: Rates, ffn: float, byte_s: float) -> float:
+    """Seconds of the forward of an FFN of `ffn` columns on this rank: two products and the activation."""
+    sizes = ffn_products(run.shape.hidden_size, ffn, gated=run.shape.gated_ffn)
+    product_s = sum(rates.gemm(run.tokens_per_microbatch, n, k) for n, k in sizes)
+    return product_s + _activation(run) * ffn * byte_s + rates.launch_s
+
+
+def _activation(run: TrainingRun) -> float:
+    """Numbers that an activation reads and writes for one of its results."""
+    if not run.shape.gated_ffn:
+        return 2.0
+    return 3.0 if run.software.fused_elementwise else 5.0

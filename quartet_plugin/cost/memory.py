@@ -5,6 +5,7 @@ and latent attention added; without fused kernels more is saved (`plain_operatio
 how many microbatches are held. Sizes are bytes.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -154,14 +155,7 @@ def layer_activation_bytes(run: TrainingRun, *, experts: Experts | None) -> floa
     size = float(run.element_bytes)
     outside = 2 * (_norm_bytes(run) + (size + masks) * h) / split
     inner = _attention_bytes(run)
-    if experts is None:
-        return t * (outside + inner + _ffn_bytes(run, shape.ffn_hidden_size / tp))
-    routed = experts.experts_per_token * (size * h / tp + _ffn_bytes(run, experts.ffn_hidden_size / tp))
-    if run.software.plain_operations:
-        # The result is multiplied by the router's weight, and saved before and after.
-        routed += experts.experts_per_token * size * experts.ffn_hidden_size / tp
-    shared = _ffn_bytes(run, experts.shared_ffn_hidden_size / tp)
-    return t * (outside + inner + routed + shared + 8.0 * experts.num_experts)
+    return t * (outside + inner) + _ffn_module_bytes(run, experts=experts)
 
 
 def peak_memory(run: TrainingRun) -> Memory:
@@ -241,17 +235,25 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
     boundary = run.element_bytes * run.tokens_per_microbatch * shape.hidden_size / split
     held_dense = held_bytes.layer_bytes(run, experts=None)
     held_moe = held_bytes.layer_bytes(run, experts=run.experts) if run.experts else held_dense
-    kept_dense, kept_moe = _kept_bytes(run, dense, boundary), _kept_bytes(run, moe, boundary)
+    if run.layout.recompute == "selective":
+        dense, moe = (
+            _kept_bytes(run, layer, boundary, experts=experts)
+            for layer, experts in ((dense, None), (moe, run.experts))
+        )
     stages, held, first = [], [], 0
     boundaries = 2 if run.software.keeps_stage_outputs else 1
     for count in run.layers_per_stage:
         plain = max(0, min(count, num_dense - first))
         first += count
-        layers = plain * kept_dense + (count - plain) * kept_moe
-        stages.append(layers + boundaries * boundary)
+        repeated = _num_repeated(run, count)
+        # Block recompute begins with a stage's first layers.
+        repeated_plain = min(plain, repeated)
+        layers = (plain - repeated_plain) * dense + (count - plain - repeated + repeated_plain) * moe
+        inputs = math.ceil(repeated / run.recomputed_together)
+        stages.append(layers + (inputs + boundaries) * boundary)
         held.append(plain * held_dense + (count - plain) * held_moe)
     # The output of the last norm, which the head's weight gradient needs.
-    stages[-1] += boundary + run.mtp_layers * (kept_moe + _further_token_bytes(run, boundary))
+    stages[-1] += boundary + run.mtp_layers * _further_token_bytes(run, boundary, layer=moe)
     if run.software.plain_operations:
         saved = run.tokens_per_microbatch * plain_operations.norm_bytes(run) / split
         # Of the last norm the input is counted as the stage's output.
@@ -264,16 +266,24 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
     return np.array(stages), np.array(held) * (run.layout.recompute != "full")
 
 
-def _further_token_bytes(run: TrainingRun, boundary: float) -> float:
-    """Bytes that a layer of multi-token prediction keeps of a microbatch beside its transformer layer.
+def _further_token_bytes(run: TrainingRun, boundary: float, *, layer: float) -> float:
+    """Bytes that a layer of multi-token prediction keeps of a microbatch; `layer` are a transformer layer's.
 
-    These are the two joined states and its output, and what three norms keep; full recompute keeps the output
-    and the two states in place of the layer's input.
+    Beside that are the two joined states and its output, and what three norms keep; full recompute keeps the
+    output, the two states and the layer's input. The block method repeats none of these layers
+    (megatron/core/transformer/multi_token_prediction.py).
     """
-    if run.layout.recompute == "full":
-        return 2.0 * boundary
+    if run.layout.recompute == "full" and run.recomputed_layers is None:
+        return 3.0 * boundary
     split = run.layout.tensor_parallel if run.layout.sequence_parallel else 1
-    return 3.0 * (boundary + run.tokens_per_microbatch * _norm_bytes(run) / split)
+    return layer + 3.0 * (boundary + run.tokens_per_microbatch * _norm_bytes(run) / split)
+
+
+def _num_repeated(run: TrainingRun, count: int) -> int:
+    """The layers that full recompute repeats of a stage of `count`."""
+    if run.layout.recompute != "full":
+        return 0
+    return count if run.recomputed_layers is None else min(count, run.recomputed_layers)
 
 
 def loss_bytes(run: TrainingRun) -> float:
@@ -285,23 +295,54 @@ def loss_bytes(run: TrainingRun) -> float:
     return SINGLE * logits * (1 + run.mtp_layers)
 
 
-def _kept_bytes(run: TrainingRun, layer: float, boundary: float) -> float:
-    """Bytes that recompute leaves of a layer's activations; full recompute keeps the layer's input."""
-    if run.layout.recompute == "full":
-        return boundary * run.recomputed_share + layer * (1.0 - run.recomputed_share)
-    if run.layout.recompute == "selective":
-        share = run.software.selective_fraction
-        return (layer - _recomputed_bytes(run)) * (1 - share) + boundary * share
-    return layer
+def _kept_bytes(run: TrainingRun, layer: float, boundary: float, *, experts: Experts | None) -> float:
+    """Bytes that selective recompute leaves of a layer's activations."""
+    share = run.software.selective_fraction
+    return (layer - _recomputed_bytes(run, experts=experts)) * (1 - share) + boundary * share
 
 
-def _recomputed_bytes(run: TrainingRun) -> float:
+def _recomputed_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
+    """Bytes of one layer that the recompute of its modules makes again."""
+    t, tp, size = run.tokens_per_microbatch, run.layout.tensor_parallel, float(run.element_bytes)
+    again = _attention_bytes_again(run) if run.recomputes("core_attn") else 0.0
+    if run.recomputes("layernorm"):
+        split = tp if run.layout.sequence_parallel else 1
+        again += run.num_norm_modules(has_experts=experts is not None) * t * _norm_bytes(run) / split
+    if run.recomputes("mla_up_proj") and run.latent is not None:
+        mla = run.latent
+        wide = mla.qk_head_dim + mla.qk_pos_emb_head_dim
+        again += t * size * run.shape.num_attention_heads / tp * (2 * wide + mla.v_head_dim)
+    if run.recomputes("moe") or (experts is None and run.recomputes("mlp")):
+        return again + _ffn_module_bytes(run, experts=experts)
+    if experts is not None and run.recomputes("moe_act"):
+        results = 3.0 if run.shape.gated_ffn and run.software.plain_operations else 1.0
+        again += t * size * results * experts.experts_per_token * experts.ffn_hidden_size / tp
+    if experts is not None and run.recomputes("shared_experts"):
+        again += t * _ffn_bytes(run, experts.shared_ffn_hidden_size / tp)
+    return again
+
+
+def _attention_bytes_again(run: TrainingRun) -> float:
     """Bytes of one layer that the recompute of attention's inner part makes again."""
     scores = _scores_bytes(run)
     if not run.software.plain_operations or run.latent is not None:
         return scores
     copied = plain_operations.attention_bytes(run) - plain_operations.attention_input_bytes(run)
     return scores + run.tokens_per_microbatch * copied
+
+
+def _ffn_module_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
+    """Bytes that a layer's dense FFN keeps of one microbatch beside its input, or its `experts`."""
+    tp, size = run.layout.tensor_parallel, float(run.element_bytes)
+    if experts is None:
+        return run.tokens_per_microbatch * _ffn_bytes(run, run.shape.ffn_hidden_size / tp)
+    each = size * run.shape.hidden_size / tp + _ffn_bytes(run, experts.ffn_hidden_size / tp)
+    if run.software.plain_operations:
+        # The result is multiplied by the router's weight, and saved before and after.
+        each += size * experts.ffn_hidden_size / tp
+    shared = _ffn_bytes(run, experts.shared_ffn_hidden_size / tp)
+    tokens = experts.experts_per_token * each + shared + 8.0 * experts.num_experts
+    return run.tokens_per_microbatch * tokens
 
 
 def _scores_bytes(run: TrainingRun) -> float:
@@ -371,7 +412,9 @@ def _temporary(run: TrainingRun, *, first: bool, last: bool) -> float:
         logits = loss_bytes(run) / SINGLE * run.software.logit_bytes
     backward = element * t * (2 * width * (2 if shape.gated_ffn else 1))
     if run.layout.recompute == "full":
-        backward += layer_activation_bytes(run, experts=None)
+        backward += run.recomputed_together * layer_activation_bytes(run, experts=None)
+    elif run.recomputes("mlp"):
+        backward += _ffn_module_bytes(run, experts=None)
     backward += layer_partition.buffer_bytes(run)
     return gradients + max(backward, logits) + run.software.bucket_bytes + _gathered_bytes(run)
 

@@ -195,7 +195,9 @@ class TrainingRun:
     the next chunk in interleaved schedules, None for one a pipeline rank. `custom`: the order that a plan
     carries for the plugin's runtime, None for a framework's. `normalization`: the norms by Megatron's name,
     None where it is not known. `has_block_scales`: narrow formats have a scale a block of elements, not a
-    tensor. `recomputed_layers`: the layers of each stage that full recompute repeats, None for all.
+    tensor. `recomputed_layers`: the layers of each stage that full recompute repeats, None for all;
+    `recomputed_together`: of those it repeats, the layers that share a kept input. `recomputed_modules`: the
+    modules of a layer that selective recompute repeats, by Megatron's names.
     """
 
     shape: ModelShape
@@ -218,6 +220,8 @@ class TrainingRun:
     has_whole_experts: bool = False
     has_block_scales: bool = False
     recomputed_layers: int | None = None
+    recomputed_together: int = 1
+    recomputed_modules: tuple[str, ...] = ("core_attn",)
     imbalance: float = IMBALANCE
     normalization: str | None = None
 
@@ -233,10 +237,23 @@ class TrainingRun:
 
     @property
     def recomputed_share(self) -> float:
-        """The share of layers that full recompute repeats; stages count as if they had equally many."""
+        """The share of all layers that full recompute repeats; seconds of every stage have this share."""
         if self.recomputed_layers is None:
             return 1.0
-        return min(1.0, self.recomputed_layers * len(self.layers_per_stage) / self.shape.num_layers)
+        repeated = sum(min(self.recomputed_layers, count) for count in self.layers_per_stage)
+        return repeated / self.shape.num_layers
+
+    def recomputes(self, module: str) -> bool:
+        """Whether selective recompute repeats a module."""
+        return self.layout.recompute == "selective" and module in self.recomputed_modules
+
+    def num_norm_modules(self, *, has_experts: bool) -> int:
+        """The norms of a layer that are modules of their own, which recompute can repeat.
+
+        Transformer Engine has a norm inside of the product behind it: not before latent attention, and not
+        before experts.
+        """
+        return 2 if self.software.plain_operations else (self.latent is not None) + has_experts
 
     @property
     def has_rms_norms(self) -> bool:

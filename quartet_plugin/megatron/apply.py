@@ -34,6 +34,7 @@ from quartet_plugin.rank.mapping import assign, gather_processes, table_of
 from quartet_plugin.rank.nccl import keep_devices
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
 from quartet_plugin.rank.session import print_notes
+from quartet_plugin.space.knobs.recompute_layers import RECOMPUTE_METHOD, RECOMPUTE_NUM_LAYERS
 from quartet_plugin.space.knobs.registry import setting_knob
 
 SPLIT_FLAGS = (
@@ -45,12 +46,12 @@ SPLIT_FLAGS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
+# `recompute_modules` stay as the command has them: they do nothing but under selective recompute.
 _RECOMPUTE_FLAGS = (
     "recompute_granularity",
     "recompute_activations",
     "recompute_method",
     "recompute_num_layers",
-    "recompute_modules",
     "distribute_saved_activations",
 )
 # Sizes whose flag has their name; Megatron derives the last two from the first three where they are absent.
@@ -173,14 +174,19 @@ def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str
     replaced = []
     for item in by_name.values():
         given = value_in_words(before[item.dest])
-        old = "" if isinstance(given, bool) else f" {given}"
+        old = "" if isinstance(given, bool) else f" {_in_words(given)}"
         new = values.get(item.dest)
-        now = "left out" if new is None else "set" if new is True else str(new)
+        now = "left out" if new is None else "set" if new is True else _in_words(new)
         replaced.append(f"{item.flag}{old} -> {now}")
     parts = [f"replaces {', '.join(replaced)}"] if replaced else []
     if added:
         parts.append(f"adds {shlex.join(added)}")
     return edited, [f"the plan {' and '.join(parts)}"] if parts else []
+
+
+def _in_words(value: Any) -> str:
+    """A value of a flag as a command has it."""
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def changes_of(plan: Plan, user: Namespace) -> tuple[dict[str, Any], set[str]]:
@@ -236,7 +242,8 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
         if layout.recompute != "none":
             values["recompute_granularity"] = layout.recompute
         if layout.recompute == "full":
-            values |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+            # Megatron has no default for these; the settings below may have others.
+            values |= {knob.destination: knob.read(user) for knob in (RECOMPUTE_METHOD, RECOMPUTE_NUM_LAYERS)}
     for setting in layout.settings or ():
         knob = setting_knob(setting)
         if knob.read(user) != setting.value:

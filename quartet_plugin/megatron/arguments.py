@@ -103,12 +103,12 @@ class Flags:
         raise PlanError(f"{dest}: this Megatron has no flag that sets it to {value!r}")
 
     def words_for(self, values: Mapping[str, Any]) -> list[str]:
-        """The words that set these values: one word for a switch, a flag and its value otherwise."""
+        """The words that set these values: one word for a switch, a flag and what it takes otherwise."""
         words: list[str] = []
         for dest, value in values.items():
             words.append(self.flag_of(dest, value))
             if not isinstance(value, bool):
-                words.append(str(value))
+                words += map(str, value) if isinstance(value, list) else [str(value)]
         return words
 
     def _num_values(self, action: argparse.Action, words: Sequence[str]) -> int:

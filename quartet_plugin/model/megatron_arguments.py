@@ -24,6 +24,7 @@ _MAX_LAYOUT = 8 * MAX_LAYERS
 # Feature -> whether these arguments use it. Names are explained in docs/support.md.
 FEATURES = {
     "moe": ("num_experts",),
+    "moe_grouped_gemm": ("moe_grouped_gemm",),
     "mtp": ("mtp_num_layers",),
     "fsdp": ("use_megatron_fsdp", "use_custom_fsdp"),
     "torch_fsdp": ("use_torch_fsdp2",),
@@ -403,6 +404,8 @@ def features_of(args: Namespace) -> list[str]:
         # A stage without layers was not tried.
         is_written = isinstance(_optional(args, "hybrid_layer_pattern"), str)
         features += ["bare_first_stage", "bare_last_stage"] if is_written else ["hybrid_without_pattern"]
+    if getattr(args, "add_bias_linear", True) is False:
+        features.append("no_linear_bias")
     if "mtp" in features and has_mtp_on_inner_stage(args):
         features.append("mtp_on_inner_stage")
     if "mtp" in features and not _is_on(args, "untie_embeddings_and_output_weights"):

@@ -65,6 +65,9 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "moe_global_loss": _DATA,
     "moe_capacity": _DATA,
     "moe_flex_dispatcher": _NONE,
+    # Rules of recompute's modules ask for these.
+    "moe_grouped_gemm": _NONE,
+    "no_linear_bias": _NONE,
     # A plan has one tensor-parallel size, the experts' too, or whole experts; they are spread over copies.
     "expert_tensor_parallel": frozenset({Axis.DEGREES}),
     "moe_shared_expert_overlap": _NONE,

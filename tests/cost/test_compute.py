@@ -76,6 +76,20 @@ def test_recompute_repeats_what_it_says() -> None:
     assert layer(recompute="full", knobs={"recompute_num_layers": 50}).recompute == full.recompute
 
 
+def test_modules_repeat_their_forward() -> None:
+    def repeated(row: dict[str, Any], *modules: str) -> float:
+        found = replace(run(row, recompute="selective"), recomputed_modules=modules)
+        return layer_times(found, CONSTANTS, Rates(found, CONSTANTS), experts=found.experts).recompute
+
+    forward = layer(recompute="none").total.forward
+    assert 0.5 * forward < repeated(ROW, "mlp") < forward
+    both = repeated(ROW, "core_attn", "mlp")
+    assert both == pytest.approx(repeated(ROW, "core_attn") + repeated(ROW, "mlp"))
+    assert 0 < repeated(EXPERTS, "moe_act") < 0.2 * repeated(EXPERTS, "moe")
+    assert repeated(ROW, "moe") == repeated(EXPERTS, "mlp") == 0
+    assert repeated(EXPERTS, "moe") < layer(EXPERTS).total.forward
+
+
 def test_early_stop_spares_the_last_product() -> None:
     composer = layer(PIPELINE, recompute="full", software="MosaicML Composer FSDP")
     assert 0.6 * composer.total.forward < composer.recompute < 0.9 * composer.total.forward

@@ -1,10 +1,16 @@
 """Peak memory: weights and activations written out, and published peaks."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from quartet_plugin.cost.memory import layer_activation_bytes, peak_memory, weights_of_stages
+from quartet_plugin.cost.memory import (
+    layer_activation_bytes,
+    peak_memory,
+    stage_activations,
+    weights_of_stages,
+)
 from tests.cost.runs import EXPERTS, PIPELINE, ROW, run
 
 GIB = 2**30
@@ -81,6 +87,38 @@ def test_recompute_and_sharding_save_memory() -> None:
     states = [peak_memory(run(**base, zero=stage)) for stage in (0, 1, 3)]
     assert states[0].optimizer == pytest.approx(8 * states[1].optimizer)
     assert states[2].gradients < 0.3 * states[1].gradients
+
+
+def test_modules_that_are_recomputed_are_not_kept() -> None:
+    found = run(LLAMA, tp=2, dp=4, gbs=16, recompute="selective")
+    kept = {
+        modules: stage_activations(replace(found, recomputed_modules=modules))[0][0]
+        for modules in (("core_attn",), ("mlp",), ("layernorm",))
+    }
+    # Two products of a gated FFN and their activation; a fused norm of a dense layer is part of a product.
+    assert kept["core_attn",] - kept["mlp",] == pytest.approx(12 * 4096 * 2 * 3 * 28672 / 2)
+    assert kept["layernorm",] == kept["core_attn",]
+    experts = run(EXPERTS, recompute="selective")
+    sizes = {
+        modules: peak_memory(replace(experts, recomputed_modules=modules)).activations
+        for modules in (("core_attn",), ("moe_act",), ("moe",), ("layernorm",))
+    }
+    assert sizes["moe",] < sizes["moe_act",] < sizes["core_attn",]
+    assert sizes["layernorm",] < sizes["core_attn",]
+
+
+def test_block_recompute_keeps_the_other_layers_and_groups_keep_an_input() -> None:
+    whole = run(LLAMA, tp=2, dp=4, gbs=16, recompute="full")
+    layer = layer_activation_bytes(whole, experts=None)
+    boundary = 2 * 4096 * 8192 / (2 if whole.layout.sequence_parallel else 1)
+    every, block, groups = (
+        stage_activations(each)[0][0]
+        for each in (whole, replace(whole, recomputed_layers=5), replace(whole, recomputed_together=5))
+    )
+    assert block - every == pytest.approx(7 * (layer - boundary))
+    # Twelve layers in three groups.
+    assert every - groups == pytest.approx(9 * boundary)
+    assert peak_memory(replace(whole, recomputed_together=5)).temporary > peak_memory(whole).temporary
 
 
 def test_what_does_not_fit_says_so() -> None:

@@ -35,6 +35,7 @@ from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
 from quartet_plugin.space.knobs.overlap_param_gather import OVERLAP_PARAM_GATHER
 from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
+from quartet_plugin.space.knobs.recompute_modules import RECOMPUTE_MODULES
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
 from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
 from quartet_plugin.space.plan_space import Space
@@ -77,7 +78,10 @@ def random_command(generator: random.Random) -> ProductionCommand:
         words += ["--group-query-attention", "--num-query-groups", str(generator.choice(divisors))]
     if generator.random() < 0.3:
         words += _random_experts(generator, num_devices)
-    switches = ("--swiglu", "--untie-embeddings-and-output-weights", "--use-distributed-optimizer")
+    switches = (
+        *("--swiglu", "--untie-embeddings-and-output-weights", "--use-distributed-optimizer"),
+        "--disable-bias-linear",
+    )
     words += [switch for switch in switches if generator.random() < 0.5]
     if generator.random() < 0.2:
         # Stages of multi-token prediction with a tied head can be made, but not saved.
@@ -184,6 +188,12 @@ def refused_values(
         fault = OVERLAP_PARAM_GATHER.fault(True, bare)
         if fault:
             yield {"overlap_param_gather": True, "overlap_grad_reduce": None}, fault
+    for modules in ("moe_act", "mla_up_proj"):
+        fault = RECOMPUTE_MODULES.fault(modules, context)
+        # A model without experts has no grouped products of theirs.
+        if fault and ("needs" in fault or "no experts" in fault):
+            whole = dict.fromkeys(("recompute_method", "recompute_num_layers"))
+            yield {"recompute_granularity": "selective", "recompute_modules": [modules], **whole}, fault
     if layout.num_stages > 1:
         counts = list(plan.split.transformer_layers_per_stage)
         counts[-1] += generator.choice((-1, 1))

@@ -245,6 +245,9 @@ def test_settings_become_flags_and_are_read_back() -> None:
         "overlap_grad_reduce": True,
         "overlap_param_gather": False,
         "ddp_bucket_size": 4000,
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "recompute_modules": "core_attn",
     }
     off = plan.layout.with_setting("overlap_grad_reduce", False)
     edited, notes = rewrite(replace(plan, layout=off), flags=native_flags(), words=words)
@@ -272,6 +275,31 @@ def test_a_switch_that_its_flag_turns_off(
     assert rewrite(off, flags=native_flags(), words=given) == (given, [])
     note = f"the plan replaces {flag} -> left out"
     assert rewrite(on, flags=native_flags(), words=given) == (without, [note])
+
+
+def test_recompute_keeps_the_modules_of_the_command_and_writes_its_settings() -> None:
+    flags, plan = native_flags(), make_plan(split=(6,))
+    selective = replace(plan, layout=replace(plan.layout, recompute="selective"))
+    full = replace(plan, layout=replace(plan.layout, recompute="full"))
+    modules = ["--recompute-modules", "mlp", "layernorm"]
+    words = [*MEGATRON_FLAGS, *modules]
+    edited, _ = rewrite(selective, flags=flags, words=words)
+    assert edited == [*words, "--recompute-granularity", "selective"]
+    other = replace(selective, layout=selective.layout.with_setting("recompute_modules", "core_attn+mlp"))
+    edited, notes = rewrite(other, flags=flags, words=edited)
+    assert edited[-3:] == ["--recompute-modules", "core_attn", "mlp"]
+    assert notes == ["the plan replaces --recompute-modules mlp layernorm -> core_attn mlp"]
+    # A switch from modules to whole layers and back.
+    edited, _ = rewrite(full, flags=flags, words=edited)
+    stated = flags.explicit_values(edited)
+    assert (stated["recompute_method"], stated["recompute_num_layers"]) == ("uniform", 1)
+    assert stated["recompute_modules"] == ["core_attn", "mlp"]
+    block = full.layout.with_setting("recompute_method", "block").with_setting("recompute_num_layers", 2)
+    edited, _ = rewrite(replace(full, layout=block), flags=flags, words=edited)
+    stated = flags.explicit_values(edited)
+    assert (stated["recompute_method"], stated["recompute_num_layers"]) == ("block", 2)
+    edited, _ = rewrite(selective, flags=flags, words=edited)
+    assert {"recompute_method", "recompute_num_layers"}.isdisjoint(flags.explicit_values(edited))
 
 
 def test_a_flag_of_an_enumeration_is_written_by_the_members_name(monkeypatch: pytest.MonkeyPatch) -> None:

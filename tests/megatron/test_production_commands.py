@@ -48,6 +48,9 @@ FREE = dict.fromkeys(
     (
         "sequence_parallel",
         "recompute",
+        "recompute_method",
+        "recompute_num_layers",
+        "recompute_modules",
         "distributed_optimizer",
         "overlap_grad_reduce",
         "overlap_param_gather",

@@ -1,5 +1,6 @@
 """What a plan's iteration is made of: its run, its units, links, and terms of a step, by coefficient."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +31,9 @@ from quartet_plugin.cost.times import Times
 from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.job_description import mean_layers
+from quartet_plugin.model.layout import SettingValue
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.recompute_modules import modules_of
 
 # The coefficient of each compute part of a layer, and of each collective's part.
 PART_OF = {
@@ -77,6 +80,7 @@ def unit_arrays(parts: UnitParts) -> UnitArrays:
 def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
     """The plan as a training run, every link inside a node."""
     settings = (*machine_model.settings, *(plan.layout.settings or ()))
+    known = {setting.name: setting.value for setting in settings}
     shape, experts = mean_layers(plan.shape, machine_model.experts)
     # A hybrid model's mean layer has plain attention.
     latent = machine_model.latent if plan.shape.layer_kinds is None else None
@@ -91,14 +95,13 @@ def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
         custom=plan.schedule.custom,
         precision=machine_model.precision,
         software=with_settings(
-            with_features(ON_CPU if machine_model.on_cpu else Software(), machine_model.features),
-            {setting.name: setting.value for setting in settings},
+            with_features(ON_CPU if machine_model.on_cpu else Software(), machine_model.features), known
         ),
     )
+    run = _with_recompute(run, known)
     mtp_layers = plan.made_for.mtp_layers or 0
     if experts is None and latent is None and not mtp_layers:
         return replace(run, normalization=machine_model.normalization)
-    known = {setting.name: setting.value for setting in settings}
     return replace(
         run,
         experts=experts,
@@ -107,6 +110,20 @@ def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
         mtp_layers=mtp_layers,
         has_whole_experts=known.get("expert_tensor_parallel") == 1,
         imbalance=imbalance_of(machine_model.features),
+    )
+
+
+def _with_recompute(run: TrainingRun, settings: Mapping[str, SettingValue]) -> TrainingRun:
+    """The run with the settings of its recompute; an absent one is Megatron's."""
+    if run.layout.recompute == "none":
+        return run
+    layers = int(settings.get("recompute_num_layers") or 1)
+    is_block = settings.get("recompute_method") == "block"
+    return replace(
+        run,
+        recomputed_layers=layers if is_block else None,
+        recomputed_together=1 if is_block else layers,
+        recomputed_modules=modules_of(str(settings.get("recompute_modules") or "core_attn")),
     )
 
 

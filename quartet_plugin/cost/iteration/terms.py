@@ -129,10 +129,8 @@ def layer_parts(
     cut = None if partition is None else layer_partition.partition_products(run, rates, partition)
     layer = compute.layer_times(run, constants, rates, experts=experts, cut=cut)
     tensor, repeated = communication.tensor_parallel(run, constants)
-    if run.layout.recompute == "full":
-        tensor = Times(
-            tensor.forward, tensor.input_grad + repeated * run.recomputed_share, tensor.weight_grad
-        )
+    share = _repeated_share(run, has_experts=experts is not None)
+    tensor = Times(tensor.forward, tensor.input_grad + repeated * share, tensor.weight_grad)
     return {
         "gemm": layer.gemm,
         "attention": layer.attention,
@@ -141,9 +139,20 @@ def layer_parts(
         "recompute": Times(0.0, layer.recompute, 0.0),
         "tp_comm": tensor.plus(communication.skew(run, constants, layer)),
         "cp_comm": communication.context_parallel(run, constants, layer.attention),
-        "ep_comm": Times()
-        if experts is None
-        else communication.beside_compute(
-            run, constants, communication.expert_parallel(run, constants, experts), layer
-        ),
+        "ep_comm": Times() if experts is None else _exchanges(run, constants, experts, layer),
     }
+
+
+def _repeated_share(run: TrainingRun, *, has_experts: bool) -> float:
+    """The share of a layer's tensor-parallel collectives that recompute repeats; the FFN has half of them."""
+    if run.layout.recompute == "full":
+        return run.recomputed_share
+    return 0.5 if run.recomputes("moe" if has_experts else "mlp") else 0.0
+
+
+def _exchanges(run: TrainingRun, constants: Constants, experts: Experts, layer: LayerTimes) -> Times:
+    """What stays exposed of a layer's all-to-alls; those of experts that are recomputed come once more."""
+    exchange = communication.expert_parallel(run, constants, experts)
+    if run.recomputes("moe"):
+        exchange = exchange._replace(input_grad=exchange.input_grad + exchange.forward)
+    return communication.beside_compute(run, constants, exchange, layer)

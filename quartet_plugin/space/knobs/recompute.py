@@ -1,6 +1,7 @@
 """Recompute: the activations that the backward computes again instead of keeping them."""
 
 from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.model.recompute_modules import modules_of
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, kept_fault
 
@@ -12,20 +13,58 @@ def _offers(context: KnobContext) -> tuple[str, ...]:
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
-    if value == "full" and "overlap_moe" in context.rules.job.features:
+    job = context.rules.job
+    if value == "full" and "overlap_moe" in job.features:
         return "overlap of expert communication refuses full recompute"
-    return kept_fault(value, context.rules.job.layout.recompute, _kept(context.rules))
+    if kept := kept_fault(value, job.layout.recompute, recompute_kept(context.rules)):
+        return kept
+    modules = job.setting("recompute_modules")
+    if value == "selective" and job.layout.recompute != "selective" and modules is not None:
+        fault = module_fault(str(modules), context.rules)
+        return None if fault is None else f"the command's --recompute-modules: {fault}"
+    return None
 
 
-def _kept(rules: KnobRules) -> str | None:
-    # Megatron refuses recompute beside offloaded activations, and graphs are captured for one mode.
+def recompute_kept(rules: KnobRules) -> str | None:
+    """The feature that keeps recompute and its settings at the command's; None where they are free.
+
+    Megatron refuses recompute beside offloaded activations, and graphs are captured for one mode.
+    """
     return next((name for name in ("cpu_offload", "cuda_graphs") if name in rules.job.features), None)
+
+
+def module_fault(text: str, rules: KnobRules) -> str | None:
+    """The rule that a set of modules breaks; None for a legal one.
+
+    What TransformerConfig.__post_init__ does not refuse, the training of 0.19 cannot do.
+    """
+    features, experts = rules.job.features, rules.job.experts
+    with_fp8 = "refused with the delayed scaling of fp8" if "fp8" in features else None
+    # Where a checkpoint discards its output, 0.19 asks Transformer Engine for fp8 whatever the precision
+    # (megatron/core/tensor_parallel/random.py).
+    in_place = "needs --transformer-impl transformer_engine" if rules.job.layer_impl == "local" else with_fp8
+    faults = {
+        "gdn_norm_out": "for gated delta nets, which are as the command has them",
+        "layernorm": in_place,
+        # Its checkpoint returns the bias itself, whose backward then does not end (transformer_layer.py).
+        "mlp": None if "no_linear_bias" in features else "needs --disable-bias-linear",
+        "moe_act": with_fp8 if "moe_grouped_gemm" in features else "needs --moe-grouped-gemm",
+        "mla_up_proj": None if "multi_latent_attention" in features else "needs --multi-latent-attention",
+        "moe": "refused beside overlap of expert communication" if "overlap_moe" in features else None,
+    }
+    if "moe" not in features:
+        faults["moe"] = faults["moe_act"] = faults["shared_experts"] = "the model has no experts"
+    elif experts is not None and not experts.shared_ffn_hidden_size:
+        faults["shared_experts"] = "the model has no shared expert"
+    elif "moe_shared_expert_overlap" in features:
+        faults["shared_experts"] = "refused beside --moe-shared-expert-overlap"
+    return next((f"{name}: {fault}" for name in modules_of(text) if (fault := faults.get(name))), None)
 
 
 RECOMPUTE = LayoutKnob(
     name="recompute",
     label="recompute",
-    meaning="activations computed again in the backward: none, selective (attention) or full",
+    meaning="activations computed again in the backward: none, selective (modules of a layer) or full",
     kind="word",
     words=MODES,
     axis=Axis.RECOMPUTE,
@@ -36,7 +75,7 @@ RECOMPUTE = LayoutKnob(
     default="stock",
     offers=_offers,
     fault=_fault,
-    kept=_kept,
+    kept=recompute_kept,
     read_back=lambda live: live.model.recompute_granularity or "none",
     framework=MEGATRON.framework,
 )

@@ -19,6 +19,8 @@ from quartet_plugin.space.knobs.overlap_grad_reduce import OVERLAP_GRAD_REDUCE
 from quartet_plugin.space.knobs.overlap_param_gather import OVERLAP_PARAM_GATHER
 from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
 from quartet_plugin.space.knobs.recompute import RECOMPUTE
+from quartet_plugin.space.knobs.recompute_layers import RECOMPUTE_METHOD, RECOMPUTE_NUM_LAYERS
+from quartet_plugin.space.knobs.recompute_modules import RECOMPUTE_MODULES
 from quartet_plugin.space.knobs.schedule import SCHEDULE
 from quartet_plugin.space.knobs.sequence_parallel import SEQUENCE_PARALLEL
 from quartet_plugin.space.knobs.shape import SHAPE
@@ -55,6 +57,9 @@ SETTINGS: tuple[SettingKnob, ...] = (
     OVERLAP_GRAD_REDUCE,
     OVERLAP_PARAM_GATHER,
     DDP_BUCKET_SIZE,
+    RECOMPUTE_METHOD,
+    RECOMPUTE_NUM_LAYERS,
+    RECOMPUTE_MODULES,
 )
 OPTIONS: tuple[LayoutKnob, ...] = (REDUCE_BUCKET_SIZE, ALLGATHER_BUCKET_SIZE, *SETTINGS)
 LAYOUT_KNOBS: tuple[LayoutKnob, ...] = (*DEGREES, *BEFORE_SCHEDULE, *OPTIONS)
