@@ -211,12 +211,15 @@ def _add_shape(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
     changed = Namespace(**vars(user))
     for name in _SIZES:
         setattr(changed, name, getattr(plan.shape, name))
+    # The command's query groups need not divide the plan's heads.
+    groups = changed.num_query_groups if changed.group_query_attention else changed.num_attention_heads
+    changed.group_query_attention = False
     resolved = shape_of(changed, vocab_size=plan.shape.vocab_size)
     for name in (*_SIZES, *_DERIVED_SIZES):
         planned = getattr(plan.shape, name)
         if getattr(user, name) != planned and (name in _SIZES or getattr(resolved, name) != planned):
             values[name] = planned
-    if resolved.num_query_groups != plan.shape.num_query_groups:
+    if groups != plan.shape.num_query_groups:
         if plan.shape.num_query_groups == plan.shape.num_attention_heads:
             remove |= {"group_query_attention", "num_query_groups"}
         else:

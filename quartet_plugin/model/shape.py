@@ -1,6 +1,8 @@
 """The shape of a GPT-like model, and the parameters and FLOPs that follow from it."""
 
+import math
 from dataclasses import field, replace
+from fractions import Fraction
 from functools import cache
 from typing import Annotated, Literal
 
@@ -21,6 +23,9 @@ MAX_SIZES = {
     "vocab_size": 2**28,
     "max_position_embeddings": 2**28,
 }
+
+# The coarsest multiple to which an FFN's size is rounded.
+_FFN_MULTIPLE = 256
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 _Count = Annotated[int, Bounds(ge=0, le=MAX_LAYERS)]
@@ -82,6 +87,35 @@ class ModelShape:
     def label(self) -> str:
         """A short name for tables: depth x width."""
         return f"{self.num_layers}x{self.hidden_size}"
+
+    def label_beside(self, base: "ModelShape") -> str:
+        """The label with what is not in the proportions of `base`: `24x2048 ffn 5504 groups 4 head 64`."""
+        parts = (
+            ("ffn", self.ffn_hidden_size, base.ffn_size_at(self.hidden_size)),
+            ("groups", self.num_query_groups, base.num_groups_of(self.num_attention_heads)),
+            ("head", self.kv_channels, base.kv_channels),
+        )
+        return " ".join([self.label, *(f"{name} {size}" for name, size, kept in parts if size != kept)])
+
+    def ffn_size_at(self, hidden_size: int) -> int:
+        """The FFN's size in the same ratio at another width.
+
+        A fractional ratio (8/3) is rounded as coarsely as the size itself.
+        """
+        exact = Fraction(self.ffn_hidden_size * hidden_size, self.hidden_size)
+        if exact.denominator == 1:
+            return int(exact)
+        multiple = math.gcd(self.ffn_hidden_size, _FFN_MULTIPLE)
+        return max(multiple, round(exact / multiple) * multiple)
+
+    def num_groups_of(self, num_heads: int) -> Fraction:
+        """The query groups in the same ratio of `num_heads` heads, which may be none of a model's.
+
+        A single group stays one, and heads with a group each keep one each.
+        """
+        if self.num_query_groups == 1 and self.num_attention_heads > 1:
+            return Fraction(1)
+        return Fraction(self.num_query_groups * num_heads, self.num_attention_heads)
 
     @property
     def attention_size(self) -> int:

@@ -341,7 +341,7 @@ class _LayoutParams(_PathParams):
 
     def __init__(self, shape: ModelShape, layout: Layout, *, space: Space, **chosen: str) -> None:
         super().__init__((), space=space)
-        self._texts = {**layout_texts(shape, layout), **chosen}
+        self._texts = {**layout_texts(shape, layout, base=space.job.shape), **chosen}
 
     def _index(self, name: str, choices: Sequence[str], *, default: int) -> int:
         text = self._texts.get(_kind(name))

@@ -44,7 +44,6 @@ from quartet_plugin.space.config import (
     SEARCHED,
     TABLE_SCHEDULES,
     Degrees,
-    ScalingConfig,
     SearchConfig,
     choices,
     distinct,
@@ -131,14 +130,6 @@ class BatchSection(Section):
     global_batch_size: Size
 
 
-class PlanScaling(ScalingConfig):
-    """Shapes of an equal budget, with other head sizes beside the model's own."""
-
-    head_sizes: Annotated[
-        tuple[Annotated[int, Field(ge=8, le=1024)], ...], BeforeValidator(choices), AfterValidator(distinct)
-    ] = ()
-
-
 class PlanSearch(SearchConfig):
     """The tuner's axes, and those that only the planner moves. Defaults are `auto`, context parallelism is 1.
 
@@ -148,7 +139,6 @@ class PlanSearch(SearchConfig):
     context_parallel: Degrees = (1,)
     expert_parallel: Degrees = None
     inside: Groups = ()
-    scaling: PlanScaling | None = None
     recompute: Modes = None
     distributed_optimizer: Switches = None
 

@@ -213,7 +213,9 @@ def shapes_of(job: PlanRequest) -> tuple[ModelShape, ...]:
     scaling = job.search.scaling
     if scaling is None:
         return (job.shape,)
-    return equal_shapes(job.shape, rule=BudgetRule(**scaling.model_dump()))
+    rule = BudgetRule(**scaling.model_dump())
+    rule.check_proportions(job.shape)
+    return equal_shapes(job.shape, rule=rule)
 
 
 def _field(job: PlanRequest, shape: ModelShape, constants: Constants) -> _Field:

@@ -9,8 +9,8 @@ from quartet_plugin.calibration.machine_prior import KnownDevices, KnownMachine,
 from quartet_plugin.model.job_description import JobPrecision
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.plan import STOCK
-from quartet_plugin.planner.job import PlanRequest, PlanScaling, PlanSearch
-from quartet_plugin.space.config import TABLE_SCHEDULES, ScalingConfig
+from quartet_plugin.planner.job import PlanRequest, PlanSearch
+from quartet_plugin.space.config import TABLE_SCHEDULES
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.forbidden import table_rules
 from quartet_plugin.space.knobs.registry import SETTINGS
@@ -80,15 +80,11 @@ def _search(space: Space) -> PlanSearch:
             "group": search.group,
             "split": _splits(space),
             "mapping": None if may_move and search.mapping is None else (STOCK,),
-            "scaling": None if scaling is None else _scaling(scaling),
+            "scaling": scaling,
             "forbid": table_rules(search.forbid),
         }
     )
     return moved
-
-
-def _scaling(scaling: ScalingConfig) -> PlanScaling:
-    return PlanScaling(**scaling.model_dump(mode="json", exclude_none=True))
 
 
 def _splits(space: Space) -> tuple[str, ...] | None:

@@ -27,7 +27,7 @@ def shape_curve(
         value, trial = measured.get(shape, (None, None))
         points.append(
             ShapePoint(
-                label=shape.label,
+                label=shape.label_beside(of_command),
                 num_layers=shape.num_layers,
                 hidden_size=shape.hidden_size,
                 measured=value,

@@ -1,7 +1,7 @@
 """Axis 1: shapes of an equal budget around the user's own.
 
 Depth is traded against width at an equal number of parameters or of FLOPs a sequence. The ratio of FFN to
-hidden size and the ratio of query heads to groups are kept, and the head's size unless others are named. The
+hidden size, the ratio of query heads to groups and the head's size are kept unless others are named. The
 result is another model (class D), so it is tried only on request.
 
 The band of hidden_size / num_layers limits how far depth is traded. Kaplan et al. (2020, arXiv 2001.08361,
@@ -23,7 +23,7 @@ from quartet_plugin.model.shape import ModelShape
 Budget = Literal["parameters", "flops"]
 
 MAX_LAYERS = 1024
-_FFN_MULTIPLE = 32
+_MIN_FFN_RATIO, _MAX_FFN_RATIO = 0.5, 16.0
 # Sizes of matrix products are kept multiples of this where the user's own are.
 _ALIGNMENT = 64
 
@@ -35,6 +35,8 @@ class BudgetRule:
     `tolerance` is the largest relative difference of the budget; `depth_width_band` the largest factor by
     which hidden_size / num_layers may differ from the user's; `max_shapes` includes the user's own.
     `head_sizes` are tried beside the user's own head size: more, smaller heads or fewer, larger ones.
+    `ffn_ratios` are tried beside the user's own ratio of FFN to hidden size, `query_groups` beside the user's
+    own ratio of heads to groups; each of them is a number of groups that every width has.
     `shapes` are the requested labels (`24x2048`), None: shapes spread over the band.
     """
 
@@ -43,6 +45,8 @@ class BudgetRule:
     depth_width_band: float = 4.0
     max_shapes: int = 8
     head_sizes: tuple[int, ...] = ()
+    ffn_ratios: tuple[float, ...] = ()
+    query_groups: tuple[int, ...] = ()
     shapes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -57,6 +61,33 @@ class BudgetRule:
         for size in self.head_sizes:
             if not 8 <= size <= 1024 or size % 8:
                 raise ConfigError(f"scaling.head_sizes: {size}; must be a multiple of 8 from 8 to 1024")
+        for ratio in self.ffn_ratios:
+            if not _MIN_FFN_RATIO <= ratio <= _MAX_FFN_RATIO:
+                raise ConfigError(
+                    f"scaling.ffn_ratios: {ratio:g}; must be from {_MIN_FFN_RATIO:g} to {_MAX_FFN_RATIO:g}"
+                )
+
+    def check_proportions(self, base: ModelShape) -> None:
+        """Raises ConfigError for a head size or a number of groups that does not divide the model's."""
+        heads, width = base.num_attention_heads, base.attention_size
+        for size in self.head_sizes:
+            if width % size:
+                raise ConfigError(
+                    f"search.scaling.head_sizes: {size}; must divide the width of all heads ({width})"
+                    f"{_nearest(size, [8 * n for n in range(1, 129) if width % (8 * n) == 0])}"
+                )
+        for groups in self.query_groups:
+            if heads % groups:
+                raise ConfigError(
+                    f"search.scaling.query_groups: {groups}; must divide the {heads} attention heads"
+                    f"{_nearest(groups, [n for n in range(1, heads + 1) if heads % n == 0])}"
+                )
+
+
+def _nearest(value: int, legal: Sequence[int]) -> str:
+    """`; take 4 or 8`: the legal values next to one."""
+    below, above = [n for n in legal if n < value][-1:], [n for n in legal if n > value][:1]
+    return f"; take {' or '.join(map(str, [*below, *above]))}" if below or above else ""
 
 
 def budget_of(shape: ModelShape, *, budget: Budget) -> int:
@@ -73,17 +104,25 @@ def equal_shapes(base: ModelShape, *, rule: BudgetRule) -> tuple[ModelShape, ...
     """`base` first, then the other shapes that `rule` allows, in the order of their distance in proportions.
 
     Requested shapes replace these, in their order; raises ConfigError for one that is not equal. Of shapes
-    with one width and head size only the layer count nearest to the budget is kept, and of two shapes equally
-    far the shallower comes first. Where the granularity of layers and heads leaves nothing inside the
-    tolerance, `base` is alone.
+    with one width and the same proportions only the layer count nearest to the budget is kept, and of two
+    shapes equally far the shallower comes first. Where the granularity of layers and heads leaves nothing
+    inside the tolerance, `base` is alone.
     """
     ranked: list[tuple[float, int, int, ModelShape]] = []
     limit = math.log(rule.depth_width_band) + 1e-9
-    for index, headed in enumerate((base, *_other_heads(base, rule=rule))):
-        for hidden_size in _widths(headed, rule=rule):
-            shape = _of_width(headed, hidden_size=hidden_size, target=base, rule=rule)
-            if shape is None or shape == base:
+    known = {base}
+    variants = [
+        (ffn, groups)
+        for headed in (base, *_other_heads(base, rule=rule))
+        for ffn in (headed, *_other_ffns(headed, rule=rule))
+        for groups in (None, *rule.query_groups)
+    ]
+    for index, (variant, groups) in enumerate(variants):
+        for hidden_size in _widths(variant, rule=rule):
+            shape = _of_width(variant, hidden_size=hidden_size, groups=groups, target=base, rule=rule)
+            if shape is None or shape in known:
                 continue
+            known.add(shape)
             distance = abs(math.log(depth_width_ratio(shape) / depth_width_ratio(base)))
             if distance <= limit:
                 ranked.append((distance, shape.num_layers, index, shape))
@@ -124,6 +163,13 @@ def _other_heads(base: ModelShape, *, rule: BudgetRule) -> list[ModelShape]:
     return shapes
 
 
+def _other_ffns(base: ModelShape, *, rule: BudgetRule) -> list[ModelShape]:
+    """`base` with FFNs in the rule's other ratios, rounded as coarsely as its own."""
+    multiple = math.gcd(base.ffn_hidden_size, 2 * _ALIGNMENT)
+    sizes = (max(1, round(ratio * base.hidden_size / multiple)) * multiple for ratio in rule.ffn_ratios)
+    return [replace(base, ffn_hidden_size=size) for size in sizes if size != base.ffn_hidden_size]
+
+
 def _spread(shapes: list[ModelShape], *, num: int) -> list[ModelShape]:
     """`num` of `shapes`, evenly over their order: the band's edges matter as much as its middle."""
     if len(shapes) <= num:
@@ -160,10 +206,10 @@ def _widths(base: ModelShape, *, rule: BudgetRule) -> range:
 
 
 def _of_width(
-    base: ModelShape, *, hidden_size: int, target: ModelShape, rule: BudgetRule
+    base: ModelShape, *, hidden_size: int, groups: int | None, target: ModelShape, rule: BudgetRule
 ) -> ModelShape | None:
     """`base` at that width, of the depth nearest to the budget of `target`; None where none is near."""
-    scaled = _scaled(base, hidden_size=hidden_size)
+    scaled = _scaled(base, hidden_size=hidden_size, groups=groups)
     if scaled is None:
         return None
     budget = budget_of(target, budget=rule.budget)
@@ -181,34 +227,21 @@ def _of_width(
     return None if best is None else best[1]
 
 
-def _scaled(base: ModelShape, *, hidden_size: int) -> ModelShape | None:
-    """`base` at another width: more heads of the same size, the FFN in the same ratio."""
+def _scaled(base: ModelShape, *, hidden_size: int, groups: int | None) -> ModelShape | None:
+    """`base` at another width: more heads of the same size, the FFN in the same ratio.
+
+    Query groups are in the same ratio to heads, or `groups`.
+    """
     heads = Fraction(base.num_attention_heads * hidden_size, base.hidden_size)
-    ffn_hidden_size = _scaled_ffn(base, hidden_size=hidden_size)
     if heads.denominator != 1 or heads < 1:
         return None
-    num_heads = int(heads)
-    if base.num_query_groups in (1, base.num_attention_heads):
-        groups = Fraction(1 if base.num_query_groups == 1 else num_heads)
-    else:
-        groups = Fraction(base.num_query_groups * num_heads, base.num_attention_heads)
-    if base.num_attention_heads == 1:
-        groups = Fraction(num_heads)
-    if groups.denominator != 1 or num_heads % int(groups):
+    num_groups = base.num_groups_of(int(heads)) if groups is None else Fraction(groups)
+    if num_groups.denominator != 1 or heads % num_groups:
         return None
     return replace(
         base,
         hidden_size=hidden_size,
-        ffn_hidden_size=ffn_hidden_size,
-        num_attention_heads=num_heads,
-        num_query_groups=int(groups),
+        ffn_hidden_size=base.ffn_size_at(hidden_size),
+        num_attention_heads=int(heads),
+        num_query_groups=int(num_groups),
     )
-
-
-def _scaled_ffn(base: ModelShape, *, hidden_size: int) -> int:
-    """The FFN's size in the same ratio; a fractional ratio (8/3) is rounded as coarsely as the base's."""
-    exact = Fraction(base.ffn_hidden_size * hidden_size, base.hidden_size)
-    if exact.denominator == 1:
-        return int(exact)
-    multiple = math.gcd(base.ffn_hidden_size, _FFN_MULTIPLE * 8)
-    return max(multiple, round(exact / multiple) * multiple)

@@ -76,6 +76,13 @@ def distinct[T](values: tuple[T, ...] | None) -> tuple[T, ...] | None:
     return values
 
 
+def _listed(value: Any) -> Any:
+    """The values of a request that has no `auto`: a literal is a single one."""
+    if value == AUTO:
+        raise ValueError("names values to try; leave the key out to keep your own")
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
 def _matching(pattern: re.Pattern[str], rule: str, *, words: Sequence[str] = ()) -> AfterValidator:
     def check(values: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for value in values or ():
@@ -136,10 +143,18 @@ def _stock_or(value: Any, check: Callable[[Any], Any]) -> Any:
     return value if value == STOCK else check(value)
 
 
+_FfnRatio = Annotated[float, Field(ge=0.5, le=16.0)]
+_HeadSize = Annotated[int, Field(ge=8, le=1024, multiple_of=8)]
+_AS_LIST = BeforeValidator(_listed)
+# A run's folder has an empty list where nothing is named.
+_ANY_DISTINCT = AfterValidator(lambda values: distinct(values) if values else values)
+
+
 class ScalingConfig(Section):
     """Other shapes of an equal budget; without this section the user's shape is never changed.
 
-    `shapes` lists the labels to choose from, like `24x2048` (layers x hidden size).
+    `shapes` lists the labels to choose from, like `24x2048` (layers x hidden size). Proportions that are not
+    named are kept.
     """
 
     budget: Literal["parameters", "flops"] = Field(
@@ -156,6 +171,15 @@ class ScalingConfig(Section):
     )
     shapes: Shapes = Field(
         default=None, description="layers x hidden size, like 24x2048; auto: by the budget"
+    )
+    ffn_ratios: Annotated[tuple[_FfnRatio, ...], _AS_LIST, _ANY_DISTINCT] = Field(
+        default=(), description="FFN sizes over the hidden size, tried beside your own ratio, like [3, 3.5]"
+    )
+    query_groups: Annotated[tuple[_Degree, ...], _AS_LIST, _ANY_DISTINCT] = Field(
+        default=(), description="key-value groups, tried beside your own ratio of heads to groups"
+    )
+    head_sizes: Annotated[tuple[_HeadSize, ...], _AS_LIST, _ANY_DISTINCT] = Field(
+        default=(), description="head sizes, tried beside your own: more, smaller heads or fewer, larger ones"
     )
 
 

@@ -75,7 +75,7 @@ def _value(knob: Knob, space: Space) -> str:
 def _choices(knob: Knob, space: Space) -> tuple[str, ...]:
     layouts = [layout for kept in space.layouts.values() for layout in kept]
     if knob is SHAPE:
-        return tuple(shape.label for shape in space.shapes)
+        return tuple(shape.label_beside(space.job.shape) for shape in space.shapes)
     if knob is SCHEDULE:
         names: dict[str, None] = {}
         for shape, kept in space.layouts.items():

@@ -144,7 +144,7 @@ class ParamEncoder:
         kind = stem.partition(".")[0]
         match kind:
             case "shape":
-                return plan.shape.label
+                return plan.shape.label_beside(plan.made_for.shape)
             case "layout":
                 return degree_label(plan.layout)
             case "split":
@@ -220,7 +220,7 @@ def param_text(knob: LayoutKnob, layout: Layout) -> str:
     return knob.text(knob.in_layout(layout))
 
 
-def layout_texts(shape: ModelShape, layout: Layout) -> dict[str, str]:
-    """The choices of a shape and a layout by the part of a parameter's name before its choices."""
+def layout_texts(shape: ModelShape, layout: Layout, *, base: ModelShape) -> dict[str, str]:
+    """The choices of a shape beside `base` and of a layout, by the kind in a parameter's name."""
     texts = {kind_of(knob): param_text(knob, layout) for knob in BEFORE_SCHEDULE}
-    return {"shape": shape.label, **texts, "layout": degree_label(layout)}
+    return {"shape": shape.label_beside(base), **texts, "layout": degree_label(layout)}

@@ -20,7 +20,11 @@ def plan_label(plan: Plan) -> str:
     the model's shape where it is the command's.
     """
     layout = plan.layout
-    parts = [] if plan.shape == plan.made_for.shape else [f"{SHAPE.label} {plan.shape.label}"]
+    parts = (
+        []
+        if plan.shape == plan.made_for.shape
+        else [f"{SHAPE.label} {plan.shape.label_beside(plan.made_for.shape)}"]
+    )
     for knob in LAYOUT_KNOBS:
         value = knob.in_layout(layout)
         if knob.is_of(plan.made_for.framework) and _does_something(knob, value):

@@ -239,7 +239,7 @@ class Space:
         return tuple(dict.fromkeys(requested)) or (stock,)
 
     def _shape(self, source: ParamSource) -> ModelShape:
-        labels = [shape.label for shape in self.shapes]
+        labels = [shape.label_beside(self.job.shape) for shape in self.shapes]
         return self.shapes[labels.index(choose(source, "shape", labels))]
 
     def _layout(self, source: ParamSource, shape: ModelShape) -> Layout:
@@ -407,7 +407,9 @@ def build_space(
     locked = locked_axes(job.features, change_class=search.change_class)
     shapes: tuple[ModelShape, ...] = (job.shape,)
     if search.scaling is not None and Axis.SCALING not in locked:
-        shapes = equal_shapes(job.shape, rule=BudgetRule(**search.scaling.model_dump()))
+        rule = BudgetRule(**search.scaling.model_dump())
+        rule.check_proportions(job.shape)
+        shapes = equal_shapes(job.shape, rule=rule)
     draft = Space(
         job=job,
         nodes=tuple(nodes),

@@ -30,6 +30,7 @@ from quartet_plugin.megatron.apply import rewrite
 from quartet_plugin.megatron.arguments import Flags
 from quartet_plugin.megatron.device_connections import set_connections
 from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
@@ -204,6 +205,17 @@ def refused_values(
                 yield {"pipeline_model_parallel_layout": layout_text}, "the stages hold all layers"
 
 
+def proportions(shape: ModelShape) -> dict[str, Any]:
+    """Other FFNs, groups and, where they divide the width of all heads, head sizes of a model."""
+    sizes = [size for size in (32, 128) if shape.attention_size % size == 0]
+    return {
+        "tolerance": 0.1,
+        "ffn_ratios": [2.5, 3.5],
+        "query_groups": [1, 2],
+        **({"head_sizes": sizes} if sizes else {}),
+    }
+
+
 def changed(flags: Flags, words: Sequence[str], values: dict[str, Any]) -> list[str]:
     """The words with other values; None takes an argument out."""
     kept = {name: value for name, value in values.items() if value is not None}
@@ -220,10 +232,11 @@ def check_command(command: ProductionCommand, generator: random.Random, num: int
         own = refusal_of(command.words)
         assert own is None, f"Megatron refuses the command itself: {own}"
         job = job_of(command)
-        spaces = [space_of(command, job, search) for search in ({}, FREE)]
+        searches: tuple[dict[str, Any], ...] = ({}, FREE, {**FREE, "scaling": proportions(job.shape)})
+        spaces = [space_of(command, job, search) for search in searches]
         user: Namespace = flags.values(command.words)
         for turn in range(num):
-            space = spaces[turn % 2]
+            space = spaces[turn % len(spaces)]
             plan = space.decode(Sweep(generator.randrange(10**6)), trial=turn + 1)
             result["settings"].update(setting.name for setting in plan.layout.settings or ())
             with mock.patch.dict(os.environ):

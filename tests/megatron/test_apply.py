@@ -170,6 +170,15 @@ def test_any_plan_reads_back_from_its_flags(data: st.DataObject) -> None:
     assert rewrite(plan, flags=native_flags(), words=edited)[0] == edited
 
 
+def test_groups_that_do_not_divide_the_heads_of_another_shape_are_replaced() -> None:
+    command = replace(SHAPE, num_query_groups=4)
+    wider = replace(command, num_attention_heads=6, num_query_groups=3, hidden_size=96, ffn_hidden_size=384)
+    words = [*MEGATRON_FLAGS, "--group-query-attention", "--num-query-groups", "4"]
+    plan = make_plan(split=(6,), shape=wider, made_for_shape=command)
+    edited, _ = rewrite(plan, flags=native_flags(), words=words)
+    assert native_flags().explicit_values(edited)["num_query_groups"] == 3
+
+
 def test_misfit_names_every_difference() -> None:
     plan = make_plan(split=(6,), data=2, global_batch_size=16, framework_version="0.19.3")
     user = native_flags().values(["--num-layers", "5", *MEGATRON_FLAGS[2:]])

@@ -46,7 +46,8 @@ def test_lines() -> None:
 
 
 def test_the_winners_shape_has_the_speedup_of_its_final_rounds() -> None:
-    shape = replace(WINNER.shape, num_layers=6, hidden_size=704)
+    ffn_size = WINNER.made_for.shape.ffn_size_at(704)
+    shape = replace(WINNER.shape, num_layers=6, hidden_size=704, ffn_hidden_size=ffn_size)
     winner = replace(WINNER, shape=shape, split=Split(transformer_layers_per_stage=(3, 3)))
     first, *others = shape_lines(CURVE, winner=winner)
     assert first.endswith("1.20x the best fitted; 1.25x in the final rounds (trial 2)")

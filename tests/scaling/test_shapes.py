@@ -145,6 +145,79 @@ def test_widths_are_multiples_that_matrix_units_like(head: int) -> None:
     assert all(shape.hidden_size % 64 == 0 and shape.ffn_hidden_size % 64 == 0 for shape in found)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes(),
+    st.sampled_from(["parameters", "flops"]),
+    st.sampled_from([(), (3.0,), (2.5, 5.0)]),
+    st.sampled_from([(), (2,), (1, 4)]),
+    st.sampled_from([(), (64,)]),
+)
+def test_other_proportions_keep_the_rule_and_have_labels(
+    base: ModelShape, budget: str, ratios: tuple[float, ...], groups: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    rule = BudgetRule(
+        budget="flops" if budget == "flops" else "parameters",
+        max_shapes=64,
+        tolerance=0.05,
+        ffn_ratios=ratios,
+        query_groups=groups,
+        head_sizes=sizes,
+    )
+    found = equal_shapes(base, rule=rule)
+    target = budget_of(base, budget=rule.budget)
+    for shape in found:
+        assert abs(budget_of(shape, budget=rule.budget) - target) <= 0.05 * target
+        kept_groups = {base.num_groups_of(shape.num_attention_heads), 1, shape.num_attention_heads}
+        assert shape.num_query_groups in {*groups, *kept_groups}
+        assert shape.num_attention_heads % shape.num_query_groups == 0
+        # Sizes are rounded to at most 256.
+        wanted = [*ratios, base.ffn_hidden_size / base.hidden_size]
+        errors = [abs(shape.ffn_hidden_size - ratio * shape.hidden_size) for ratio in wanted]
+        assert min(errors) <= 128 * (1 + shape.hidden_size / base.hidden_size)
+    assert len({shape.label_beside(base) for shape in found}) == len(found)
+    assert found[0].label_beside(base) == base.label
+    if not (ratios or groups or sizes):
+        assert all(shape.label_beside(base) == shape.label for shape in found)
+
+
+def test_labels_say_what_is_in_other_proportions() -> None:
+    base = make_shape(
+        num_layers=24,
+        hidden_size=2048,
+        ffn_hidden_size=8192,
+        num_attention_heads=16,
+        num_query_groups=16,
+        kv_channels=128,
+    )
+    rule = BudgetRule(max_shapes=64, tolerance=0.05, ffn_ratios=(3.5,), query_groups=(4,), head_sizes=(64,))
+    labels = {shape.label_beside(base) for shape in equal_shapes(base, rule=rule)}
+    of_width = {label.partition(" ")[2] for label in labels if "x2048" in label}
+    assert of_width == {
+        *("", "ffn 7168", "groups 4", "ffn 7168 groups 4"),
+        *("head 64", "ffn 7168 head 64", "groups 4 head 64", "ffn 7168 groups 4 head 64"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (
+            {"query_groups": (5,)},
+            "search.scaling.query_groups: 5; must divide the 16 attention heads; take 4 or 8",
+        ),
+        (
+            {"head_sizes": (48,)},
+            r"search.scaling.head_sizes: 48; must divide the width of all heads \(2048\)",
+        ),
+    ],
+)
+def test_proportions_that_do_not_divide_are_refused(rule: dict[str, tuple[int, ...]], words: str) -> None:
+    base = make_shape(hidden_size=2048, num_attention_heads=16, num_query_groups=16, kv_channels=128)
+    with pytest.raises(ConfigError, match=words):
+        BudgetRule(**rule).check_proportions(base)  # type: ignore[arg-type]
+
+
 def test_a_head_size_no_kernel_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"scaling.head_sizes: 20"):
         BudgetRule(head_sizes=(20,))

@@ -138,6 +138,31 @@ def test_a_literal_shape_is_the_only_one() -> None:
     assert space.params_of(space.baseline) is None  # measured as trial 0, and not a choice
 
 
+def test_named_proportions_are_searched_and_decode_again() -> None:
+    shape = make_shape(
+        num_layers=16, hidden_size=512, ffn_hidden_size=2048, num_attention_heads=8, num_query_groups=8,
+        kv_channels=64,
+    )  # fmt: skip
+    scaling = {"tolerance": 0.05, "max_shapes": 64, "ffn_ratios": 3, "query_groups": [2], "head_sizes": 32}
+    space = space_of({"scaling": scaling, "schedule": ["no-pipelining", "1f1b"]}, shape=shape)
+    plans = sample(space, num=200)
+    assert {plan.shape.num_query_groups for plan in plans} > {2}
+    assert {plan.shape.kv_channels for plan in plans} == {32, 64}
+    assert len({plan.shape.ffn_hidden_size / plan.shape.hidden_size for plan in plans}) > 1
+    for plan in plans[:50]:
+        params = space.params_of(plan)
+        assert params is not None
+        assert params["shape"] == plan.shape.label_beside(shape)
+        assert space.decode(FixedParams(params), trial=plan.provenance.trial).key == plan.key
+
+
+def test_proportions_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"query_groups: 3; must divide the \d+ attention heads; take 2 or 4"
+    ):
+        space_of({"scaling": {"query_groups": 3}})
+
+
 def test_a_list_is_searched() -> None:
     space = space_of({"split": ["6+2", "7+1", "even"], "virtual_stages": 1, "schedule": "1f1b"})
     assert {plan.split.label for plan in sample(space, num=60)} == {"6+2", "7+1", "4+4"}
