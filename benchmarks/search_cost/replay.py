@@ -329,6 +329,9 @@ class _Choosing:
     def unit_float(self, name: str) -> float:
         return float(self._trial.suggest_float(name, -1.0, 1.0))
 
+    def attribute(self, name: str) -> None:
+        del name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegretCheck:

@@ -35,6 +35,9 @@ class _Walker:
         weights = self._head if name == SPLIT_HEAD else self._embedding
         return weights[self._next(len(weights))]
 
+    def attribute(self, name: str) -> None:
+        del name
+
     def _next(self, count: int) -> int:
         if self._depth == len(self._path):
             self._path.append(_Choice(at=0, count=count))

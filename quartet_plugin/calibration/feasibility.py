@@ -12,6 +12,7 @@ from quartet_plugin.cost.memory import (
     RUNTIME_BYTES,
     Memory,
     available_bytes,
+    memory_by_device,
     peak_memory,
 )
 from quartet_plugin.errors import QuartetError
@@ -33,6 +34,8 @@ MAX_CONTEXT_SHARE = 0.15
 _PROCESS = ((PROCESS_BYTES, 0.3 * 2**30), (RUNTIME_BYTES, 0.1 * 2**30))
 _TENSORS = ((1.0, 0.25), (0.0, 0.25))
 _NOISE, _LEAST_NOISE = 0.05, 0.02
+# The least part of the predicted activations that a fit of few peaks may leave.
+_LEAST_SCALE = 0.1
 
 
 class FeasibilityModel:
@@ -111,9 +114,26 @@ class FeasibilityModel:
         memory = self.memory(plan)
         return None if memory is None else round(self._need(plan, memory)[0])
 
+    def activation_limits(self, plan: Plan) -> FloatArray | None:
+        """The bytes of activations with which each pipeline rank likely fits; None where nothing limits them.
+
+        They are one standard deviation below what the corrected prediction leaves beside weights and states.
+        """
+        memory = self.memory(plan)
+        if memory is None or not self._has_limit:
+            return None
+        process, runtime, scale, more = self._mean
+        ranks = memory_by_device(run_of_plan(plan, self._machine_model))
+        rest = np.array([rank.total - rank.activations for rank in ranks])
+        room = self._available(memory) - self._need(plan, memory)[1] - process - runtime - scale * rest
+        limits: FloatArray = np.maximum(0.0, room / max(scale + more, _LEAST_SCALE))
+        return limits
+
     def memory(self, plan: Plan) -> Memory | None:
         """The memory that the cost model predicts; None for a plan that it cannot predict."""
-        key = (plan.shape, plan.layout, plan.split, plan.schedule.label)
+        custom = plan.schedule.custom
+        is_named = custom is None or custom.named is not None
+        key = (plan.shape, plan.layout, plan.split, plan.schedule.label if is_named else plan.schedule)
         if key not in self._memory:
             try:
                 run = run_of_plan(plan, self._machine_model)

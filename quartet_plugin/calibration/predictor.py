@@ -28,7 +28,6 @@ from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
-from quartet_plugin.split.layers import EndLoads
 
 # Relative deviations beside the noise of launches: of a trial that was cut short, and of one that ran in
 # another study.
@@ -278,10 +277,6 @@ class PlanPredictor:
                 self._split_models.clear()
             self._split_models[key] = self._model_cache.split_model(plan)
         return CalibratedSplits(model=self._split_models[key], point=self.posterior_samples()[0].point)
-
-    def end_loads(self, plan: Plan) -> EndLoads:
-        """The end loads that balance the plan's pipeline under the most likely coefficients."""
-        return self._model_cache.end_loads(plan, self.posterior_samples()[0].point)
 
     def similarity(self, plans: Sequence[Plan], others: Sequence[Plan]) -> FloatArray:
         """The share of each plan's residual that it has in common with the nearest of `others` [plans]."""

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from quartet_plugin.calibration.predictor import identity
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits
+from quartet_plugin.cost.run import schedule_kind
 from quartet_plugin.mapping.orders import slot_indices
+from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import Mapping, Plan
+from quartet_plugin.model.plan import Mapping, Plan, Split
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.best_moves import best_moves
 from quartet_plugin.planner.job import PlanRequest
@@ -23,19 +25,17 @@ from quartet_plugin.planner.layout_bounds import least_seconds_of
 from quartet_plugin.planner.split_search import balanced_split
 from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE
-from quartet_plugin.space.moved_plans import moved
+from quartet_plugin.space.moved_plans import moved, with_order
 from quartet_plugin.space.order_exchanges import RUN
 from quartet_plugin.space.param_sources import (
-    SPLIT_EMBEDDING,
     SPLIT_HEAD,
-    FixedParams,
     Params,
     kind_of,
     layout_texts,
 )
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.space.split_shifts import SHIFT
-from quartet_plugin.split.layers import EndLoads, flops_end_loads
+from quartet_plugin.split.layers import flops_end_loads
 
 # Layouts that are predicted at all, also where none has a stock schedule; layouts whose other choices are
 # enumerated, and the number of these choices in all.
@@ -44,18 +44,20 @@ MAX_OPENED = 48
 MAX_CHOICES = 4800
 # Layouts for which custom schedules are made: each takes some tenths of a second.
 MAX_CUSTOM_LAYOUTS = 3
+# Custom candidates for which an order is searched with the calibrated costs.
+MAX_ORDERED = 3
 # Plans with balanced splits that are kept from one call to the next.
 MAX_KEPT = 20_000
-# End loads are rounded to this part of a layer, to whole ones where an order is searched for them, so that
-# plans are made once.
+# End loads are rounded to this part of a layer, so that plans are made once.
 QUANTUM = 0.25
 _LAYOUT_KINDS = ("shape", "layout", *map(kind_of, BEFORE_SCHEDULE))
 
-# A number that is least for the best plan, such as seconds for equal work; a plan's loads; its model for any
-# split and mapping; whether a plan can be predicted; whether it may fit in memory.
+# A number that is least for the best plan, such as seconds for equal work; a plan's model for any split and
+# mapping; the order searched for its calibrated costs; whether a plan can be predicted; whether it may fit in
+# memory.
 Rate = Callable[[Sequence[Plan]], list[float]]
-EndsOf = Callable[[Plan], EndLoads]
 SplitsOf = Callable[[Plan], CalibratedSplits | None]
+OrderOf = Callable[[Plan], CustomSchedule | None]
 Knows = Callable[[Plan], bool]
 MayFit = Callable[[Plan], bool]
 
@@ -90,7 +92,7 @@ class PlanCandidates:
         self._cut: set[tuple[int, ...]] = set()
 
     def best(
-        self, *, rate: Rate, ends_of: EndsOf, splits_of: SplitsOf, may_fit: MayFit = lambda _: True
+        self, *, rate: Rate, splits_of: SplitsOf, order_of: OrderOf, may_fit: MayFit = lambda _: True
     ) -> list[Candidate]:
         """Distinct plans, the baseline among them where the space holds it; the same for the same answers."""
         layouts = _in_order(self.layouts, rate)
@@ -100,13 +102,13 @@ class PlanCandidates:
             for candidate in self._open(layout)
         ]
         custom = [
-            self._balanced_custom(candidate, ends_of, splits_of)
+            candidate if self._is_searched(candidate) else self._balanced(candidate, splits_of)
             for layout in self._custom_layouts(layouts)
             for candidate in self._open_custom(layout)
         ]
         allowed = self._allowed(self._distinct([*layouts, *opened, *custom]))
         ranked = _in_order(allowed, rate)
-        named = [best for best in ranked if not _is_searched(best)]
+        named = [best for best in ranked if not self._is_searched(best)]
         # What hardly fits says nothing about which moves of others are too slow.
         fitting = [best for best in named if may_fit(best.plan)]
         moves = best_moves(self._space, fitting or named, splits_of=splits_of)
@@ -114,7 +116,65 @@ class PlanCandidates:
         moved_plans = [
             replace(ranked_plan, params=params, plan=plan) for ranked_plan, params, plan in moves.plans
         ]
-        return self._allowed(self._distinct([*allowed, *moved_plans]))
+        every = self._allowed(self._distinct([*allowed, *moved_plans]))
+        chosen, num_chosen_from = self._to_order(_in_order(every, rate))
+        if num_chosen_from > len(chosen):
+            self._limits += (f"searched orders: for the {len(chosen)} best plans, of {num_chosen_from}",)
+        ordered = [best for plan in chosen for best in self._ordered(plan, rate, splits_of, order_of)]
+        return self._distinct([*every, *ordered])
+
+    def _to_order(self, ranked: Sequence[Candidate]) -> tuple[list[Candidate], int]:
+        """The best custom candidates for which an order may be searched, and of how many they are the best.
+
+        Of each placement on a layout's degrees, micro-batch and recompute there is one.
+        """
+        first: dict[object, Candidate] = {}
+        for candidate in ranked:
+            plan, custom = candidate.plan, candidate.plan.schedule.custom
+            if custom is None or not schedule_kind(plan.schedule).splits_backward:
+                continue
+            layout = plan.layout
+            names = self._space.schedules_of(layout, shape=plan.shape)
+            if SEARCHED in names and self._schedule_of(candidate) not in self._space.written:
+                key = (
+                    plan.shape,
+                    layout.degrees,
+                    layout.micro_batch_size,
+                    layout.recompute,
+                    custom.placement,
+                )
+                first.setdefault(key, candidate)
+        return list(first.values())[:MAX_ORDERED], len(first)
+
+    def _ordered(
+        self, candidate: Candidate, rate: Rate, splits_of: SplitsOf, order_of: OrderOf
+    ) -> Iterator[Candidate]:
+        """The candidate with the order for the calibrated costs, or that for costs by FLOPs if it is faster.
+
+        Split and mapping stay, but for a split that was searched with its order: that is balanced. Nothing
+        where the candidate itself has the order, by its name.
+        """
+        plan, custom = candidate.plan, candidate.plan.schedule.custom
+        if self._is_searched(candidate):
+            split = self._split_of(candidate, splits_of)
+            plan = replace(plan, split=Split(transformer_layers_per_stage=split))
+        made = [
+            replace(candidate, params=ordered[0], plan=ordered[1])
+            for order in (order_of(plan), None)
+            if (ordered := with_order(self._space, candidate.params, plan, custom=order)) is not None
+        ]
+        for best in _in_order(made, rate)[:1]:
+            order = best.plan.schedule.custom
+            if custom is None or order is None or order.named is None or order.named != custom.named:
+                yield best
+
+    def _schedule_of(self, candidate: Candidate) -> str:
+        """The name of the candidate's schedule in the space."""
+        names = self._space.schedules_of(candidate.plan.layout, shape=candidate.plan.shape)
+        return names[0] if len(names) == 1 else str(candidate.params[f"schedule[{','.join(names)}]"])
+
+    def _is_searched(self, candidate: Candidate) -> bool:
+        return candidate.plan.schedule.custom is not None and self._schedule_of(candidate) == SEARCHED
 
     @property
     def limits(self) -> tuple[str, ...]:
@@ -247,18 +307,7 @@ class PlanCandidates:
 
     def _balanced(self, candidate: Candidate, splits_of: SplitsOf) -> Candidate:
         """The candidate with the split that balances its devices by the predictor's coefficients."""
-        if SPLIT_HEAD not in candidate.params:
-            return candidate
-        calibrated = splits_of(candidate.plan)
-        if calibrated is None:
-            return candidate
-        plan = candidate.plan
-        slots = slot_indices(self._space.nodes, plan.mapping)
-        split = balanced_split(
-            calibrated.times(slots, plan.mapping),
-            plan.shape.num_layers,
-            least_of_ends=self._space.least_of_ends,
-        )
+        plan, split = candidate.plan, self._split_of(candidate, splits_of)
         key = (candidate.path, split)
         if key not in self._balanced_plans:
             if len(self._balanced_plans) >= MAX_KEPT:
@@ -269,19 +318,17 @@ class PlanCandidates:
             )
         return self._balanced_plans[key]
 
-    def _balanced_custom(self, candidate: Candidate, ends_of: EndsOf, splits_of: SplitsOf) -> Candidate:
-        """The candidate with its split balanced; a searched order is made for the calibrated end loads."""
-        if not _is_searched(candidate):
-            return self._balanced(candidate, splits_of)
-        if SPLIT_HEAD not in candidate.params:
-            return candidate
-        num_layers, ends = candidate.plan.shape.num_layers, ends_of(candidate.plan)
-        params = {
-            **candidate.params,
-            SPLIT_EMBEDDING: _share(ends.embedding, num_layers, quantum=1.0),
-            SPLIT_HEAD: _share(ends.head, num_layers, quantum=1.0),
-        }
-        return replace(candidate, params=params, plan=self._space.decode(FixedParams(params), trial=0))
+    def _split_of(self, candidate: Candidate, splits_of: SplitsOf) -> tuple[int, ...]:
+        """The split that balances the candidate's devices; its own where that is fixed."""
+        plan = candidate.plan
+        calibrated = splits_of(plan) if SPLIT_HEAD in candidate.params else None
+        if calibrated is None:
+            return plan.split.transformer_layers_per_stage
+        return balanced_split(
+            calibrated.times(slot_indices(self._space.nodes, plan.mapping), plan.mapping),
+            plan.shape.num_layers,
+            least_of_ends=self._space.least_of_ends,
+        )
 
 
 class _PathParams:
@@ -330,6 +377,9 @@ class _PathParams:
         load = ends.head if name == SPLIT_HEAD else ends.embedding
         self.params[name] = share = _share(load, self._shape.num_layers)
         return share
+
+    def attribute(self, name: str) -> None:
+        """None: an order is searched by FLOPs until costs are calibrated."""
 
     def others(self, depth: int) -> list[int]:
         """The indices of the other choices at `depth`, the last first: it is tried last."""
@@ -380,13 +430,9 @@ def _num_of_layout(candidate: Candidate) -> int:
     return sum(_kind(name) in _LAYOUT_KINDS for name in candidate.names)
 
 
-def _is_searched(candidate: Candidate) -> bool:
-    return any(_kind(name) == "schedule" and candidate.params[name] == SEARCHED for name in candidate.names)
-
-
-def _share(load: float, num_layers: int, *, quantum: float = QUANTUM) -> float:
+def _share(load: float, num_layers: int) -> float:
     """An end load as a parameter of the space: a share of all layers, from -1 to 1."""
-    rounded = round(load / quantum) * quantum
+    rounded = round(load / QUANTUM) * QUANTUM
     return min(1.0, max(-1.0, rounded / num_layers))
 
 

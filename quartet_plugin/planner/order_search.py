@@ -31,6 +31,7 @@ from quartet_plugin.planner.table_schedules import is_searched, is_turning
 from quartet_plugin.schedule.bound import lower_bound
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
+from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.search.engine import search
 from quartet_plugin.space.config import SEARCHED
 
@@ -105,23 +106,13 @@ def searched(
     """The plan with the searched order where that is faster or `is_alone`; elsewhere itself, with its gap."""
     run = _async_run(job, ranked)
     times = _stage_times(job, ranked, run, topology, constants)
-    costs = _costs(run, times)
-    placement, ones = device_of_stages(run), (1,) * run.layout.num_stages
-    bound_s = lower_bound(costs, placement=placement, layers_per_stage=ones).makespan_s
-    num_actions = 3 * len(placement) * run.num_microbatches
+    costs = order_costs(run, times, memory_limit_bytes=_free_bytes(run))
+    placement = device_of_stages(run)
+    bound_s = lower_bound(costs, placement=placement, layers_per_stage=_whole(placement)).makespan_s
     try:
-        result = search(
-            costs,
-            placement=placement,
-            split=ones,
-            evaluations=max(1, min(MAX_EVALUATIONS, WORK // num_actions)),
-            seed=seed,
-            lower_bound_s=bound_s,
-        )
+        custom, makespan_s = best_order(costs, placement, seed=seed, lower_bound_s=bound_s)
     except InfeasibleError:
         return ranked
-    schedule = replace(result.schedule, layers_per_stage=None)
-    custom = choice_of(schedule, _of_stages(costs, run), memory_limit_bytes=costs.memory_limit_bytes)
     choice = ScheduleChoice(name="custom", custom=custom)
     ordered = replace(run, schedule=schedule_kind(choice), group=schedule_group(choice), custom=custom)
     memory = peak_memory(ordered)
@@ -137,9 +128,30 @@ def searched(
             equal_work_s=time * ranked.equal_work_s / ranked.iteration_s,
             terms=prediction.terms,
             memory=memory,
-            gap=result.simulation.makespan_s / bound_s - 1.0,
+            gap=makespan_s / bound_s - 1.0,
         )
     return replace(ranked, gap=_makespan_s(job, ranked, times) / bound_s - 1.0)
+
+
+def best_order(
+    costs: Costs, placement: Placement, *, seed: int, lower_bound_s: float = 0.0
+) -> tuple[CustomSchedule, float]:
+    """The best order of a search with the costs of whole stages, as a plan carries it, and its makespan.
+
+    Raises InfeasibleError where no order keeps the limits of memory.
+    """
+    num_actions = 3 * len(placement) * costs.num_microbatches
+    result = search(
+        costs,
+        placement=placement,
+        split=_whole(placement),
+        evaluations=max(1, min(MAX_EVALUATIONS, WORK // num_actions)),
+        seed=seed,
+        lower_bound_s=lower_bound_s,
+    )
+    schedule = replace(result.schedule, layers_per_stage=None)
+    custom = choice_of(schedule, _of_stages(costs, placement), memory_limit_bytes=costs.memory_limit_bytes)
+    return custom, result.simulation.makespan_s
 
 
 def predicted(
@@ -169,7 +181,8 @@ def custom_choice(job: PlanRequest, ranked: Ranked, *, constants: Constants) -> 
         chunks=layout.virtual_stages,
         group=run.group,
     )
-    return choice_of(schedule, _of_stages(_costs(run, times), run))
+    costs = order_costs(run, times, memory_limit_bytes=_free_bytes(run))
+    return choice_of(schedule, _of_stages(costs, device_of_stages(run)))
 
 
 def searched_kind(kind: ScheduleKind) -> ScheduleKind:
@@ -201,8 +214,11 @@ def _stage_times(
     return SimulatedTimes(stages=stages, forward_s=forward_s, backward_s=backward_s)
 
 
-def _costs(run: TrainingRun, times: SimulatedTimes) -> Costs:
-    """The cost table of the search: every stage is an entry that is not cut."""
+def order_costs(run: TrainingRun, times: SimulatedTimes, *, memory_limit_bytes: FloatArray | None) -> Costs:
+    """The cost table of a search for an order: every stage is an entry that is not cut.
+
+    `memory_limit_bytes` are those of activations on each device, None for no limit.
+    """
     num_bytes, held_bytes = stage_activations(run)
     placement, devices = device_of_stages(run), run.layout.pipeline_parallel
     transfer_s = np.zeros((devices, devices))
@@ -210,8 +226,6 @@ def _costs(run: TrainingRun, times: SimulatedTimes) -> Costs:
         if here != there:
             transfer_s[here, there] = times.forward_s[stage]
             transfer_s[there, here] = times.backward_s[stage + 1]
-    rest = [memory.total - memory.activations for memory in memory_by_device(run)]
-    available = available_bytes(float(run.machines.memory_bytes))
     return Costs(
         num_devices=devices,
         num_microbatches=run.num_microbatches,
@@ -227,16 +241,27 @@ def _costs(run: TrainingRun, times: SimulatedTimes) -> Costs:
         ),
         device_slowdown=np.ones(devices),
         transfer_s=transfer_s,
-        memory_limit_bytes=np.maximum(0.0, available - np.array(rest)),
+        memory_limit_bytes=memory_limit_bytes,
         # A cost table knows no more than what was kept; the memory of the result is computed in full.
         weight_grad_held_fraction=min(1.0, float(held_bytes.sum() / num_bytes.sum())),
         backward_fused_s=None,
     )
 
 
-def _of_stages(costs: Costs, run: TrainingRun) -> StageCosts:
-    placement = device_of_stages(run)
-    return stage_costs(costs, placement=placement, layers_per_stage=(1,) * len(placement))
+def _free_bytes(run: TrainingRun) -> FloatArray:
+    """The bytes that weights and states leave on each device."""
+    rest = [memory.total - memory.activations for memory in memory_by_device(run)]
+    free: FloatArray = np.maximum(0.0, available_bytes(float(run.machines.memory_bytes)) - np.array(rest))
+    return free
+
+
+def _of_stages(costs: Costs, placement: Placement) -> StageCosts:
+    return stage_costs(costs, placement=placement, layers_per_stage=_whole(placement))
+
+
+def _whole(placement: Placement) -> tuple[int, ...]:
+    """The split of a cost table of whole stages: one entry each."""
+    return (1,) * len(placement)
 
 
 def _makespan_s(job: PlanRequest, ranked: Ranked, times: SimulatedTimes) -> float:

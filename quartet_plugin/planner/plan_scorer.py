@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from quartet_plugin.calibration.predictor import PlanPrediction, PlanPredictor
 from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.iteration.plan_terms import run_of_plan
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, score_of_median
+from quartet_plugin.planner.calibrated_orders import CalibratedOrders
 from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
 from quartet_plugin.planner.described_space import first_plans
 from quartet_plugin.planner.job import PlanRequest
@@ -73,6 +75,12 @@ class PlanScorer:
         self._objective = objective
         self._request, self._constants = request, constants
         self._candidates = PlanCandidates(space, knows=predictor.knows, request=request, constants=constants)
+        self._orders = CalibratedOrders(
+            space,
+            splits_of=predictor.split_model,
+            run_of=lambda plan: run_of_plan(plan, predictor.machine_model),
+            limits_of=predictor.feasibility.activation_limits,
+        )
         self._first: list[PlanToTry] | None = None
         # Of the predictor's state when they were made.
         self._means: tuple[int, dict[int, float]] | None = None
@@ -94,8 +102,8 @@ class PlanScorer:
         """Every candidate, the most promising first. Something must have been measured."""
         candidates = self._candidates.best(
             rate=self._rates,
-            ends_of=self.predictor.end_loads,
             splits_of=self.predictor.split_model,
+            order_of=self._orders.of,
             may_fit=self._may_fit,
         )
         plans = [candidate.plan for candidate in candidates]

@@ -16,6 +16,9 @@ class ParamSource(Protocol):
     def unit_float(self, name: str) -> float:
         """A number from -1 to 1, which may be a fraction."""
 
+    def attribute(self, name: str) -> str | None:
+        """The text that is kept with the parameters under `name`, which no sampler chooses; None without."""
+
 
 def choose(source: ParamSource, name: str, choices: Sequence[str]) -> str:
     """The source's choice; the only one is no parameter."""

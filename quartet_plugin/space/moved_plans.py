@@ -1,7 +1,9 @@
 """The parameters of a plan whose layers or slots are moved, everything else as it was."""
 
+from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.plan import Mapping, Plan
 from quartet_plugin.space.choices import doubling
+from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.space.order_exchanges import EXCHANGES, NO_RUN, RUN, encoded_order
 from quartet_plugin.space.param_sources import (
     SPLIT_EMBEDDING,
@@ -11,6 +13,7 @@ from quartet_plugin.space.param_sources import (
     degree_label,
 )
 from quartet_plugin.space.plan_space import Space
+from quartet_plugin.space.searched_orders import ORDER, order_text
 from quartet_plugin.space.split_shifts import decoded_ends, origin_split, shift_params
 from quartet_plugin.split.layers import end_loads_for_split
 from quartet_plugin.split.shifts import shifts_between
@@ -24,8 +27,10 @@ def moved(
     `params` lead to `plan`. The order of a custom schedule is made for the new split.
     """
     new: dict[str, str | int | float] = dict(params)
-    if split != plan.split.transformer_layers_per_stage and not _move_layers(space, new, plan, split):
-        return None
+    if split != plan.split.transformer_layers_per_stage:
+        new.pop(ORDER, None)
+        if not _move_layers(space, new, plan, split):
+            return None
     if mapping != plan.mapping and not _move_slots(space, new, plan, mapping):
         return None
     try:
@@ -37,9 +42,42 @@ def moved(
     return new, made
 
 
+def with_order(
+    space: Space, params: Params, plan: Plan, *, custom: CustomSchedule | None
+) -> tuple[Params, Plan] | None:
+    """The parameters and the plan with this order under its split; None where the space does not hold it.
+
+    `params` lead to `plan`, but for its split. Without an order the one for costs by FLOPs is searched.
+    """
+    names = space.schedules_of(plan.layout, shape=plan.shape)
+    if SEARCHED not in names or (len(names) > 1 and f"schedule[{','.join(names)}]" not in params):
+        return None
+    new: dict[str, str | int | float] = dict(params)
+    new.pop(ORDER, None)
+    if custom is not None:
+        new[ORDER] = order_text(custom)
+    if len(names) > 1:
+        new[f"schedule[{','.join(names)}]"] = SEARCHED
+    split = plan.split.transformer_layers_per_stage
+    is_free = space.fixed_splits(plan.shape, plan.layout) is None
+    if is_free and not _move_layers(space, new, plan, split, schedule=SEARCHED):
+        return None
+    try:
+        made = space.decode(FixedParams(new), trial=0)
+    except KeyError:
+        return None
+    return (new, made) if made.split == plan.split else None
+
+
 def _move_layers(
-    space: Space, params: dict[str, str | int | float], plan: Plan, split: tuple[int, ...]
+    space: Space,
+    params: dict[str, str | int | float],
+    plan: Plan,
+    split: tuple[int, ...],
+    *,
+    schedule: str | None = None,
 ) -> bool:
+    """Set the parameters of a split; `schedule` is a custom one's name where it is not the plan's."""
     fixed = space.fixed_splits(plan.shape, plan.layout)
     if fixed is not None:
         labels = ["+".join(map(str, counts)) for counts in fixed]
@@ -57,8 +95,9 @@ def _move_layers(
         params[SPLIT_EMBEDDING], params[SPLIT_HEAD] = ends.embedding / num_layers, ends.head / num_layers
         return True
     ends = decoded_ends((float(params[SPLIT_EMBEDDING]), float(params[SPLIT_HEAD])), num_layers)
-    schedule = None
-    if plan.schedule.custom is not None:
+    if schedule is not None:
+        ends = ends.rounded()
+    elif plan.schedule.custom is not None:
         names = space.schedules_of(layout, shape=plan.shape)
         schedule = names[0] if len(names) == 1 else str(params[f"schedule[{','.join(names)}]"])
         ends = ends.rounded()

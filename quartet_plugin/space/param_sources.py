@@ -15,9 +15,16 @@ from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, OPTIONS
 from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
 from quartet_plugin.space.order_exchanges import EXCHANGES, NO_RUN, RUN, EncodedOrder, encoded_order
 from quartet_plugin.space.schedules import end_load_candidates
-from quartet_plugin.space.split_shifts import SHIFT, Shifts, encoded_split, origin_split, shift_limit
+from quartet_plugin.space.searched_orders import order_text
+from quartet_plugin.space.split_shifts import (
+    SHIFT,
+    Shifts,
+    encoded_custom_split,
+    encoded_shifts,
+    encoded_split,
+    shift_limit,
+)
 from quartet_plugin.split.layers import EndLoads
-from quartet_plugin.split.shifts import shifts_between
 
 type Params = MappingABC[str, str | int | float]
 type OrdersOf = Callable[[Layout], Sequence[RankOrder]]
@@ -51,6 +58,11 @@ class FixedParams:
         """The recorded number."""
         return float(self._params[name])
 
+    def attribute(self, name: str) -> str | None:
+        """The recorded text."""
+        text = self._params.get(name)
+        return None if text is None else str(text)
+
 
 class RandomParams:
     """Random parameters, which are recorded."""
@@ -73,6 +85,9 @@ class RandomParams:
         """A number from -1 to 1, drawn uniformly."""
         self.params[name] = number = self._generator.uniform(-1.0, 1.0)
         return number
+
+    def attribute(self, name: str) -> None:
+        """None: chance writes no order."""
 
 
 class ParamEncoder:
@@ -126,6 +141,13 @@ class ParamEncoder:
         self.params[name] = value
         return value
 
+    def attribute(self, name: str) -> str | None:
+        """The plan's order as the study keeps it; None for a schedule that its name makes."""
+        if self._schedule != SEARCHED or self._plan.schedule.custom is None:
+            return None
+        self.params[name] = text = order_text(self._plan.schedule.custom)
+        return text
+
     def _number(self, name: str) -> int:
         axis, index, *which = name.partition("[")[0].split(".")
         if axis == "split":
@@ -174,9 +196,9 @@ def param_encoders(
 ) -> Iterator[ParamEncoder]:
     """Encoders of `plan`, likely ones first.
 
-    `orders_of` returns the rank orders to choose from, `lengths_of` the lengths of the runs to exchange. A
-    custom schedule may come from a search, whatever its name; its end loads are guessed. It may also come
-    from one of the files named in `written`.
+    `orders_of` returns the rank orders to choose from, `lengths_of` the lengths of the runs to exchange. The
+    end loads of a named custom schedule are guessed. Whatever its name, a custom schedule may come from one
+    of the files named in `written`, or from a search: then its order is kept whole.
     """
     layout, custom = plan.layout, plan.schedule.custom
     order = encoded_order(plan.mapping, orders=orders_of(layout), lengths=lengths_of(layout))
@@ -184,16 +206,22 @@ def param_encoders(
         ends, shifts = encoded_split(plan)
         yield ParamEncoder(plan, order=order, schedule=plan.schedule.name, ends=ends, shifts=shifts)
         return
-    split = plan.split.transformer_layers_per_stage
-    for name in dict.fromkeys((custom.named or SEARCHED, SEARCHED)):
+    if custom.named is not None:
         guesses = end_load_candidates(plan)
         for guess in (*guesses, None):
-            yield ParamEncoder(plan, order=order, schedule=name, ends=guess)
+            yield ParamEncoder(plan, order=order, schedule=custom.named, ends=guess)
         for guess in guesses if layout.num_stages > 2 else ():
-            shifts = shifts_between(origin_split(plan, schedule=name, ends=guess), split)
-            yield ParamEncoder(plan, order=order, schedule=name, ends=guess, shifts=shifts)
+            yield ParamEncoder(
+                plan,
+                order=order,
+                schedule=custom.named,
+                ends=guess,
+                shifts=encoded_shifts(plan, schedule=custom.named, ends=guess),
+            )
     for name in written:
         yield ParamEncoder(plan, order=order, schedule=name)
+    balanced, shifts = encoded_custom_split(plan, schedule=SEARCHED)
+    yield ParamEncoder(plan, order=order, schedule=SEARCHED, ends=balanced, shifts=shifts)
 
 
 @lru_cache(maxsize=65_536)

@@ -31,7 +31,7 @@ from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.space.choices import ParamSource, choose
-from quartet_plugin.space.config import STOCK_NAMES, SearchConfig
+from quartet_plugin.space.config import SEARCHED, STOCK_NAMES, SearchConfig
 from quartet_plugin.space.features import Axis, batching_features, locked_axes
 from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, OPTIONS
@@ -59,6 +59,7 @@ from quartet_plugin.space.param_sources import (
 )
 from quartet_plugin.space.rules import LayoutRules
 from quartet_plugin.space.schedules import CustomOrder, custom_order, placement_of
+from quartet_plugin.space.searched_orders import ORDER, stored_order
 from quartet_plugin.space.split_shifts import choose_split, decoded_ends
 from quartet_plugin.space.written_schedules import WrittenSchedule, written_order
 from quartet_plugin.split.layers import EndLoads, even_split, is_legal_split, split_for_end_loads
@@ -134,7 +135,7 @@ class Space:
     def params_of(self, plan: Plan) -> Params | None:
         """Choices that lead to `plan`; None where the space does not hold it.
 
-        The end loads of a custom schedule are guessed; for a rare plan no guess is right.
+        The end loads of a named custom schedule are guessed; for a rare plan no guess is right.
         """
         encoders = param_encoders(
             plan, orders_of=self.orders_of, lengths_of=self.run_lengths_of, written=tuple(self.written)
@@ -291,12 +292,14 @@ class Space:
     ) -> CustomOrder:
         """The custom order of a schedule; where the split is tuned, both are for the source's end loads.
 
-        Of a split with shifted boundaries only the order is. A file says both.
+        Of a split with shifted boundaries only the order is. A file says both. A searched order that the
+        source has is taken as it is.
         """
         if name in self.written:
             return written_order(self.written[name], shape=shape, mtp_layers=self.job.mtp_layers)
         num_devices, chunks = layout.pipeline_parallel, layout.virtual_stages
         split, ends = self._fixed_split(source, shape, layout), None
+        origin = split or ()
         if split is None:
             ends = _end_loads(source, shape).rounded()
             placement = placement_of(name, num_devices=num_devices, chunks=chunks)
@@ -304,12 +307,23 @@ class Space:
                 shape.num_layers, num_devices=num_devices, chunks=chunks, ends=ends, placement=placement
             )
             split = choose_split(source, origin)
+        num_microbatches = layout.num_microbatches(self.job.global_batch_size)
+        text = source.attribute(ORDER) if name == SEARCHED else None
+        if text is not None:
+            return stored_order(
+                text,
+                shape=shape,
+                layout=layout,
+                num_microbatches=num_microbatches,
+                split=split or origin,
+                mtp_layers=self.job.mtp_layers,
+            )
         return custom_order(
             name,
             shape=shape,
             num_devices=num_devices,
             chunks=chunks,
-            num_microbatches=layout.num_microbatches(self.job.global_batch_size),
+            num_microbatches=num_microbatches,
             ends=ends,
             split=split,
             mtp_layers=self.job.mtp_layers,

@@ -5,7 +5,7 @@ relative: a transformer layer's forward is 1. The same arguments always give the
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 
@@ -96,12 +96,14 @@ def custom_order(
 
     `ends` are the sampler's end loads, None for those by FLOPs, which count the `mtp_layers`.
     """
-    by_flops = flops_end_loads(shape, mtp_layers=mtp_layers).rounded()
     placement = placement_of(name, num_devices=num_devices, chunks=chunks)
-    table = partial(
-        cost_table, shape, placement=placement, num_devices=num_devices, num_microbatches=num_microbatches
+    costs = cost_table(
+        shape,
+        ends=ends or flops_end_loads(shape, mtp_layers=mtp_layers).rounded(),
+        placement=placement,
+        num_devices=num_devices,
+        num_microbatches=num_microbatches,
     )
-    costs = table(ends=ends or by_flops)
     entries = None if split is None else entries_of(split)
     limit = None
     if name == SEARCHED:
@@ -114,12 +116,24 @@ def custom_order(
     problem = ScheduleProblem.of(costs)
     limited = limit if schedule.origin.get("name") is None else None
     custom = choice_of(schedule, problem.stage_costs(placement, counts), memory_limit_bytes=limited)
-    flops_problem = ScheduleProblem.of(table(ends=by_flops))
-    return CustomOrder(
-        split=layers_of(counts),
-        custom=custom,
-        makespan=NamedStart(schedule=schedule, split=counts).climb(flops_problem, steps=0, seed=0).score,
+    split = layers_of(counts)
+    makespan = flops_makespan(schedule, split, shape=shape, mtp_layers=mtp_layers)
+    return CustomOrder(split=split, custom=custom, makespan=makespan)
+
+
+def flops_makespan(
+    schedule: Schedule, split: tuple[int, ...], *, shape: ModelShape, mtp_layers: int | None
+) -> float:
+    """The makespan of a schedule under a split, in forwards of one layer, under the end loads by FLOPs."""
+    costs = cost_table(
+        shape,
+        ends=flops_end_loads(shape, mtp_layers=mtp_layers).rounded(),
+        placement=schedule.placement,
+        num_devices=schedule.num_devices,
+        num_microbatches=schedule.num_microbatches,
     )
+    start = NamedStart(schedule=schedule, split=entries_of(split))
+    return start.climb(ScheduleProblem.of(costs), steps=0, seed=0).score
 
 
 def placement_of(name: str, *, num_devices: int, chunks: int) -> Placement:

@@ -91,6 +91,26 @@ def encoded_split(plan: Plan) -> tuple[EndLoads, Shifts | None]:
     return best
 
 
+def encoded_custom_split(plan: Plan, *, schedule: str) -> tuple[EndLoads | None, Shifts | None]:
+    """End loads and shifts that make the split of a plan under the order of a custom schedule.
+
+    The end loads are those by FLOPs; of two stages those that alone make the split, None where none do.
+    """
+    split, layout = plan.split.transformer_layers_per_stage, plan.layout
+    if layout.num_stages < 3:
+        return end_loads_for_split(split, num_devices=layout.pipeline_parallel), None
+    num_layers = plan.shape.num_layers
+    by_flops = flops_end_loads(plan.shape, mtp_layers=plan.made_for.mtp_layers)
+    ends = decoded_ends(encoded_ends(by_flops, num_layers), num_layers)
+    return ends, encoded_shifts(plan, schedule=schedule, ends=ends.rounded())
+
+
+def encoded_shifts(plan: Plan, *, schedule: str, ends: EndLoads) -> Shifts:
+    """The shifts that make the plan's split under a custom schedule and these end loads."""
+    origin = origin_split(plan, schedule=schedule, ends=ends)
+    return shifts_between(origin, plan.split.transformer_layers_per_stage)
+
+
 def encoded_ends(ends: EndLoads, num_layers: int) -> tuple[float, float]:
     """Embedding's and head's loads as parameters: shares of all layers, from -1 to 1."""
     loads = ends.rounded()

@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 
 from quartet_plugin.errors import ConfigError, PlanError, QuartetError
+from quartet_plugin.model.costs import stage_costs
 from quartet_plugin.model.custom_schedule import PAIRS_ONLY_SIMULATED, CustomSchedule
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.schedule.choice import choice_of, family_of
 from quartet_plugin.schedule.files import read_schedule
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.search.named_starts import NamedStart
-from quartet_plugin.schedule.search.problem import ScheduleProblem
 from quartet_plugin.schedule.validate import validate
-from quartet_plugin.space.schedules import CustomOrder, cost_table
+from quartet_plugin.space.schedules import CustomOrder, cost_table, flops_makespan
 from quartet_plugin.split.layers import entries_of, flops_end_loads, layers_of
 
 
@@ -127,17 +126,13 @@ def written_order(
         num_devices=schedule.num_devices,
         num_microbatches=schedule.num_microbatches,
     )
-    problem = ScheduleProblem.of(costs)
     custom = choice_of(
         schedule,
-        problem.stage_costs(schedule.placement, entries),
+        stage_costs(costs, placement=schedule.placement, layers_per_stage=entries),
         with_orders=schedule.origin.get("name") is None,
     )
-    return CustomOrder(
-        split=split,
-        custom=_with_known_family(custom),
-        makespan=NamedStart(schedule=schedule, split=entries).climb(problem, steps=0, seed=0).score,
-    )
+    makespan = flops_makespan(schedule, split, shape=shape, mtp_layers=mtp_layers)
+    return CustomOrder(split=split, custom=_with_known_family(custom), makespan=makespan)
 
 
 def _checked_origin(schedule: Schedule) -> dict[str, Any]:

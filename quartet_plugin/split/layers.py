@@ -9,7 +9,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import fsum
 
 from quartet_plugin.model.shape import ModelShape
 
@@ -165,21 +164,6 @@ def end_loads_for_split(split: Sequence[int], *, num_devices: int, chunks: int =
         if split_for_end_loads(num_layers, num_devices=num_devices, chunks=chunks, ends=ends) == tuple(split):
             return ends
     return None
-
-
-def end_loads_with_slowdowns(ends: EndLoads, *, slowdowns: Sequence[float], num_layers: int) -> EndLoads:
-    """The end loads with what the first and the last device, by their slowdowns, take less than the others.
-
-    Against the usual slowdown r of the inner devices, one of slowdown q adds (1 - r / q) of a device's share
-    of the layers. Each load is limited to `num_layers` either way. `slowdowns` has one entry a pipeline rank.
-    """
-    share = num_layers / len(slowdowns)
-    inner = slowdowns[1:-1] or slowdowns
-    usual = len(inner) / fsum(1.0 / slowdown for slowdown in inner)
-    limit = float(num_layers)
-    first = ends.embedding + share * (1.0 - usual / slowdowns[0])
-    last = ends.head + share * (1.0 - usual / slowdowns[-1])
-    return EndLoads(embedding=min(limit, max(-limit, first)), head=min(limit, max(-limit, last)))
 
 
 def is_legal_split(split: Sequence[int], *, num_layers: int, num_stages: int) -> bool:

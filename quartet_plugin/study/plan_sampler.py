@@ -25,7 +25,7 @@ from quartet_plugin.planner.plan_scorer import PlanScorer, is_samplers_turn
 from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.space.param_sources import FixedParams, Params
 from quartet_plugin.space.plan_space import Space
-from quartet_plugin.study.trial_params import TrialParams
+from quartet_plugin.study.trial_params import TrialParams, parted, recorded_params
 
 # What a study's objective returns, and the direction that belongs to it.
 PlanObjective = Literal["iteration_s", "tokens_per_s", "model_flops_per_s_per_device"]
@@ -49,9 +49,10 @@ def suggest_plan(trial: Any, space: Space) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPoint:
-    """The relative parameters of a trial with their distributions."""
+    """The relative parameters of a trial with their distributions, and the texts kept beside them."""
 
     params: Params
+    texts: dict[str, str]
     distributions: dict[str, BaseDistribution]
 
 
@@ -120,6 +121,8 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         point = self._points.pop((study._study_id, trial.number), None)
         if point is None:
             return dict(self._explorer.sample_relative(study, trial, search_space))
+        for name, text in point.texts.items():
+            study._storage.set_trial_user_attr(trial._trial_id, name, text)
         return dict(point.params)
 
     def sample_independent(
@@ -157,8 +160,9 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
             return None if params is None else self._with_distributions(params)
         if scorer.predictor.is_ready and is_samplers_turn(finished, explore=self._explore):
             return None
-        running = (self._plan_of(other.params) for other in others if other.state == TrialState.RUNNING)
-        pending = [plan for plan in running if plan is not None]
+        running = [other for other in others if other.state == TrialState.RUNNING]
+        plans = (self._plan_of(recorded_params(other)) for other in running)
+        pending = [plan for plan in plans if plan is not None]
         known = {identity(plan) for plan in (*pending, *(record.plan for record in finished))}
         for point in scorer.plans_to_try(pending):
             if identity(point.plan) not in known and self._space.refusal_of(point.plan) is None:
@@ -185,7 +189,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
             return None
         key = (study._study_id, trial.number)
         if key not in self._plans:
-            self._plans[key] = self._plan_of(trial.params)
+            self._plans[key] = self._plan_of(recorded_params(trial))
         plan = self._plans[key]
         if plan is None:
             return None
@@ -221,7 +225,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         source = _RecordedDistributions(params)
         self._space.decode(source, trial=0)
         kept = {name: params[name] for name in source.distributions}
-        return PlanPoint(params=kept, distributions=source.distributions)
+        return PlanPoint(params=kept, texts=parted(params)[1], distributions=source.distributions)
 
 
 class _RecordedDistributions(FixedParams):

@@ -1,7 +1,13 @@
 """The parameters of a plan as an Optuna trial suggests them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from quartet_plugin.space.param_sources import Params
+from quartet_plugin.space.searched_orders import ORDER
+
+# What is kept beside a trial's parameters: no sampler chooses it.
+TEXTS = (ORDER,)
 
 
 class TrialParams:
@@ -35,3 +41,29 @@ class TrialParams:
         weight: float = self._trial.suggest_float(name, -1.0, 1.0)
         self.params[name] = weight
         return weight
+
+    def attribute(self, name: str) -> str | None:
+        """The text that was put before the study with the trial's point."""
+        text = self._attributes().get(name)
+        if text is not None:
+            self.params[name] = str(text)
+        return text
+
+    def _attributes(self) -> Mapping[str, Any]:
+        """The attributes as the study has them now: a sampler may have set one since the trial was made."""
+        attributes: Mapping[str, Any] = self._trial.study.get_trials(deepcopy=False)[
+            self._trial.number
+        ].user_attrs
+        return attributes
+
+
+def recorded_params(frozen: Any) -> Params:
+    """The parameters of a study's trial, with the texts that are kept as its attributes."""
+    texts = {name: frozen.user_attrs[name] for name in TEXTS if name in frozen.user_attrs}
+    return {**frozen.params, **texts}
+
+
+def parted(params: Params) -> tuple[dict[str, str | int | float], dict[str, str]]:
+    """What a sampler chooses, and the texts that are kept as a trial's attributes."""
+    texts = {name: str(params[name]) for name in TEXTS if name in params}
+    return {name: value for name, value in params.items() if name not in texts}, texts

@@ -21,7 +21,7 @@ from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.samplers import DEFAULT, SamplerName, make
 from quartet_plugin.study.storage import StudyStorage, close
 from quartet_plugin.study.study_log import StudyLog
-from quartet_plugin.study.trial_params import TrialParams
+from quartet_plugin.study.trial_params import TrialParams, parted, recorded_params
 
 MAX_FRESH_TRIES = 400
 
@@ -243,8 +243,10 @@ class TuneStudy:
             self._enqueue(point, plan)
 
     def _enqueue(self, point: Params, plan: Plan | None) -> None:
-        """Let a point wait, in one transaction with the axes of its plan where that is known."""
-        self._study.enqueue_trial(dict(point), user_attrs=None if plan is None else dict(plan_axes(plan)))
+        """Let a point wait, in one transaction with its texts and, where known, the axes of its plan."""
+        params, texts = parted(point)
+        axes = {} if plan is None else dict(plan_axes(plan))
+        self._study.enqueue_trial(params, user_attrs={**axes, **texts} or None)
 
     def _plan_of(self, point: Params) -> Plan | None:
         """The plan of a point; None where the sampler has parameters to add."""
@@ -356,7 +358,7 @@ class _SameChoices(FixedParams):
     """A trial's parameters, where the space has the choices of the study: Optuna refuses others."""
 
     def __init__(self, frozen: Any) -> None:
-        super().__init__(frozen.params)
+        super().__init__(recorded_params(frozen))
         self._frozen = frozen
 
     def category(self, name: str, choices: Sequence[str]) -> str:

@@ -68,8 +68,8 @@ def candidates_of(space: Space, truth: Truth) -> tuple[float, Plan, PlanCandidat
     )
     found = candidates.best(
         rate=rate,
-        ends_of=lambda plan: truth._iteration_models.end_loads(plan, truth.theta),
         splits_of=splits_of,
+        order_of=lambda plan: None,
     )
     best = min(found, key=lambda candidate: truth(candidate.plan))
     assert space.decode(FixedParams(best.params), trial=0).key == best.plan.key
@@ -117,6 +117,9 @@ class Walker:
 
     def unit_float(self, name: str) -> float:
         return 0.0
+
+    def attribute(self, name: str) -> None:
+        return None
 
 
 def every_choice(space: Space) -> Iterator[Plan]:

@@ -20,7 +20,6 @@ from quartet_plugin.planner.split_search import NUM_SPLITS
 from quartet_plugin.space.param_sources import FixedParams, RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.space.written_schedules import read_written_schedule
-from quartet_plugin.split.layers import EndLoads
 from quartet_plugin.tuner.config import parse_config
 from tests.calibration.truth import Truth
 from tests.space.jobs import make_job, make_layout, make_nodes
@@ -39,19 +38,19 @@ def rates(plans: Sequence[Plan]) -> list[float]:
     return [by_formula(plan) for plan in plans]
 
 
-def flat_ends(plan: Plan) -> EndLoads:
-    return EndLoads(embedding=0.0, head=1.0)
-
-
 def no_splits(plan: Plan) -> None:
     """No model for other splits than the first."""
+
+
+def no_order(plan: Plan) -> None:
+    """No order for calibrated costs."""
 
 
 def found_in(space: Space) -> list[Candidate]:
     candidates = PlanCandidates(
         space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
     )
-    return candidates.best(rate=rates, ends_of=flat_ends, splits_of=no_splits)
+    return candidates.best(rate=rates, splits_of=no_splits, order_of=no_order)
 
 
 def discrete(plan: Plan) -> object:
@@ -94,7 +93,7 @@ def test_beside_the_best_split_the_next_best_are_there() -> None:
 
     found = PlanCandidates(
         space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
-    ).best(rate=lambda plans: [truth(plan) for plan in plans], ends_of=flat_ends, splits_of=splits_of)
+    ).best(rate=lambda plans: [truth(plan) for plan in plans], splits_of=splits_of, order_of=no_order)
     chosen = min(found, key=lambda one: truth(one.plan)).plan
     alike = [one.plan.split.label for one in found if one.plan.layout == chosen.layout]
     every = {
@@ -118,7 +117,7 @@ def test_the_schedule_of_a_file_is_there_although_its_layout_is_the_slowest(tmp_
     candidates = PlanCandidates(
         space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
     )
-    found = candidates.best(rate=slow_where_it_fits, ends_of=flat_ends, splits_of=no_splits)
+    found = candidates.best(rate=slow_where_it_fits, splits_of=no_splits, order_of=no_order)
     assert any(one.plan.split.transformer_layers_per_stage == (3, 1, 2, 2) for one in found)
 
 
@@ -128,7 +127,7 @@ def test_a_large_space_is_cut_to_what_can_be_ranked() -> None:
         space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
     )
     assert len(candidates.layouts) <= 400
-    assert len(candidates.best(rate=rates, ends_of=flat_ends, splits_of=no_splits)) <= 4000
+    assert len(candidates.best(rate=rates, splits_of=no_splits, order_of=no_order)) <= 4000
 
 
 @pytest.mark.parametrize("schedule", ["stock", "zb-h1"])
@@ -149,7 +148,7 @@ def test_of_too_many_layouts_those_that_may_be_fastest_are_predicted(
     fastest = rank(request).best[0]
     assert (fastest.shape, fastest.layout) in kept
     assert bounds[fastest.shape, fastest.layout] <= fastest.equal_work_s
-    candidates.best(rate=rates, ends_of=flat_ends, splits_of=no_splits)
+    candidates.best(rate=rates, splits_of=no_splits, order_of=no_order)
     (words,) = [line for line in candidates.limits if line.startswith("layouts: ")]
     assert words.startswith(f"layouts: {most} of {len(every)} are predicted, those of the least bounds; ")
 
@@ -161,6 +160,6 @@ def test_plans_that_cannot_be_predicted_are_left_out() -> None:
         knows=lambda plan: plan.layout.data_parallel == 1,
         request=request_of_space(space, machine=KnownMachine()),
     )
-    found = candidates.best(rate=rates, ends_of=flat_ends, splits_of=no_splits)
+    found = candidates.best(rate=rates, splits_of=no_splits, order_of=no_order)
     assert found
     assert all(one.plan.layout.data_parallel == 1 for one in found)

@@ -15,7 +15,7 @@ from quartet_plugin.planner.candidate_plans import PlanCandidates
 from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
-from quartet_plugin.split.layers import EndLoads, even_split
+from quartet_plugin.split.layers import even_split
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, begin, resume, tune
@@ -130,7 +130,7 @@ def test_the_cost_models_candidates_leave_out_what_is_forbidden() -> None:
         request=request_of_space(space, machine=KnownMachine()),
     )
     found = candidates.best(
-        rate=lambda plans: [0.0] * len(plans), ends_of=lambda _: EndLoads(), splits_of=lambda _: None
+        rate=lambda plans: [0.0] * len(plans), splits_of=lambda _: None, order_of=lambda _: None
     )
     plans = [one.plan for one in found]
     assert plans

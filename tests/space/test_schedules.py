@@ -248,9 +248,6 @@ def test_the_split_that_fits_the_flops_is_predicted_to_be_fastest() -> None:
 
 
 def test_schedules_of_ours_are_among_the_candidates_of_a_study() -> None:
-    def ends(plan: Plan) -> EndLoads:
-        return EndLoads(embedding=0.5, head=2.0)
-
     def rate(plans: Sequence[Plan]) -> list[float]:
         return [float(plan.num_microbatches) for plan in plans]
 
@@ -259,7 +256,7 @@ def test_schedules_of_ours_are_among_the_candidates_of_a_study() -> None:
         candidates = PlanCandidates(
             space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
         )
-        found = candidates.best(rate=rate, ends_of=ends, splits_of=lambda plan: None)
+        found = candidates.best(rate=rate, splits_of=lambda plan: None, order_of=lambda plan: None)
         own = {one.plan.schedule.label for one in found if one.plan.schedule.custom is not None}
         assert len(own) > 1
 

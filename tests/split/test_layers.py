@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from quartet_plugin.split.layers import (
     EndLoads,
     end_loads_for_split,
-    end_loads_with_slowdowns,
     even_split_with_ends,
     is_legal_split,
     split_for_end_loads,
@@ -88,16 +87,6 @@ def test_layers_go_one_by_one_to_the_least_loaded_device(data: st.DataObject) ->
         placement=placement,
     )
     assert found == tuple(counts)
-
-
-def test_slow_ends_weigh_more_and_fast_ones_less() -> None:
-    def loads(ends: EndLoads, slowdowns: tuple[float, ...], num_layers: int) -> tuple[float, float]:
-        balanced = end_loads_with_slowdowns(ends, slowdowns=slowdowns, num_layers=num_layers)
-        return balanced.embedding, balanced.head
-
-    assert loads(EndLoads(embedding=0.5, head=3.0), (1.0, 1.0), 8) == pytest.approx((0.5, 3.0))
-    assert loads(EndLoads(), (1.0, 1.0, 2.0), 12) == pytest.approx((0.0, 2.0))
-    assert loads(EndLoads(), (0.5, 1.0, 1.0), 12) == pytest.approx((-4.0, 0.0))
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,15 @@ import optuna
 import pytest
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.planner.plan_scorer import PlanScorer
+from quartet_plugin.space.param_sources import FixedParams
 from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.space.searched_orders import ORDER
 from quartet_plugin.study.plan_sampler import PlanSampler, suggest_plan
+from quartet_plugin.study.trial_params import recorded_params
 from quartet_plugin.tuner.config import parse_config
 from tests.calibration.truth import Truth
 from tests.space.jobs import make_job, make_layout, make_nodes
@@ -181,3 +185,21 @@ def test_a_study_that_optimizes_the_other_way_is_refused() -> None:
     study = study_of(PlanSampler(space_of()), direction="maximize")
     with pytest.raises(ConfigError, match="iteration_s needs direction='minimize'"):
         study.ask()
+
+
+def test_the_study_keeps_the_orders_that_are_searched_for_its_measurements() -> None:
+    space = space_of(schedule=["zb-v", "searched"], virtual_stages=2, mapping="stock")
+    study = study_of(PlanSampler(space, explorer=tpe(), explore=0))
+    plans: list[Plan] = []
+    truth = Truth(NODES, head=3.0, transfer=10.0)
+
+    def objective(trial: Any) -> float:
+        plans.append(suggest_plan(trial, space))
+        return truth(plans[-1])
+
+    study.optimize(objective, n_trials=5)
+    assert any(ORDER in trial.user_attrs for trial in study.trials)
+    for trial, plan in zip(study.trials, plans, strict=True):
+        params = recorded_params(trial)
+        if trial.number > 0:
+            assert space.decode(FixedParams(params), trial=trial.number).key == plan.key

@@ -16,6 +16,8 @@ from quartet_plugin.planner import candidate_plans
 from quartet_plugin.planner.plan_scorer import expected_improvement
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.space.schedules import custom_order
+from quartet_plugin.space.searched_orders import stored_order
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.tune_result import TuneResult
 from tests.calibration.truth import Truth
@@ -139,6 +141,30 @@ def test_a_killed_study_proposes_as_if_it_had_not_been(tmp_path: Path, is_writte
         folder = tmp_path / f"{dies_at}" / "r"
         with pytest.raises(Killed):
             tune(begin(folder, **config), machine)
+        assert outcomes(tune(resume(folder), machine)) == outcomes(expected)
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_study_has_the_orders_that_were_searched_for_its_measurements(tmp_path: Path) -> None:
+    """What an order was made for is not known any more: the trial after it has corrected the costs."""
+    search = {
+        "pipeline_parallel": 4,
+        "virtual_stages": 2,
+        "schedule": ["zb-v", "searched"],
+        "mapping": "stock",
+    }
+    config = {"search": search, "study": {"trials": 5, "rounds": 3, "top_k": 1, "explore": 0}}
+    expected = tune(begin(tmp_path / "whole" / "r", **config), machine_of(4, **WRONG)[0])
+    ordered = [trial for trial in expected.trials if trial.plan.schedule.label in ("searched", "family")]
+    assert ordered
+    for dies_at in (2, 5):
+        machine, _ = machine_of(4, **WRONG)
+        machine.dies_at, machine.dies_before_result = dies_at, True
+        folder = tmp_path / f"{dies_at}" / "r"
+        with pytest.raises(Killed):
+            tune(begin(folder, **config), machine)
+        custom_order.cache_clear()
+        stored_order.cache_clear()
         assert outcomes(tune(resume(folder), machine)) == outcomes(expected)
 
 

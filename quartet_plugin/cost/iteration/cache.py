@@ -6,9 +6,8 @@ from functools import cache
 import numpy as np
 
 from quartet_plugin.cost import communication
-from quartet_plugin.cost.coefficients import CAUSES, INDEX, Coefficient, MachineModel
+from quartet_plugin.cost.coefficients import MachineModel
 from quartet_plugin.cost.core_sharing import core_sharing_of
-from quartet_plugin.cost.iteration.kernel import UNSLOWED
 from quartet_plugin.cost.iteration.model import IterationModel
 from quartet_plugin.cost.iteration.orders import device_of_stages, orders_of
 from quartet_plugin.cost.iteration.plan_terms import (
@@ -18,7 +17,6 @@ from quartet_plugin.cost.iteration.plan_terms import (
     groups_apart,
     nodes_of,
     run_of_plan,
-    slowdown_indices,
     unit_arrays,
 )
 from quartet_plugin.cost.iteration.replay import blocks_on_sends
@@ -30,11 +28,9 @@ from quartet_plugin.cost.run import (
     TrainingRun,
 )
 from quartet_plugin.mapping.orders import slots_of
-from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.split.layers import EndLoads, end_loads_with_slowdowns
 
 
 class IterationModelCache:
@@ -124,29 +120,6 @@ class IterationModelCache:
         if experts.num_dense_layers <= num_layers // plan.layout.num_stages:
             return 0.0, experts.num_dense_layers
         return experts.num_dense_layers / num_layers, 0
-
-    def end_loads(self, plan: Plan, log_coefficients: FloatArray) -> EndLoads:
-        """The end loads that balance the plan's pipeline: of embedding and head, and of slower end ranks."""
-        units = self._units_of(plan, run_of_plan(plan, self.machine_model))
-        scale = np.exp(log_coefficients)
-        directions = np.array(
-            [1.0, scale[INDEX[Coefficient.INPUT_GRAD]], scale[INDEX[Coefficient.WEIGHT_GRAD]]]
-        )
-        speed = scale[INDEX[Coefficient.SPEED]]
-        computed = speed * np.einsum("c,ucd,d->u", scale[: len(CAUSES)], units.compute, directions)
-        dense, routed, first, last = computed + np.einsum("r,urd->u", scale[UNSLOWED], units.unslowed)
-        share, num_first = self._dense_layers(plan)
-        layer = share * dense + (1 - share) * routed
-        first += num_first * (dense - routed)
-        indices = slowdown_indices(plan, self.machine_model)
-        slowdowns = np.ones(plan.layout.pipeline_parallel)
-        if indices is not None:
-            slowdowns = scale[indices[np.arange(len(indices)), np.argmax(scale[indices], axis=1)]]
-        core_sharing = core_sharing_of(plan, self.machine_model.nodes)
-        if core_sharing is not None:
-            slowdowns = slowdowns * core_sharing.greatest_slowdown
-        ends = EndLoads(embedding=float(first / layer), head=float(last / layer))
-        return end_loads_with_slowdowns(ends, slowdowns=slowdowns.tolist(), num_layers=plan.shape.num_layers)
 
     def _units_of(self, plan: Plan, run: TrainingRun) -> UnitArrays:
         """The units with the links of the plan's groups: tensor parallel ones stay in a node."""
