@@ -67,7 +67,12 @@ def _stated_value(knob: "Knob", given: Mapping[str, Sequence[str]]) -> str | Non
         is_on_without = isinstance(knob, SettingKnob) and knob.without_flag is True
         return knob.text(is_on_without != (knob.flag in given))
     values = given.get(knob.flag)
-    return values[0] or None if values else None
+    if not values:
+        return None
+    if knob.kind == "word":
+        # Several words are a set, as plans have it.
+        return "+".join(sorted(set(values))) or None
+    return values[0] or None
 
 
 def _lines(row: "KnobRow") -> list[str]:

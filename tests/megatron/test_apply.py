@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.megatron import describe
 from quartet_plugin.megatron.apply import check_fit, rewrite
 from quartet_plugin.model.job_description import EqualDevices, JobDescription
 from quartet_plugin.model.layout import SettingValue
@@ -272,8 +271,7 @@ def test_a_switch_that_its_flag_turns_off(
     flag: str, destination: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     knob = replace(ROPE_FUSION, name="knob", flag=flag, destination=destination)
-    for module in (registry, describe):
-        monkeypatch.setattr(module, "SETTINGS", (knob,))
+    monkeypatch.setattr(registry, "SETTINGS", (knob,))
     plan = make_plan(split=(6,))
     on, off = (replace(plan, layout=plan.layout.with_setting("knob", value)) for value in (True, False))
     without, given = MEGATRON_FLAGS, [*MEGATRON_FLAGS, flag]

@@ -16,6 +16,7 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.planner import calibrated_orders
 from quartet_plugin.planner.calibrated_orders import CalibratedOrders
 from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
+from quartet_plugin.planner.order_search import best_order
 from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.runtime.programs import make_schedule, schedule_spec_of
 from quartet_plugin.schedule.choice import relative_costs
@@ -118,7 +119,6 @@ def test_an_order_is_searched_anew_only_where_a_cost_leaves_its_step(monkeypatch
     space = space_of(schedule=["zb-v", "searched"], virtual_stages=2)
     (plan, *_) = [x.plan for x in machine_of(space, 0).candidates() if x.plan.schedule.label == "zb-v"]
     searched: list[object] = []
-    best_order = calibrated_orders.best_order
 
     def counted(*args: Any, **options: Any) -> Any:
         searched.append(args)

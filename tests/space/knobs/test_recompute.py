@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quartet_plugin.cli.main import main
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.layout import Layout, Setting
@@ -114,3 +115,9 @@ def test_uniform_groups_are_single_beside_multi_token_prediction() -> None:
 def test_names_of_a_set_are_in_order() -> None:
     assert all(text.split("+") == sorted(set(text.split("+"))) for text in SETS)
     assert len(set(SETS)) == len(SETS)
+
+
+def test_the_list_of_knobs_has_the_modules_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-layers", "4", "--recompute-modules", "mlp", "layernorm"]
+    assert main(["knobs", "--", "torchrun", "pretrain_gpt.py", *flags]) == 0
+    assert "recompute_modules, now layernorm+mlp (class A" in capsys.readouterr().out
