@@ -195,8 +195,6 @@ WORDS_OF_KEPT = {
     "distributed_optimizer": ("distributed optimizer", "optimizer's settings", "options"),
     "sequence_parallel": ("sequence parallel",),
     "tensor_partition": ("tensor partition", "matrix products"),
-    "recompute": (),
-    "expert_tensor_parallel": (),
     "moe_token_dispatcher": ("token dispatcher",),
     "overlap_grad_reduce": ("overlap of gradient", "overlaps"),
     "overlap_param_gather": ("overlap of parameter",),
@@ -214,7 +212,8 @@ ASKED = re.compile(
 
 def claims_that_a_kept_knob_is_searched(text: str) -> list[str]:
     """The sentences and rows that say so of a knob whose default is stock, without a condition."""
-    words = [word for name, others in WORDS_OF_KEPT.items() for word in (f"`{name}`", *others)]
+    names = [knob.name for knob in KNOBS if knob.default == "stock"]
+    words = [word for name in names for word in (f"`{name}`", *WORDS_OF_KEPT.get(name, ()))]
     kept = re.compile(rf"\brecompute\b|{'|'.join(map(re.escape, words))}", re.IGNORECASE)
     text = re.sub(r"^```.*?^```|^    .*?$", "", text, flags=re.DOTALL | re.MULTILINE)
     blocks = re.split(r"\n\n|\n(?=\s*(?:[-*|]|\d+\.) ?)", text)
@@ -223,7 +222,7 @@ def claims_that_a_kept_knob_is_searched(text: str) -> list[str]:
 
 
 def test_no_page_says_that_a_search_covers_what_it_keeps() -> None:
-    assert WORDS_OF_KEPT.keys() == {knob.name for knob in KNOBS if knob.default == "stock"}
+    assert WORDS_OF_KEPT.keys() <= {knob.name for knob in KNOBS if knob.default == "stock"}
     claims = {
         str(path.relative_to(ROOT)): claims
         for path in (*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")))
