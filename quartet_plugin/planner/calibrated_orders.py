@@ -63,7 +63,7 @@ class CalibratedOrders:
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
             try:
-                self._kept[key], _ = best_order(costs, placement, seed=self._space.seed)
+                self._kept[key], *_ = best_order(costs, placement, seed=self._space.seed)
             except InfeasibleError:
                 self._kept[key] = None
         return self._kept[key]

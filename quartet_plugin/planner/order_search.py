@@ -107,10 +107,8 @@ def searched(
     run = _async_run(job, ranked)
     times = _stage_times(job, ranked, run, topology, constants)
     costs = order_costs(run, times, memory_limit_bytes=_free_bytes(run))
-    placement = device_of_stages(run)
-    bound_s = lower_bound(costs, placement=placement, layers_per_stage=_whole(placement)).makespan_s
     try:
-        custom, makespan_s = best_order(costs, placement, seed=seed, lower_bound_s=bound_s)
+        custom, makespan_s, bound_s = best_order(costs, device_of_stages(run), seed=seed)
     except InfeasibleError:
         return ranked
     choice = ScheduleChoice(name="custom", custom=custom)
@@ -133,25 +131,25 @@ def searched(
     return replace(ranked, gap=_makespan_s(job, ranked, times) / bound_s - 1.0)
 
 
-def best_order(
-    costs: Costs, placement: Placement, *, seed: int, lower_bound_s: float = 0.0
-) -> tuple[CustomSchedule, float]:
-    """The best order of a search with the costs of whole stages, as a plan carries it, and its makespan.
+def best_order(costs: Costs, placement: Placement, *, seed: int) -> tuple[CustomSchedule, float, float]:
+    """The best order of a search with the costs of whole stages, as a plan carries it, its makespan and bound.
 
-    Raises InfeasibleError where no order keeps the limits of memory.
+    The search ends where an order reaches the bound. Raises InfeasibleError where none keeps the limits of
+    memory.
     """
     num_actions = 3 * len(placement) * costs.num_microbatches
+    bound_s = lower_bound(costs, placement=placement, layers_per_stage=_whole(placement)).makespan_s
     result = search(
         costs,
         placement=placement,
         split=_whole(placement),
         evaluations=max(1, min(MAX_EVALUATIONS, WORK // num_actions)),
         seed=seed,
-        lower_bound_s=lower_bound_s,
+        lower_bound_s=bound_s,
     )
     schedule = replace(result.schedule, layers_per_stage=None)
     custom = choice_of(schedule, _of_stages(costs, placement), memory_limit_bytes=costs.memory_limit_bytes)
-    return custom, result.simulation.makespan_s
+    return custom, result.simulation.makespan_s, bound_s
 
 
 def predicted(
