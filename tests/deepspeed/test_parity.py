@@ -157,7 +157,7 @@ def test_tied_layers(tmp_path: Path, one_process: dict[str, Found]) -> None:
         assert_same(ours, one_process["tied"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bf16(tmp_path: Path) -> None:
     v, h1, _ = files_of(tmp_path)
     pairs: list[tuple[Found, Found]] = [
@@ -294,7 +294,7 @@ def test_four_devices(tmp_path: Path, one_process: dict[str, Found]) -> None:
     assert [one["ranks"] for one in found[7:]] == [[2, 0, 3, 1], *[[3, 1, 0, 2]] * 3]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_pipelines_of_two_devices(tmp_path: Path, one_process: dict[str, Found]) -> None:
     """The mapping mixes the pipelines; the replicas' gradients are summed as stock's are."""
     own = layout(2, world=4)

@@ -106,7 +106,7 @@ device: cpu
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("short_rounds", "launch_settings")
 def test_a_study_tunes_the_stages_with_the_rest(tmp_path: Path) -> None:

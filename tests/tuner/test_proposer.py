@@ -93,7 +93,7 @@ def test_wrong_constants_do_not_keep_the_best_plan_from_being_found_early(tmp_pa
     assert statistics.median(counts) <= 10, counts
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_sampler_alone_needs_five_times_as_many(tmp_path: Path) -> None:
     """On unequal slots, where few of the plans are near the best."""
