@@ -132,7 +132,7 @@ def searched(
 
 
 def best_order(costs: Costs, placement: Placement, *, seed: int) -> tuple[CustomSchedule, float, float]:
-    """The best order of a search with the costs of whole stages, as a plan carries it, its makespan and bound.
+    """The best order by a search with the costs of whole stages, its makespan, and the lower bound of that.
 
     The search ends where an order reaches the bound. Raises InfeasibleError where none keeps the limits of
     memory.
