@@ -1,6 +1,7 @@
 """`quartet tune --dry-run`: what a search would launch and choose from; nothing is started."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ def dry_run_record(
                 "kept_because": axis.feature,
                 "meaning": axis.meaning,
             }
-            for axis in _axes(config, command)
+            for axis in _axes(config, locked=_locked(config, command)[0])
         ],
     }
 
@@ -114,12 +115,11 @@ class _Axis:
     meaning: str
 
 
-def _axes(config: "TuneConfig", command: "Command") -> list[_Axis]:
+def _axes(config: "TuneConfig", *, locked: Mapping[str, str]) -> list[_Axis]:
     """Each axis with its choices, and the feature of the command that keeps it where one does."""
     from quartet_plugin.space.knobs.registry import BY_NAME
     from quartet_plugin.space.knobs.shape import SHAPE
 
-    locked, _ = _locked(config, command)
     axes = []
     for name, field in type(config.search).model_fields.items():
         value = getattr(config.search, name)
@@ -135,10 +135,10 @@ def _axes(config: "TuneConfig", command: "Command") -> list[_Axis]:
 
 def _space_lines(config: "TuneConfig", command: "Command") -> list[str]:
     """Each axis with its choices, or what keeps it, and what is known after the first launch alone."""
-    _, is_read = _locked(config, command)
+    locked, is_read = _locked(config, command)
     lines: list[str] = []
     width = 2 + max(map(len, type(config.search).model_fields))
-    for axis in _axes(config, command):
+    for axis in _axes(config, locked=locked):
         words = f"{axis.choices}: {axis.meaning}"
         if axis.feature is not None:
             words = f"kept as in your command, because of {axis.feature} (asked: {axis.choices})"

@@ -293,6 +293,11 @@ class Plan(_Remembering):
         """Whether it trains another shape than the user's own (class D)."""
         return self.shape != self.made_for.shape
 
+    @property
+    def shape_label(self) -> str:
+        """The shape's label, with what is not in the proportions of the user's own."""
+        return self.shape.label_beside(self.made_for.shape)
+
 
 def stock_schedule(layout: Layout) -> ScheduleName:
     """The stock schedule of a layout."""

@@ -25,7 +25,7 @@ def plan_axes(plan: Plan) -> dict[str, AxisValue]:
         **({} if plan.schedule.group is None else {"group": plan.schedule.group}),
         "split": plan.split.label,
         "mapping": plan.mapping.label,
-        "shape": plan.shape.label_beside(plan.made_for.shape),
+        "shape": plan.shape_label,
         "num_layers": plan.shape.num_layers,
         "hidden_size": plan.shape.hidden_size,
     }

@@ -169,9 +169,7 @@ class PlanCandidates:
                 yield best
 
     def _schedule_of(self, candidate: Candidate) -> str:
-        """The name of the candidate's schedule in the space."""
-        names = self._space.schedules_of(candidate.plan.layout, shape=candidate.plan.shape)
-        return names[0] if len(names) == 1 else str(candidate.params[f"schedule[{','.join(names)}]"])
+        return self._space.schedule_name(candidate.params, candidate.plan)
 
     def _is_searched(self, candidate: Candidate) -> bool:
         return candidate.plan.schedule.custom is not None and self._schedule_of(candidate) == SEARCHED

@@ -313,7 +313,7 @@ def plan_cells(plan: Plan | None, *, split_width: int = 24) -> tuple[str, str, s
         return ("your own", "command", "", "", "")
     split = plan.split.label
     return (
-        plan.shape.label_beside(plan.made_for.shape),
+        plan.shape_label,
         plan.layout.label,
         split if len(split) <= split_width else f"{split[: split_width - 3]}...",
         plan.schedule.label,

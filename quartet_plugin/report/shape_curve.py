@@ -23,11 +23,7 @@ def shape_lines(curve: ShapeCurve, *, winner: Plan | None = None) -> list[str]:
     for index, point in enumerate(points):
         head = "shapes" if index == 0 else ""
         remark = ", your own" if point.label == curve.own_label else ""
-        remark += (
-            _final_words(winner)
-            if winner is not None and winner.shape.label_beside(winner.made_for.shape) == point.label
-            else ""
-        )
+        remark += _final_words(winner) if winner is not None and winner.shape_label == point.label else ""
         lines.append(f"{head:<10}{clean(point.label):<{width}}  {_words(point)}{remark}")
     left_out = len(curve.points) - len(points)
     if left_out:

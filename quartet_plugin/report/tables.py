@@ -62,7 +62,7 @@ def changes(plan: Plan) -> tuple[Change, ...]:
     layout, before = plan.layout, baseline.layout
     rebatches = layout.batching != before.batching and plan.made_for.batching_features is not None
     candidates = (
-        Change("shape", plan.made_for.shape.label, plan.shape.label_beside(plan.made_for.shape), "D"),
+        Change("shape", plan.made_for.shape.label, plan.shape_label, "D"),
         *(
             Change(
                 knob.label,

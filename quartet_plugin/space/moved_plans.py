@@ -12,7 +12,7 @@ from quartet_plugin.space.param_sources import (
     Params,
     degree_label,
 )
-from quartet_plugin.space.plan_space import Space
+from quartet_plugin.space.plan_space import Space, schedule_param
 from quartet_plugin.space.searched_orders import ORDER, order_text
 from quartet_plugin.space.split_shifts import decoded_ends, origin_split, shift_params
 from quartet_plugin.split.layers import end_loads_for_split
@@ -50,14 +50,14 @@ def with_order(
     `params` lead to `plan`, but for its split. Without an order the one for costs by FLOPs is searched.
     """
     names = space.schedules_of(plan.layout, shape=plan.shape)
-    if SEARCHED not in names or (len(names) > 1 and f"schedule[{','.join(names)}]" not in params):
+    if SEARCHED not in names or (len(names) > 1 and schedule_param(names) not in params):
         return None
     new: dict[str, str | int | float] = dict(params)
     new.pop(ORDER, None)
     if custom is not None:
         new[ORDER] = order_text(custom)
     if len(names) > 1:
-        new[f"schedule[{','.join(names)}]"] = SEARCHED
+        new[schedule_param(names)] = SEARCHED
     split = plan.split.transformer_layers_per_stage
     is_free = space.fixed_splits(plan.shape, plan.layout) is None
     if is_free and not _move_layers(space, new, plan, split, schedule=SEARCHED):
@@ -98,8 +98,7 @@ def _move_layers(
     if schedule is not None:
         ends = ends.rounded()
     elif plan.schedule.custom is not None:
-        names = space.schedules_of(layout, shape=plan.shape)
-        schedule = names[0] if len(names) == 1 else str(params[f"schedule[{','.join(names)}]"])
+        schedule = space.schedule_name(params, plan)
         ends = ends.rounded()
     origin = origin_split(plan, schedule=schedule, ends=ends)
     shifts = shifts_between(origin, split)

@@ -166,7 +166,7 @@ class ParamEncoder:
         kind = stem.partition(".")[0]
         match kind:
             case "shape":
-                return plan.shape.label_beside(plan.made_for.shape)
+                return plan.shape_label
             case "layout":
                 return degree_label(plan.layout)
             case "split":

@@ -20,11 +20,7 @@ def plan_label(plan: Plan) -> str:
     the model's shape where it is the command's.
     """
     layout = plan.layout
-    parts = (
-        []
-        if plan.shape == plan.made_for.shape
-        else [f"{SHAPE.label} {plan.shape.label_beside(plan.made_for.shape)}"]
-    )
+    parts = [f"{SHAPE.label} {plan.shape_label}"] if plan.is_other_model else []
     for knob in LAYOUT_KNOBS:
         value = knob.in_layout(layout)
         if knob.is_of(plan.made_for.framework) and _does_something(knob, value):

@@ -106,7 +106,7 @@ class Space:
         layout = self._layout(source, shape)
         order = None
         names = self.schedules_of(layout, shape=shape)
-        name = choose(source, f"schedule[{','.join(names)}]", names)
+        name = choose(source, schedule_param(names), names)
         if name in STOCK_NAMES:
             split = self._split(source, shape, layout)
             schedule = self._stock_schedule(source, layout)
@@ -131,6 +131,11 @@ class Space:
         return replace(
             plan, prediction=Prediction(iteration_s=None, relative_cost=cost, peak_memory_bytes=None)
         )
+
+    def schedule_name(self, params: Params, plan: Plan) -> str:
+        """The schedule that `params`, which lead to `plan`, name; that of a searched order is `searched`."""
+        names = self.schedules_of(plan.layout, shape=plan.shape)
+        return names[0] if len(names) == 1 else str(params[schedule_param(names)])
 
     def params_of(self, plan: Plan) -> Params | None:
         """Choices that lead to `plan`; None where the space does not hold it.
@@ -398,6 +403,11 @@ def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed
         mapping=Mapping(slots=slots_of(nodes)),
         provenance=Provenance(run=run, trial=0, seed=seed, quartet_version=__version__),
     )
+
+
+def schedule_param(names: Sequence[str]) -> str:
+    """The parameter that chooses among schedules."""
+    return f"schedule[{','.join(names)}]"
 
 
 def build_space(

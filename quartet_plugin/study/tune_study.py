@@ -376,7 +376,7 @@ class _SameChoices(FixedParams):
 def labels_of(plan: Plan) -> dict[str, str]:
     """The labels of a plan's parts, which Optuna's tools show beside a trial."""
     return {
-        "shape": plan.shape.label_beside(plan.made_for.shape),
+        "shape": plan.shape_label,
         "layout": plan.layout.label,
         "split": plan.split.label,
         "schedule": plan.schedule.label,

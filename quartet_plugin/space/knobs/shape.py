@@ -13,5 +13,5 @@ SHAPE = PlanKnob(
     default="stock",
     rule="parameters, or FLOPs a token, within the tolerance of the command's",
     flag="--num-layers",
-    part=lambda plan: plan.shape.label_beside(plan.made_for.shape),
+    part=lambda plan: plan.shape_label,
 )
