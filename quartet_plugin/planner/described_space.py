@@ -3,11 +3,14 @@
 Layouts are enumerated by the same knobs as those that are ranked, so the space holds every ranked plan.
 """
 
+from dataclasses import replace
+
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.mapping.orders import first_equal, slots_of
 from quartet_plugin.model.plan import Mapping, Plan, Slot
 from quartet_plugin.planner.candidate_plans import candidate_of
+from quartet_plugin.planner.described_job import description_of
 from quartet_plugin.planner.described_rules import described_search, training_job_of
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.order_search import planned_ranking
@@ -27,7 +30,7 @@ def space_of(
     Raises InfeasibleError where no layout is legal or none fits.
     """
     plain = plain_layout(job, constants=constants)
-    return build_space(
+    space = build_space(
         training_job_of(job, layout=plain.layout, split=plain.split),
         nodes=job.nodes,
         search=described_search(job),
@@ -36,6 +39,8 @@ def space_of(
         is_planned=True,
         scale_up_devices=job.largest_tensor_parallel,
     )
+    made_for = replace(space.baseline.made_for, job=description_of(job))
+    return replace(space, baseline=replace(space.baseline, made_for=made_for))
 
 
 def first_plans(

@@ -1,4 +1,4 @@
-"""A SCHEDULE.json written by hand on real Megatron: trained, saved, resumed, and measured by a search."""
+"""A SCHEDULE.json written by hand on real Megatron and text: trained, saved, resumed, tried by a search."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.model.plan import read_plan
 from quartet_plugin.model.receipt import read_receipt
 from tests.megatron.entry_launch import MEGATRON_FLAGS
-from tests.megatron.support import Step, read_steps
+from tests.megatron.support import Step, dataset, read_steps
 from tests.short_rounds import short_rounds as short_rounds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("short_rounds")]
@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixture
 SCRIPT = Path(__file__).with_name("recording_pretrain.py")
 NUM_STEPS, INTERVAL = 9, 3
 FLAGS = (
-    *MEGATRON_FLAGS,
+    *(word for word in MEGATRON_FLAGS if word != "--mock-data"),
+    *("--vocab-size", "300", "--null-tokenizer-eod-id", "256", "--split", "100,0,0"),
     *("--hidden-dropout", "0", "--attention-dropout", "0", "--eval-iters", "0"),
     *("--train-iters", str(NUM_STEPS)),
 )
@@ -49,7 +50,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def train(folder: Path, *flags: str, options: tuple[str, ...] = ()) -> list[Step]:
     """The steps of the command's last run under `quartet train`, from a rank that has the loss."""
     steps = folder / "steps"
-    command = ["torchrun", "--nproc-per-node", "2", str(SCRIPT), str(steps), *FLAGS, *PIPELINE, *flags]
+    words = (*FLAGS, "--data-path", str(dataset(folder.parent)), *PIPELINE, *flags)
+    command = ["torchrun", "--nproc-per-node", "2", str(SCRIPT), str(steps), *words]
     assert main(["train", *options, "--device", "cpu", "--", *command]) == 0
     return next(rank for rank in read_steps(steps).values() if rank[0].loss is not None)
 
@@ -104,7 +106,8 @@ def test_a_search_measures_a_schedule_by_hand_behind_the_gate(
         "study: {trials: 1, top_k: 1, rounds: 3}\n"
         "device: cpu\n"
     )
-    command = ["torchrun", "--nproc-per-node", "2", str(SCRIPT), str(tmp_path / "steps"), *FLAGS]
+    words = (*FLAGS, "--data-path", str(dataset(tmp_path)))
+    command = ["torchrun", "--nproc-per-node", "2", str(SCRIPT), str(tmp_path / "steps"), *words]
     pipeline = ("--pipeline-model-parallel-size", "2")
     assert main(["tune", "--config", "q.yaml", "--", *command, *pipeline]) == 0
     assert "trains as stock does" in capfd.readouterr().out
