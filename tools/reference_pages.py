@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that follow from the code: commands, q.yaml, exit codes, schedules, knobs.
+"""Writes the pages of docs/ that follow from the code, and the picture of the live table.
 
     python tools/reference_pages.py [--check]
 
@@ -28,6 +28,7 @@ from quartet_plugin.schedule.named.registry import NAMED, Offer, named  # noqa: 
 from quartet_plugin.space.config import ScalingConfig  # noqa: E402
 from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS  # noqa: E402
 from quartet_plugin.tuner.config import TuneConfig  # noqa: E402
+from tools.live_table_picture import live_table_picture  # noqa: E402
 
 WIDTH = 100
 MADE, END = "<!-- made by tools/reference_pages.py -->", "<!-- end of what is made -->"
@@ -271,11 +272,12 @@ PAGES_MADE = {
     "schedule-table.md": schedule_table_page,
     "knobs.md": knobs_page,
     "support.md": support_page,
+    "img/live-table.svg": live_table_picture,
 }
 
 
 def main() -> None:
-    """Write the pages, or say which would change."""
+    """Write the pages and the picture, or say which would change."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     is_check = parser.parse_args().check

@@ -271,7 +271,7 @@ class LiveTable:
 
 def share_words(measured_share: float) -> str:
     """The share of the time so far that went into measured iterations, not into starts, gate or waiting."""
-    return f"{100 * measured_share:.0f} % of the time so far in measured iterations"
+    return f"{100 * measured_share:.0f} % of the time so far spent in measured iterations"
 
 
 def row_cells(launch: LaunchRecord, *, split_width: int) -> dict[str, str]:

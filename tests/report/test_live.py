@@ -57,7 +57,7 @@ def test_plain_lines_are_one_an_event() -> None:
 
 
 def test_a_launch_that_begins_says_what_share_of_the_time_measured() -> None:
-    words = "37 % of the time so far in measured iterations"
+    words = "37 % of the time so far spent in measured iterations"
     lines: list[str] = []
     PlainLines(lines.append).plan_started("3", None, phase="search", time_left_s=30.0, measured_share=0.372)
     assert lines == [f"trial 3: launch, 0 s; about 30 s left; {words}"]
@@ -151,7 +151,7 @@ def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -
     note = next(index for index, line in enumerate(lines) if line.startswith("* over the baseline"))
     assert " ".join(line.strip() for line in lines[note:-1]) == (
         "* over the baseline as measured again, at 0.72x of its first speed "
-        "41 % of the time so far in measured iterations"
+        "41 % of the time so far spent in measured iterations"
     )
     assert lines[note - 1].startswith("61 ")
     assert lines[note - 1].rstrip().endswith("running")
