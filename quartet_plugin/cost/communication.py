@@ -212,14 +212,64 @@ def _share_sent(experts: Experts, num_domains: int) -> float:
 
 
 def beside_compute(run: TrainingRun, constants: Constants, exchange: Times, layer: LayerTimes) -> Times:
-    """What stays exposed of a layer's exchanges where they run beside another microbatch's computation.
+    """What stays exposed of a layer's exchanges where they run beside computation.
 
     Nothing is hidden here where the schedule itself says by its pairs what runs beside what.
     """
-    total, compute = sum(exchange), sum(layer.total)
-    if not run.software.expert_overlap or run.has_pairs or not total:
+    if run.has_pairs or not sum(exchange):
         return exchange
-    return exchange.scaled(max(constants.data_exposed, 1.0 - compute / total))
+    if run.software.expert_overlap:
+        return _beside_another_microbatch(run, constants, exchange, layer)
+    if run.software.shared_expert_overlap and not run.software.gathers_tokens:
+        return _beside_shared_expert(constants, exchange, layer)
+    return exchange
+
+
+def _beside_another_microbatch(
+    run: TrainingRun, constants: Constants, exchange: Times, layer: LayerTimes
+) -> Times:
+    """What stays exposed beside another microbatch's computation of the layer.
+
+    A layer's forward and another's backward run in two parts (`model_chunk_schedule_plan.py`): the routed
+    experts beside dispatch, and what is before the dispatch beside combine. In each the exchange of the
+    forward runs beside the backward, and that of the backward, which waits for its computation, beside the
+    forward. Weight gradients are in that computation unless they are delayed; then the exchange does not wait
+    for them.
+    """
+    routed = layer.routed_experts
+    before = Times(*(whole - part for whole, part in zip(layer.total, routed, strict=True)))
+    once = sum(exchange) / 4
+    took = sum(
+        _both_ways_s(part, once, is_delayed=run.software.delayed_weight_gradients)
+        for part in (routed, before)
+    )
+    return exchange.scaled(max(constants.data_exposed, (took - sum(layer.total)) / (4 * once)))
+
+
+def _both_ways_s(part: Times, once: float, *, is_delayed: bool) -> float:
+    """Seconds of a part's backward and forward beside two exchanges of `once` seconds."""
+    forward, input_grad, weight_grad = part
+    started = max(input_grad + weight_grad, once)
+    if not is_delayed:
+        return started + max(forward, once)
+    return max(started + forward, max(input_grad, once) + once)
+
+
+def _beside_shared_expert(constants: Constants, exchange: Times, layer: LayerTimes) -> Times:
+    """What stays exposed beside the shared expert's products.
+
+    Those into its hidden width run beside dispatch, those out of it beside combine (`shared_experts.py`).
+    """
+    left = constants.data_exposed
+
+    def exposed(both: float, *products: float) -> float:
+        return sum(max(left * both / 2, both / 2 - product) for product in products)
+
+    into, out = layer.shared_into, layer.shared_out
+    backward = (part.input_grad + part.weight_grad for part in (into, out))
+    return Times(
+        exposed(exchange.forward, into.forward, out.forward), exposed(exchange.input_grad, *backward), 0.0
+    )
 
 
 def hideable_s(constants: Constants, exchanges: Sequence[Times]) -> FloatArray:

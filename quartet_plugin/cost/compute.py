@@ -32,17 +32,25 @@ ELEMENTWISE_BACKWARD = 1.5
 # bits: read 2 for the largest value, read 2 again for each layout, since one of them is rotated first
 # (Transformer Engine, `recipe.NVFP4BlockScaling`), and write half a byte for each.
 CAST_BYTES = {"fp8": 4.0, "fp4": 7.0}
+_NONE = Times()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """A layer's compute by cause; `recompute` is the part of the forward that the backward repeats."""
+    """A layer's compute by cause; `recompute` is the part of the forward that the backward repeats.
+
+    Of the products `routed_experts` are those behind the exchange of tokens, `shared_into` and `shared_out`
+    those into the shared expert's hidden width and out of it.
+    """
 
     gemm: Times
     attention: Times
     elementwise: Times
     launch: Times
     recompute: float = 0.0
+    routed_experts: Times = _NONE
+    shared_into: Times = _NONE
+    shared_out: Times = _NONE
 
     @property
     def total(self) -> Times:
@@ -172,6 +180,7 @@ def layer_times(
     sizes = products(run)
     attention, attention_passes = _attention(run, constants, rates)
     gemm = _gemms(rates, t, sizes)
+    products_of_experts = (_NONE, _NONE, _NONE)
     if experts is None:
         ffn = ffn_products(shape.hidden_size, shape.ffn_hidden_size / tp, gated=shape.gated_ffn)
         gemm = gemm.plus(_gemms(rates, t, ffn))
@@ -179,8 +188,8 @@ def layer_times(
         routed = 0.0
         num_casts = sizes + ffn
     else:
-        extra, hidden_ffn, routed = _experts(run, rates, experts)
-        gemm = gemm.plus(extra)
+        products_of_experts, hidden_ffn, routed = _experts(run, rates, experts)
+        gemm = Times.sum_of((gemm, *products_of_experts))
         num_casts = sizes
     passes = _elementwise_bytes(run, hidden_ffn * rates.ratios.activation) + attention_passes + routed
     scale = constants.elementwise / rates.memory
@@ -200,7 +209,16 @@ def layer_times(
     )
     if cut is not None:
         gemm, launch = cut[0], launch.plus(cut[1])
-    times = LayerTimes(gemm=gemm, attention=attention, elementwise=elementwise, launch=launch)
+    routed_experts, shared_into, shared_out = products_of_experts
+    times = LayerTimes(
+        gemm=gemm,
+        attention=attention,
+        elementwise=elementwise,
+        launch=launch,
+        routed_experts=routed_experts,
+        shared_into=shared_into,
+        shared_out=shared_out,
+    )
     if experts is not None:
         host = host_operations.operations(run, experts).scaled(rates.host_operation_s)
         wait = host_operations.exposed_times(host, times.total)
@@ -302,8 +320,13 @@ def _elementwise_bytes(run: TrainingRun, ffn: float) -> float:
     return run.element_bytes * t * (residual * shape.hidden_size / split + rotary + activation)
 
 
-def _experts(run: TrainingRun, rates: Rates, experts: Experts) -> tuple[Times, float, float]:
-    """Products of the experts, their activations' width a token, and the bytes of permuting tokens."""
+def _experts(
+    run: TrainingRun, rates: Rates, experts: Experts
+) -> tuple[tuple[Times, Times, Times], float, float]:
+    """Products of the experts, their activations' width a token, and the bytes of permuting tokens.
+
+    The products are those of routed experts, and of the shared one into its hidden width and out of it.
+    """
     shape, layout = run.shape, run.layout
     t, h = run.tokens_per_microbatch, shape.hidden_size
     tp, ep = layout.tensor_parallel, layout.expert_parallel
@@ -313,9 +336,10 @@ def _experts(run: TrainingRun, rates: Rates, experts: Experts) -> tuple[Times, f
     each = arriving / local * run.expert_shards / tp
     sizes = ffn_products(h, experts.ffn_hidden_size / run.expert_shards, gated=shape.gated_ffn)
     routed = _gemms(rates, each, sizes).scaled(local)
+    shared_into = shared_out = _NONE
     if experts.shared_ffn_hidden_size:
         shared = ffn_products(h, experts.shared_ffn_hidden_size / tp, gated=shape.gated_ffn)
-        routed = routed.plus(_gemms(rates, t, shared))
+        shared_into, shared_out = (_gemms(rates, t, [product]) for product in shared)
     width = (experts.ffn_hidden_size * experts.experts_per_token + experts.shared_ffn_hidden_size) / tp
     # Permute before and after the exchange and back: four copies of every routed token, or two where the
     # dispatcher brings tokens into the order of experts by itself. Where all tokens are gathered it is two,
@@ -323,7 +347,7 @@ def _experts(run: TrainingRun, rates: Rates, experts: Experts) -> tuple[Times, f
     copied = arriving * (2.0 if run.software.sends_once_a_domain else 4.0)
     if run.software.gathers_tokens:
         copied = 2.0 * arriving + t * ep * run.expert_shards / tp
-    return routed, width, 2.0 * copied * h * 2
+    return (routed, shared_into, shared_out), width, 2.0 * copied * h * 2
 
 
 def _accumulation_s(run: TrainingRun, rates: Rates, sizes: list[tuple[float, float]], ffn: float) -> float:
@@ -369,12 +393,11 @@ def _modules_s(
         return seconds + (_ffn_s(run, rates, ffn, byte_s) if run.recomputes("mlp") else 0.0)
     shared_ffn = experts.shared_ffn_hidden_size / tp
     if run.recomputes("moe"):
-        routed, width, permuted = _experts(run, rates, experts)
+        products_of_experts, width, permuted = _experts(run, rates, experts)
         passes = permuted * constants.elementwise / rates.memory
+        product_s = sum(part.forward for part in products_of_experts)
         # A layer's launches count its experts' as much as the rest.
-        return (
-            seconds + routed.forward + _activation(run) * width * byte_s + passes + times.launch.forward / 2
-        )
+        return seconds + product_s + _activation(run) * width * byte_s + passes + times.launch.forward / 2
     if run.recomputes("moe_act"):
         width = experts.ffn_hidden_size * experts.experts_per_token / tp
         seconds += _activation(run) * width * byte_s + rates.launch_s

@@ -169,6 +169,9 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
     weights = weights_of_stages(run)
     stage_bytes, held = stage_activations(run)
     peaks = activation_peak(run, stage_bytes, held)
+    if run.software.expert_overlap and run.num_microbatches > 1 and not run.is_custom:
+        # The framework runs one forward more before the first backward (pipeline_parallel/schedules.py).
+        peaks = peaks + [max(stage_bytes[stage] for stage in held_by) for held_by in stages_of_devices(run)]
     states: dict[tuple[float, float], tuple[float, float, float]] = {}
     temporary: dict[tuple[bool, bool], float] = {}
     fragmented = FRAGMENTATION if run.software.fragments else 1.0

@@ -192,6 +192,9 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
         software = replace(software, parameter_bytes=1)
     features = _features(row)
     software = with_features(software, features)
+    if software.expert_overlap:
+        # Megatron-Bridge's recipes delay weight gradients wherever they have the overlap.
+        software = replace(software, delayed_weight_gradients=True)
     device = device_named(row.gpu, extra=devices)
     shape, experts, latent = _shape(row, assumed)
     layout, num_microbatches = _layout(row, assumed, warnings)

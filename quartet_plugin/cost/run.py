@@ -98,7 +98,9 @@ class Software:
     of a pipeline, and those of tensor parallelism; elsewhere they are too short to matter.
     `keeps_gathered_inputs`: between input and weight gradient, whole where sequences are split.
     `shares_memory`: ranks of a node compute out of one memory, the slower the more of them compute.
-    `expert_overlap`: experts' all-to-all of one microbatch runs beside another's computation.
+    `expert_overlap`: experts' all-to-all of one microbatch runs beside another's computation;
+    `delayed_weight_gradients`: it waits for no weight gradients there.
+    `shared_expert_overlap`: it runs beside the products of the shared expert.
     `graphed_share`: the share of a layer's kernels that are replayed from graphs of its parts.
     `sends_once_a_domain`: a dispatcher that sends a token to another domain once, for all its experts there.
     `gathers_tokens`: experts' devices gather all tokens of each other, and reduce their outputs back.
@@ -141,6 +143,8 @@ class Software:
     keeps_gathered_inputs: bool = True
     shares_memory: bool = False
     expert_overlap: bool = False
+    delayed_weight_gradients: bool = False
+    shared_expert_overlap: bool = False
     sends_once_a_domain: bool = False
     gathers_tokens: bool = False
     graphed_share: float = 0.0

@@ -36,6 +36,12 @@ _GRAPHED = {
     "graphed_mlp": 0.1,
     "graphed_layer": 1.0,
 }
+# The settings that run experts' exchanges beside computation, and what each is of a `Software`.
+_EXPERT_OVERLAPS = {
+    "moe_shared_expert_overlap": "shared_expert_overlap",
+    "overlap_moe_expert_parallel_comm": "expert_overlap",
+    "delay_wgrad_compute": "delayed_weight_gradients",
+}
 # Dispatchers that send a token to another domain once, and order it there by themselves.
 _SENDS_ONCE = frozenset({"moe_deepep", "moe_hybridep"})
 
@@ -73,6 +79,7 @@ def with_features(software: Software, features: Iterable[str]) -> Software:
         graphs=software.graphs or "graphed_iteration" in names,
         graphed_share=min(1.0, sum(share for name, share in _GRAPHED.items() if name in names)),
         expert_overlap="overlap_moe" in names,
+        shared_expert_overlap="moe_shared_expert_overlap" in names,
         sends_once_a_domain=bool(_SENDS_ONCE & names),
     )
 
@@ -87,8 +94,13 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
 
     Where collectives stop the computation, as on processors, no setting makes them overlap.
     """
+    overlaps: dict[str, Any] = {
+        field: settings.get(name, getattr(software, field)) is True and not software.plain_operations
+        for name, field in _EXPERT_OVERLAPS.items()
+    }
     return replace(
         software,
+        **overlaps,
         data_overlap=software.data_overlap and settings.get("overlap_grad_reduce", True) is True,
         gather_overlap=software.gather_overlap and settings.get("overlap_param_gather", True) is True,
         bucket_elements=float(settings.get("ddp_bucket_size") or software.bucket_elements),

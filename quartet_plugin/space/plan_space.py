@@ -114,7 +114,7 @@ class Space:
             order = self._custom_order(source, shape, layout, name=name)
             split, schedule = order.split, ScheduleChoice(name="custom", custom=order.custom)
         mapping = self._mapping(source, layout)
-        layout = self._with_options(source, shape, layout)
+        layout = self._with_options(source, shape, layout, is_custom=order is not None)
         plan = Plan(
             made_for=self.baseline.made_for,
             shape=shape,
@@ -262,10 +262,12 @@ class Space:
         (layout,) = candidates
         return layout
 
-    def _with_options(self, source: ParamSource, shape: ModelShape, layout: Layout) -> Layout:
+    def _with_options(
+        self, source: ParamSource, shape: ModelShape, layout: Layout, *, is_custom: bool
+    ) -> Layout:
         rules = self.rules()
         for knob in OPTIONS:
-            values = knob.choices(KnobContext(layout=layout, shape=shape, rules=rules))
+            values = knob.choices(KnobContext(layout=layout, shape=shape, rules=rules, is_custom=is_custom))
             texts = [knob.text(value) for value in values]
             layout = knob.put(layout, values[texts.index(choose(source, param_name(knob, texts), texts))])
         return layout

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.cost import communication
+from quartet_plugin.cost.compute import LayerTimes
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
@@ -148,6 +149,67 @@ def test_features_change_what_runs_beside_compute_on_accelerators_alone() -> Non
     assert (imbalance_of(features), imbalance_of(())) == (1.02, 1.1)
 
 
+# A layer of 10, 12 and 8 ms; its routed experts take 4, 5 and 3 ms of these.
+LAYER = LayerTimes(
+    gemm=Times(0.010, 0.012, 0.008),
+    attention=Times(),
+    elementwise=Times(),
+    launch=Times(),
+    routed_experts=Times(0.004, 0.005, 0.003),
+    shared_into=Times(0.002, 0.002, 0.002),
+    shared_out=Times(0.001, 0.001, 0.001),
+)
+
+
+def exposed_s(once: float, settings: dict[str, SettingValue] | None = None, *, left: float = 0.2) -> Times:
+    """What is exposed of four exchanges of `once` seconds, a share of `left` or more of what overlaps."""
+    base = run(EXPERTS, ep=8)
+    software = with_settings(base.software, settings or {})
+    exchange = Times(2 * once, 2 * once, 0.0)
+    constants = replace(CONSTANTS, data_exposed=left)
+    return communication.beside_compute(replace(base, software=software), constants, exchange, LAYER)
+
+
+def test_exchanges_hide_beside_another_microbatch_part_by_part() -> None:
+    """Beside routed experts of 5 + 3 ms backward and 4 ms forward, the rest of 7 + 5 and 6 ms."""
+    overlap: dict[str, SettingValue] = {"overlap_moe_expert_parallel_comm": True}
+    assert sum(exposed_s(0.005)) == pytest.approx(0.020)
+    # All of it fits, so that the constant part of overlapped traffic is left.
+    assert sum(exposed_s(0.003, overlap)) == pytest.approx(0.2 * 0.012)
+    # Each exchange is exposed where it is longer than what runs beside it: 9 over 8 and 4, 9 over 6.
+    assert sum(exposed_s(0.009, overlap, left=0.02)) == pytest.approx(0.001 + 0.005 + 0.003)
+    # With delayed weight gradients the backward's exchange begins as soon as the forward's ends: both take
+    # 18 ms, beside 12 ms of routed experts and 18 ms of the rest.
+    delayed = exposed_s(0.009, {**overlap, "delay_wgrad_compute": True}, left=0.02)
+    assert sum(delayed) == pytest.approx(0.006)
+
+
+def test_exchanges_hide_beside_the_shared_expert() -> None:
+    """Products into its width run beside dispatch, those out of it beside combine, in each direction."""
+    shared: dict[str, SettingValue] = {"moe_shared_expert_overlap": True}
+    assert exposed_s(0.006, shared) == pytest.approx(Times(0.004 + 0.005, 0.002 + 0.004, 0.0))
+    # A fifth of hidden traffic stays exposed.
+    assert exposed_s(0.001, shared) == pytest.approx(Times(0.0004, 0.0004, 0.0))
+    assert exposed_s(0.006, {**shared, "moe_token_dispatcher": "allgather"}) == exposed_s(0.006)
+    # No stream of a processor runs beside another.
+    on_cpu: dict[str, SettingValue] = {
+        **shared,
+        "overlap_moe_expert_parallel_comm": True,
+        "delay_wgrad_compute": True,
+    }
+    assert with_settings(ON_CPU, on_cpu) == ON_CPU
+    assert with_features(Software(), ("moe_shared_expert_overlap",)).shared_expert_overlap
+    assert not with_settings(
+        Software(shared_expert_overlap=True), {"moe_shared_expert_overlap": False}
+    ).shared_expert_overlap
+
+
+def test_an_overlap_of_microbatches_holds_one_forward_more() -> None:
+    base = run(EXPERTS, ep=8)
+    overlapped = replace(base, software=with_features(base.software, ("overlap_moe",)))
+    assert peak_memory(overlapped).activations == pytest.approx(2 * peak_memory(base).activations)
+
+
 def test_context_parallel_hides_behind_attention() -> None:
     found = run(NEMO, tp=1, cp=8, seq_len=16384, sp=False)
     idle = communication.context_parallel(found, CONSTANTS, Times())
@@ -166,7 +228,7 @@ def test_without_overlap_context_parallel_is_all_exposed() -> None:
 def test_settings_price_what_overlaps_and_how_many_buckets() -> None:
     """Without overlap of a phase all its time is exposed; each bucket is a call with its latency."""
 
-    def exposed_s(**settings: SettingValue) -> float:
+    def gradients_s(**settings: SettingValue) -> float:
         base = replace(run(gpus=64, dp=8), zero_stage=1)
         software = with_settings(Software(), settings)
         return communication.data_parallel(
@@ -178,13 +240,13 @@ def test_settings_price_what_overlaps_and_how_many_buckets() -> None:
             backward_s=10.0,
         )
 
-    usual = exposed_s()
-    assert exposed_s(overlap_grad_reduce=True, overlap_param_gather=True) == usual
-    no_gather = exposed_s(overlap_param_gather=False)
-    assert usual < no_gather < exposed_s(overlap_grad_reduce=False)
-    assert exposed_s(overlap_grad_reduce=False, ddp_bucket_size=1_000_000) > exposed_s(
+    usual = gradients_s()
+    assert gradients_s(overlap_grad_reduce=True, overlap_param_gather=True) == usual
+    no_gather = gradients_s(overlap_param_gather=False)
+    assert usual < no_gather < gradients_s(overlap_grad_reduce=False)
+    assert gradients_s(overlap_grad_reduce=False, ddp_bucket_size=1_000_000) > gradients_s(
         overlap_grad_reduce=False
     )
-    assert exposed_s(ddp_bucket_size=0) == usual
+    assert gradients_s(ddp_bucket_size=0) == usual
     # Where collectives stop the computation no setting makes them overlap.
     assert with_settings(ON_CPU, {"overlap_grad_reduce": True}) == ON_CPU

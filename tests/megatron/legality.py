@@ -31,6 +31,11 @@ from quartet_plugin.megatron.arguments import Flags
 from quartet_plugin.megatron.device_connections import set_connections
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.space.knobs.expert_overlap import (
+    DELAYED_WEIGHT_GRADIENTS,
+    EXPERT_OVERLAP,
+    SHARED_EXPERT_OVERLAP,
+)
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
@@ -106,7 +111,11 @@ def _random_experts(generator: random.Random, num_devices: int) -> list[str]:
         "--moe-aux-loss-coeff": generator.choice((0.0, 0.01)),
         "--moe-token-dispatcher-type": generator.choice(("allgather", "alltoall")),
     }
+    if generator.random() < 0.5:
+        flags["--moe-shared-expert-intermediate-size"] = 64
     words = ["--disable-bias-linear", *(word for name, value in flags.items() for word in (name, str(value)))]
+    if flags["--moe-token-dispatcher-type"] == "alltoall" and generator.random() < 0.3:
+        words += ["--moe-shared-expert-overlap"]
     # TransformerConfig.__post_init__ of every release: "Please use --moe-router-pre-softmax when topk is 1."
     return [*words, "--moe-router-pre-softmax"] if top_k == 1 else words
 
@@ -195,6 +204,11 @@ def refused_values(
         if fault and ("needs" in fault or "no experts" in fault):
             whole = dict.fromkeys(("recompute_method", "recompute_num_layers"))
             yield {"recompute_granularity": "selective", "recompute_modules": [modules], **whole}, fault
+    for knob in (SHARED_EXPERT_OVERLAP, EXPERT_OVERLAP, DELAYED_WEIGHT_GRADIENTS):
+        # Of a job that keeps the setting Megatron refuses no value: its device could not run it.
+        fault = None if knob.kept(rules) else knob.fault(True, context)
+        if fault:
+            yield {knob.destination: True}, fault
     if layout.num_stages > 1:
         counts = list(plan.split.transformer_layers_per_stage)
         counts[-1] += generator.choice((-1, 1))

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from quartet_plugin.model.layout import SettingValue
 from quartet_plugin.model.megatron_arguments import split_of
 from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.space.knobs import registry
+from quartet_plugin.space.knobs.knob import LiveJob
 from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS, settings_of
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, make_plan
@@ -250,6 +252,9 @@ def test_settings_become_flags_and_are_read_back() -> None:
     assert {x.name: x.value for x in settings_of(native_flags().values(edited))} == {
         "expert_tensor_parallel": 0,
         "moe_token_dispatcher": "allgather",
+        "moe_shared_expert_overlap": False,
+        "overlap_moe_expert_parallel_comm": False,
+        "delay_wgrad_compute": False,
         "overlap_grad_reduce": True,
         "overlap_param_gather": False,
         "ddp_bucket_size": 4000,
@@ -261,6 +266,29 @@ def test_settings_become_flags_and_are_read_back() -> None:
     edited, notes = rewrite(replace(plan, layout=off), flags=native_flags(), words=words)
     assert "--overlap-grad-reduce" not in edited
     assert notes == ["the plan replaces --overlap-grad-reduce -> left out"]
+
+
+def test_overlaps_of_experts_become_flags_and_are_read_back_of_the_model() -> None:
+    words = [*MEGATRON_FLAGS, "--moe-shared-expert-overlap"]
+    plan, flags = make_plan(split=(6,), data=2), native_flags()
+    values = {
+        "moe_shared_expert_overlap": False,
+        "overlap_moe_expert_parallel_comm": True,
+        "delay_wgrad_compute": True,
+    }
+    layout = plan.layout
+    for name, value in values.items():
+        layout = layout.with_setting(name, value)
+    edited, notes = rewrite(replace(plan, layout=layout), flags=flags, words=words)
+    assert edited == [*MEGATRON_FLAGS, "--delay-wgrad-compute", "--overlap-moe-expert-parallel-comm"]
+    assert notes == [
+        "the plan replaces --moe-shared-expert-overlap -> left out and adds "
+        "--delay-wgrad-compute --overlap-moe-expert-parallel-comm"
+    ]
+    live = LiveJob(degrees={}, model=SimpleNamespace(**values))
+    knobs = [knob for knob in SETTINGS if knob.name in values]
+    assert {knob.name: knob.read_back(live) for knob in knobs} == values
+    assert all(knob.read_back(LiveJob(degrees={}, model=SimpleNamespace())) is None for knob in knobs)
 
 
 @pytest.mark.parametrize(

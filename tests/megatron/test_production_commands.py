@@ -54,6 +54,9 @@ FREE = dict.fromkeys(
         "distributed_optimizer",
         "overlap_grad_reduce",
         "overlap_param_gather",
+        "moe_shared_expert_overlap",
+        "overlap_moe_expert_parallel_comm",
+        "delay_wgrad_compute",
     ),
     "auto",
 )

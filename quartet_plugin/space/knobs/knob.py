@@ -62,16 +62,25 @@ class KnobRules(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobContext:
-    """What a knob's choices depend on; in `layout` the knobs before it are chosen."""
+    """What a knob's choices depend on; in `layout` the knobs before it are chosen.
+
+    `is_custom`: the plugin's runtime executes the plan's schedule, which settings are chosen behind.
+    """
 
     layout: Layout
     shape: ModelShape
     rules: KnobRules
+    is_custom: bool = False
 
     def setting(self, name: str) -> "Value | None":
         """A setting's value in the layout: the plan's, or the command's where the plan keeps it."""
         planned = self.layout.setting(name)
         return self.rules.job.setting(name) if planned is None else planned
+
+    def is_on(self, name: str, *, feature: str) -> bool:
+        """Whether a switch is on; `feature` tells it of a command whose settings were not read."""
+        value = self.setting(name)
+        return feature in self.rules.job.features if value is None else value is True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

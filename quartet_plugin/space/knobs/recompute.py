@@ -20,7 +20,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return kept
     modules = job.setting("recompute_modules")
     if value == "selective" and job.layout.recompute != "selective" and modules is not None:
-        fault = module_fault(str(modules), context.rules)
+        fault = module_fault(str(modules), context)
         return None if fault is None else f"the command's --recompute-modules: {fault}"
     return None
 
@@ -33,12 +33,14 @@ def recompute_kept(rules: KnobRules) -> str | None:
     return next((name for name in ("cpu_offload", "cuda_graphs") if name in rules.job.features), None)
 
 
-def module_fault(text: str, rules: KnobRules) -> str | None:
+def module_fault(text: str, context: KnobContext) -> str | None:
     """The rule that a set of modules breaks; None for a legal one.
 
     What TransformerConfig.__post_init__ does not refuse, the training of 0.19 cannot do.
     """
+    rules = context.rules
     features, experts = rules.job.features, rules.job.experts
+    is_overlapped = context.is_on("overlap_moe_expert_parallel_comm", feature="overlap_moe")
     with_fp8 = "refused with the delayed scaling of fp8" if "fp8" in features else None
     # Where a checkpoint discards its output, 0.19 asks Transformer Engine for fp8 whatever the precision
     # (megatron/core/tensor_parallel/random.py).
@@ -50,13 +52,13 @@ def module_fault(text: str, rules: KnobRules) -> str | None:
         "mlp": None if "no_linear_bias" in features else "needs --disable-bias-linear",
         "moe_act": with_fp8 if "moe_grouped_gemm" in features else "needs --moe-grouped-gemm",
         "mla_up_proj": None if "multi_latent_attention" in features else "needs --multi-latent-attention",
-        "moe": "refused beside overlap of expert communication" if "overlap_moe" in features else None,
+        "moe": "refused beside overlap of expert communication" if is_overlapped else None,
     }
     if "moe" not in features:
         faults["moe"] = faults["moe_act"] = faults["shared_experts"] = "the model has no experts"
     elif experts is not None and not experts.shared_ffn_hidden_size:
         faults["shared_experts"] = "the model has no shared expert"
-    elif "moe_shared_expert_overlap" in features:
+    elif context.is_on("moe_shared_expert_overlap", feature="moe_shared_expert_overlap"):
         faults["shared_experts"] = "refused beside --moe-shared-expert-overlap"
     return next((f"{name}: {fault}" for name in modules_of(text) if (fault := faults.get(name))), None)
 

@@ -63,8 +63,7 @@ def _offers(context: KnobContext) -> list[str]:
     return [
         text
         for text in SETS
-        if (text == CORE_ATTENTION or set(modules_of(text)) <= useful)
-        and module_fault(text, context.rules) is None
+        if (text == CORE_ATTENTION or set(modules_of(text)) <= useful) and module_fault(text, context) is None
     ]
 
 
@@ -72,9 +71,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     command = context.rules.job.setting("recompute_modules") or CORE_ATTENTION
     if value == command and context.rules.job.layout.recompute == "selective":
         return None
-    return kept_fault(value, command, recompute_kept(context.rules)) or module_fault(
-        str(value), context.rules
-    )
+    return kept_fault(value, command, recompute_kept(context.rules)) or module_fault(str(value), context)
 
 
 def _is_selective(layout: Layout) -> bool:

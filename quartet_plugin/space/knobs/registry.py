@@ -9,6 +9,11 @@ from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
 from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
 from quartet_plugin.space.knobs.ddp_bucket_size import DDP_BUCKET_SIZE
 from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER
+from quartet_plugin.space.knobs.expert_overlap import (
+    DELAYED_WEIGHT_GRADIENTS,
+    EXPERT_OVERLAP,
+    SHARED_EXPERT_OVERLAP,
+)
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL
 from quartet_plugin.space.knobs.group import GROUP
@@ -54,6 +59,9 @@ BEFORE_SCHEDULE: tuple[LayoutKnob, ...] = (
 SETTINGS: tuple[SettingKnob, ...] = (
     EXPERT_TENSOR_PARALLEL,
     TOKEN_DISPATCHER,
+    SHARED_EXPERT_OVERLAP,
+    EXPERT_OVERLAP,
+    DELAYED_WEIGHT_GRADIENTS,
     OVERLAP_GRAD_REDUCE,
     OVERLAP_PARAM_GATHER,
     DDP_BUCKET_SIZE,
