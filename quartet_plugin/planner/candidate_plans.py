@@ -46,8 +46,9 @@ MAX_CHOICES = 4800
 MAX_CUSTOM_LAYOUTS = 3
 # Custom candidates for which an order is searched with the calibrated costs.
 MAX_ORDERED = 3
-# Plans with balanced splits that are kept from one call to the next.
-MAX_KEPT = 20_000
+# Plans with balanced splits, and layouts with their choices beside custom schedules, that are kept from one
+# call to the next.
+MAX_KEPT, MAX_KEPT_CUSTOM = 20_000, 32
 # End loads are rounded to this part of a layer, so that plans are made once.
 QUANTUM = 0.25
 _LAYOUT_KINDS = ("shape", "layout", *map(kind_of, BEFORE_SCHEDULE))
@@ -85,6 +86,7 @@ class PlanCandidates:
         self._layouts: tuple[Candidate, ...] | None = None
         self._opened: dict[tuple[int, ...], tuple[Candidate, ...]] = {}
         self._custom: dict[tuple[int, ...], list[str]] = {}
+        self._opened_custom: dict[tuple[int, ...], tuple[Candidate, ...]] = {}
         self._balanced_plans: dict[tuple[tuple[int, ...], tuple[int, ...]], Candidate] = {}
         self._limits: tuple[str, ...] = ()
         self._limits_of_layouts: tuple[str, ...] = ()
@@ -273,14 +275,24 @@ class PlanCandidates:
             chosen += [layout for layout in able if name in custom[layout.path][1]][:1]
         return list({layout.path: layout for layout in chosen}.values())
 
-    def _open_custom(self, layout: Candidate) -> Iterator[Candidate]:
+    def _open_custom(self, layout: Candidate) -> tuple[Candidate, ...]:
         """Every other choice for a layout with each custom schedule."""
-        num = _num_of_layout(layout)
-        names = self._space.schedules_of(layout.plan.layout, shape=layout.plan.shape)
-        for index, name in enumerate(names):
-            if name not in STOCK_NAMES:
-                path = (*layout.path[:num], index) if len(names) > 1 else layout.path[:num]
-                yield from self._branches(path, kinds=None, limit=MAX_CHOICES // MAX_OPENED)
+        path = layout.path[: _num_of_layout(layout)]
+        if path not in self._opened_custom:
+            if len(self._opened_custom) >= MAX_KEPT_CUSTOM:
+                self._opened_custom.clear()
+            names = self._space.schedules_of(layout.plan.layout, shape=layout.plan.shape)
+            paths = [
+                (*path, index) if len(names) > 1 else path
+                for index, name in enumerate(names)
+                if name not in STOCK_NAMES
+            ]
+            self._opened_custom[path] = tuple(
+                candidate
+                for begun in paths
+                for candidate in self._branches(begun, kinds=None, limit=MAX_CHOICES // MAX_OPENED)
+            )
+        return self._opened_custom[path]
 
     def _branches(
         self, path: tuple[int, ...], *, kinds: Sequence[str] | None, limit: int
