@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,11 +60,18 @@ def rooms() -> list[str]:
     return sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
+@cache
+def import_statements(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """Those of a file, inside of functions too."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+
+
 def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in import_statements(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}: relative import"
             module = node.module or ""
             yield from (f"{module}.{alias.name}" for alias in node.names) if module == NAME else [module]
@@ -90,16 +98,17 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imports_of_modules() -> dict[str, set[str]]:
     """The modules of the package that each of its modules imports, inside of functions too."""
     paths = {module_of(path): path for path in PACKAGE.rglob("*.py")}
     found: dict[str, set[str]] = {}
     for module, path in paths.items():
         names: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in import_statements(path):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
+            elif node.module:
                 inner = {f"{node.module}.{alias.name}" for alias in node.names}
                 # A package is not meant where its files are imported from it.
                 names |= inner if inner <= set(paths) else inner | {node.module}
@@ -206,7 +215,7 @@ def test_only_the_iteration_model_sums_terms() -> None:
         module = module_of(path)
         if module.startswith(MODEL) or module == f"{NAME}.cost.predict":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in import_statements(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{NAME}.cost"):
                 assert not sums & {alias.name for alias in node.names}, path
 

@@ -151,7 +151,9 @@ def check_killed(folder: Path, *, num_jobs: int) -> None:
     assert re.search(r"batch jobs: finished", output.decode())
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twenty_jobs_on_the_machine_of_arithmetic(tmp_path: Path) -> None:
-    check_killed(tmp_path, num_jobs=20)
+@pytest.mark.parametrize(
+    "num_jobs", [pytest.param(6, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.nightly)]
+)
+def test_jobs_on_the_machine_of_arithmetic(num_jobs: int, tmp_path: Path) -> None:
+    check_killed(tmp_path, num_jobs=num_jobs)

@@ -103,7 +103,7 @@ def test_the_plans_are_made_without_starting_anything(name: str, kind: Placement
     assert sum(plan.split.transformer_layers_per_stage) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_short_steps_run_on_the_cpu_and_the_others_are_named(tmp_path: Path) -> None:
     words = ["-m", "benchmarks.gpu_first_run", "--device", "cpu", "--brief", "--output", str(tmp_path)]

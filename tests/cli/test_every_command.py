@@ -165,7 +165,7 @@ def broken_words(narrow: str, wide: str) -> list[str]:
     return [word for word in _FRAME.sub(" ", narrow).split() if word not in known]
 
 
-@pytest.mark.parametrize("interrupt_s", [0.05, 0.2, 1.0])
+@pytest.mark.parametrize("interrupt_s", [0.05, pytest.param(0.2, marks=pytest.mark.nightly), 1.0])
 def test_every_command_ends_at_ctrl_c(interrupt_s: float, folder: Path) -> None:
     """Either it was done before, or it says so in one line; what runs long is among them."""
     calls = {command: words_of(command) for command in CALLS}

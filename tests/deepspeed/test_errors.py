@@ -147,7 +147,7 @@ def test_zero_2_with_a_pipeline(tmp_path: Path) -> None:
     refused(*launch(tmp_path, section), "zero_optimization.stage: 2", "takes 0 or 1")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_unedited_script_trains_under_both_launchers(tmp_path: Path) -> None:
     """And the clipping of stock DeepSpeed that depends on the first stage alone is named."""
     made = schedule("zb-h1", 2, 4, (3, 3))

@@ -321,7 +321,7 @@ def test_two_pipelines_of_two_devices(tmp_path: Path, one_process: dict[str, Fou
         assert_same(one, one_process["wide"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_clipping_by_the_first_stage_is_told_where_deepspeed_does_it(tmp_path: Path) -> None:
     """Stock DeepSpeed alone: two stages train what one does, except where the fault is said to be."""
     features: list[tuple[dict[str, Any], float]] = [

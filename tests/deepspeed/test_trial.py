@@ -36,6 +36,14 @@ EXAMPLE = ROOT / "examples" / "pretrain_deepspeed.py"
 FAULTY = ROOT / "tests" / "deepspeed" / "faulty_pretrain.py"
 STARTERS = ["deepspeed --num_gpus 2", f"{sys.executable} -m torch.distributed.run --nproc-per-node 2"]
 
+# The deepspeed launcher starts its ranks anew for each trial: how its trials end is tried nightly.
+BY_TORCHRUN = pytest.mark.parametrize(
+    "request_for",
+    [pytest.param(STARTERS[0], marks=pytest.mark.nightly), pytest.param(STARTERS[1], marks=pytest.mark.slow)],
+    indirect=True,
+    ids=["deepspeed", "torchrun"],
+)
+
 Request = Callable[..., TrialRequest]
 Run = Callable[..., TrialResult]
 
@@ -144,7 +152,7 @@ def test_losses_are_those_of_a_cold_start(request_for: Request, run: Run) -> Non
     assert (warm.loss, warm.grad_norm, warm.job) == (cold.loss, cold.grad_norm, cold.job)
 
 
-@pytest.mark.slow
+@BY_TORCHRUN
 def test_a_script_that_calls_our_initialize_is_measured_alike(
     request_for: Request, run: Run, tmp_path: Path
 ) -> None:
@@ -157,7 +165,7 @@ def test_a_script_that_calls_our_initialize_is_measured_alike(
     assert not (tmp_path / "saved").exists()
 
 
-@pytest.mark.slow
+@BY_TORCHRUN
 def test_out_of_memory_and_a_refusal(request_for: Request, run: Run, tmp_path: Path) -> None:
     full = run(request_for(FAULTY, "--fault", "oom", name="oom"))
     assert full.outcome is Outcome.INFEASIBLE
@@ -169,7 +177,7 @@ def test_out_of_memory_and_a_refusal(request_for: Request, run: Run, tmp_path: P
     assert not living(tmp_path)
 
 
-@pytest.mark.slow
+@BY_TORCHRUN
 def test_a_plan_that_does_not_fit_is_our_fault(request_for: Request, run: Run, tmp_path: Path) -> None:
     own = layout(4, world=4)
     other = plan((1, 1, 1, 1), planned=own, own=own, batch=8)
@@ -179,7 +187,7 @@ def test_a_plan_that_does_not_fit_is_our_fault(request_for: Request, run: Run, t
     assert not living(tmp_path)
 
 
-@pytest.mark.slow
+@BY_TORCHRUN
 def test_a_hang_and_a_stop(request_for: Request, run: Run, tmp_path: Path) -> None:
     short = Timeouts(init_s=150.0, first_step_s=60.0, step_s=6.0, shutdown_s=3.0)
     hung = run(request_for(FAULTY, "--fault", "hang", name="hang", timeouts=short, max_attempts=1))

@@ -14,7 +14,7 @@ from tests.launchers import namespaces
 from tests.launchers.ssh_hosts import ssh_hosts
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 
 ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 CONFIG = """\

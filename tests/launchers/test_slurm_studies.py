@@ -211,7 +211,7 @@ def test_ctrl_c_ends_the_jobs(cluster: SlurmCluster, tmp_path: Path) -> None:
     check_nothing_is_left(cluster, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1100)
 def test_megatron_is_tuned_and_trained_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "q.yaml").write_text(MEGATRON_CONFIG)

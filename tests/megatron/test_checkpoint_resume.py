@@ -195,6 +195,7 @@ def test_a_snake_is_converted_to_a_loop(tmp_path: Path) -> None:
     assert_continues(tmp_path / "run", source)
 
 
+@pytest.mark.nightly
 def test_the_default_form_is_converted_on_its_own_stages_alone(default: Path, tmp_path: Path) -> None:
     for name, plan in (("even", EVEN), ("uneven", UNEVEN)):
         write_plan(plan, path=tmp_path / f"{name}.json")

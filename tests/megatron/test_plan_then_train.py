@@ -55,7 +55,7 @@ def planned(folder: Path, schedule: str) -> Plan:
     return read_plan(folder / "plan.json")
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "searched"])
+@pytest.mark.parametrize("schedule", [pytest.param("zb-v", marks=pytest.mark.nightly), "searched"])
 def test_a_planned_schedule_trains_as_stock_does(tmp_path: Path, schedule: str) -> None:
     plan = planned(tmp_path, schedule)
     assert plan.schedule.custom is not None

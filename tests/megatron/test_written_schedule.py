@@ -60,6 +60,7 @@ def values(steps: list[Step]) -> list[float]:
     return [value for step in steps for value in (step.loss, step.grad_norm) if value is not None]
 
 
+@pytest.mark.nightly
 def test_a_schedule_by_hand_trains_as_stock_saves_and_resumes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

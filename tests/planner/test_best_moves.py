@@ -175,7 +175,7 @@ def test_the_best_is_that_of_exhaustive_search(
     assert_exhaustive(space, truth_of(space, seed))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_six_unequal_devices_in_any_order() -> None:
     search = {

@@ -16,7 +16,8 @@ from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import Ranked, rank, refine
 from tests.planner.planning import job_data, runs_of
 
-NUM_JOBS = 200
+# Jobs whose plans are all predicted: the first ones, and those that run nightly.
+NUM_JOBS, NUM_NIGHTLY = 60, 200
 # Stock and named schedules; those that are left out of `auto`; stock ones with every group.
 SCHEDULES = (
     "auto",
@@ -55,7 +56,13 @@ def chosen(ranked: Ranked) -> tuple[Any, ...]:
     return ranked.layout, ranked.schedule, ranked.group, ranked.split
 
 
-@pytest.mark.parametrize("first", range(0, NUM_JOBS, 20))
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(0, NUM_JOBS, 20),
+        *(pytest.param(first, marks=pytest.mark.nightly) for first in range(NUM_JOBS, NUM_NIGHTLY, 20)),
+    ],
+)
 def test_pruning_keeps_the_optimum(first: int) -> None:
     pruned = 0
     for seed in range(first, first + 20):

@@ -125,7 +125,7 @@ class BruteForce:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(
     seed=st.integers(0, 10_000),
     shape=st.sampled_from([([0, 1], 2), ([0, 1], 3), ([0, 1, 2], 2), ([0, 1, 1, 0], 1), ([0, 1, 0, 1], 1)]),

@@ -181,7 +181,7 @@ def golden_cases() -> list[dict[str, Any]]:
     return [case for case in cases if "-p4-" in case["id"]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tiny_pipelines_of_four_devices_reach_their_golden_optima() -> None:
     """Within 0.5 % everywhere, equal in nine of ten; placement, split and memory limits as in the file."""
     gaps = []

@@ -40,8 +40,13 @@ def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
     return [(r.number, r.plan.key, r.record.verdict, r.record.value, r.record.repeats) for r in result.trials]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("gp", "nsga2")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gp", "nsga2")),
+    ],
+)
 def test_each_sampler_proposes_the_same_after_a_resume(tmp_path: Path, name: SamplerName) -> None:
     whole = tune(begin(tmp_path / "whole" / "r", **config(name)), a_machine())
     assert len({trial.plan.key for trial in whole.trials}) == 11

@@ -245,8 +245,13 @@ def test_a_damaged_sqlite_file_is_one_line(tmp_path: Path, content: bytes) -> No
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", ["overwritten", "cut", "a page"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param("overwritten", marks=pytest.mark.slow),
+        *(pytest.param(damage, marks=pytest.mark.nightly) for damage in ("cut", "a page")),
+    ],
+)
 def test_a_damaged_sqlite_file_is_put_aside_and_made_again(tmp_path: Path, damage: str) -> None:
     run = begin(tmp_path / "r", study=STUDY)
     machine, watching = FakeMachine(), Watching()

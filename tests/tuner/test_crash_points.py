@@ -127,15 +127,9 @@ def test_killed_before_some_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     check(tmp_path, monkeypatch, whole, range(0, whole[1], 23))
 
 
-# Every eighth write here, the others nightly.
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param(0, marks=pytest.mark.slow),
-        *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 8)),
-    ],
-)
+@pytest.mark.parametrize("first", range(8))
 def test_killed_before_every_write(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any
 ) -> None:

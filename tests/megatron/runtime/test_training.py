@@ -294,6 +294,17 @@ LONG = {
     "zb-h1 mtp tp2 sequence parallel",
     "zb-h1 mtp pp2 dp2 engine",
     "v-half mtp pp4",
+    "1f1b pp4",
+    "breadth-first pp4",
+    "family pp4",
+    "zb-h1 pp4",
+    "interleaved dp2 both overlaps",
+    "zb-h1 dp2 both overlaps",
+    "zb-v dp2 both overlaps ramp-up",
+    "zb-v dp2 distributed optimizer",
+    "zb-v mtp pp2 dp2 both overlaps",
+    "zb-v untied pp2",
+    "zb-h1 tp2",
 }
 
 

@@ -45,9 +45,9 @@ def records(result: TuneResult) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("address", "damage"),
     [
-        ("sqlite", cut_in_half),
+        pytest.param("sqlite", cut_in_half, marks=pytest.mark.nightly),
         ("sqlite", overwrite),
-        ("sqlite", Path.unlink),
+        pytest.param("sqlite", Path.unlink, marks=pytest.mark.nightly),
         ("journal", damage_the_middle),
         ("journal", cut_in_half),
         ("journal", Path.unlink),
@@ -91,7 +91,7 @@ def test_what_was_under_way_when_the_study_was_lost_is_measured_once(
     assert len(measured) == len(set(measured)) == 8
 
 
-@pytest.mark.parametrize("is_the_other_run_gone", [False, True])
+@pytest.mark.parametrize("is_the_other_run_gone", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_study_that_began_with_another_run_is_made_again(
     tmp_path: Path, is_the_other_run_gone: bool
 ) -> None:
