@@ -17,7 +17,8 @@ from pathlib import Path
 from benchmarks.scenarios.catalogue import Scenario
 from benchmarks.search_cost.recording import Entry, Recording, read_recording
 from benchmarks.search_cost.walk import every_plan, key_of
-from quartet_plugin.cost.relative_cost import relative_cost
+from quartet_plugin.calibration.machine_prior import machine_model_of_space
+from quartet_plugin.calibration.predictor import PlanPredictor
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
@@ -99,28 +100,27 @@ def plans_of(recording: Recording, *, host: str | None = None) -> dict[str, Plan
         nodes = tuple(replace(node, host=host) for node in recording.nodes)
         space = _space(recording.job, nodes, space.search)
     plans = every_plan(space, embedding=EMBEDDING, head=HEAD)
-    kept = _without_rare(plans)
+    if len(recording.entries) > 1:
+        kept = {key: plan for key, plan in plans.items() if key in recording.entries}
+    else:
+        kept = _without_rare(plans, space)
     for key in kept:
         recording.entries.setdefault(key, Entry())
     return kept
 
 
-def _without_rare(plans: dict[str, Plan]) -> dict[str, Plan]:
+def _without_rare(plans: dict[str, Plan], space: Space) -> dict[str, Plan]:
     """All plans but those of two chunks a device that are predicted to be the slower ones of their kind."""
+    predictor = PlanPredictor(machine_model_of_space(space), num_iterations=MEASURE)
+    costs = {key: predictor.relative_cost(plan, baseline=space.baseline) for key, plan in plans.items()}
     kept: dict[str, Plan] = {}
     count: dict[tuple[str, str], int] = {}
-    for key, plan in sorted(plans.items(), key=lambda item: (_cost(item[1]), item[0])):
+    for key, plan in sorted(plans.items(), key=lambda item: (costs[item[0]] or 0.0, item[0])):
         kind = (plan.layout.label, plan.schedule.label)
         count[kind] = count.get(kind, 0) + 1
         if plan.layout.virtual_stages == 1 or count[kind] <= MAX_SPLITS_OF_CHUNKS:
             kept[key] = plan
     return kept
-
-
-def _cost(plan: Plan) -> float:
-    assert plan.prediction is not None
-    assert plan.prediction.relative_cost is not None
-    return plan.prediction.relative_cost
 
 
 def _due(recording: Recording, round_number: int) -> list[str]:
@@ -165,9 +165,7 @@ def _begun(limits: Limits) -> Recording:
 
 
 def _space(job: TrainingJob, nodes: tuple[NodeInfo, ...], search: SearchConfig) -> Space:
-    return build_space(
-        job, nodes=nodes, search=search, run="search-cost", seed=0, relative_cost=relative_cost
-    )
+    return build_space(job, nodes=nodes, search=search, run="search-cost", seed=0)
 
 
 def _launch(plan: Plan | None, *, name: str, limits: Limits) -> TrialResult:

@@ -20,7 +20,6 @@ import optuna
 
 from benchmarks.search_cost.oracles import Oracle
 from benchmarks.search_cost.walk import key_of
-from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.errors import InterruptedByUserError, QuartetError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.launch import LaunchPosition, LaunchRecord, Phase
@@ -61,9 +60,7 @@ class Ground:
     def space(self) -> Space:
         """The space as a run opens it."""
         search = parse_config({"search": self.search}, where="search").search
-        return build_space(
-            self.job, nodes=self.nodes, search=search, run="r", seed=0, relative_cost=relative_cost
-        )
+        return build_space(self.job, nodes=self.nodes, search=search, run="r", seed=0)
 
     def is_near(self, plan: Plan) -> bool:
         """Whether the plan is within NEAR of the best."""

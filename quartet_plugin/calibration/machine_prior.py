@@ -24,6 +24,7 @@ from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.space.plan_space import Space
 
 # The number of slots up to which each slot has a slowdown; beyond, the slots of a node share one.
 MAX_SLOWDOWN_SLOTS = 16
@@ -183,6 +184,21 @@ def machine_model_of(
         experts=experts,
         latent=latent,
         normalization=normalization,
+    )
+
+
+def machine_model_of_space(space: Space, machine: KnownMachine | None = None) -> MachineModel:
+    """The machine model of the command that a space is around. Raises ConfigError as `machine_model_of`."""
+    job = space.job
+    return machine_model_of(
+        space.nodes,
+        precision=job.precision,
+        machine=machine,
+        settings=job.settings or (),
+        features=job.features,
+        experts=job.experts,
+        latent=job.latent,
+        normalization=job.normalization,
     )
 
 

@@ -8,6 +8,7 @@ are read again.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -131,7 +132,7 @@ class PlanPredictor:
         self._model_cache = IterationModelCache(machine_model)
         self._models: dict[object, IterationModel] = {}
         self._split_models: dict[object, SplitModel] = {}
-        self._can_predict: dict[object, bool] = {}
+        self._assumed_s: dict[object, float | None] = {}
         self._residuals = Residuals()
         self._trials: dict[int, FinishedTrial] = {}
         self._times: dict[int, tuple[_Time, ...]] = {}
@@ -193,14 +194,28 @@ class PlanPredictor:
 
     def knows(self, plan: Plan) -> bool:
         """Whether the iteration model can predict the plan: some orders of actions it cannot."""
+        return self._assumed_seconds(plan) is not None
+
+    def relative_cost(self, plan: Plan, *, baseline: Plan) -> float | None:
+        """The plan's time for equal model FLOPs over the baseline's under the coefficients before any trial.
+
+        None where one of the two cannot be predicted.
+        """
+        seconds, baseline_s = self._assumed_seconds(plan), self._assumed_seconds(baseline)
+        if seconds is None or baseline_s is None:
+            return None
+        work = plan.shape.model_flops_per_sequence / baseline.shape.model_flops_per_sequence
+        return seconds / (baseline_s * work)
+
+    def _assumed_seconds(self, plan: Plan) -> float | None:
+        """Seconds an iteration with every coefficient at what is assumed; None where it has no prediction."""
         key = identity(plan)
-        if key not in self._can_predict:
-            try:
+        if key not in self._assumed_s:
+            self._assumed_s[key] = None
+            with suppress(QuartetError):
                 assumed = np.zeros(self.machine_model.num_coefficients)
-                self._can_predict[key] = self._model_of(plan).evaluate(assumed)[0] > 0.0
-            except QuartetError:
-                self._can_predict[key] = False
-        return self._can_predict[key]
+                self._assumed_s[key] = self._model_of(plan).evaluate(assumed)[0] or None
+        return self._assumed_s[key]
 
     @property
     def is_ready(self) -> bool:

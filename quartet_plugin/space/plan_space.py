@@ -8,14 +8,12 @@ its name. A parameter with one choice is not a parameter.
 from collections.abc import Mapping as MappingABC
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from quartet_plugin import __version__
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.mapping.order_rules import OrderRules
 from quartet_plugin.mapping.orders import STOCK, RankOrder, legal_orders, order_named, slots_of
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import (
     Baseline,
     MadeFor,
@@ -68,19 +66,12 @@ from quartet_plugin.split.layers import EndLoads, even_split, is_legal_split, sp
 BARE_STAGES = ("bare_first_stage", "bare_last_stage")
 
 
-class RelativeCost(Protocol):
-    """Predicts a plan's time for equal work over the baseline's, as `cost.relative_cost` does."""
-
-    def __call__(self, plan: Plan, *, baseline: Plan, makespan: float | None) -> float:
-        """The ratio; `makespan` is a custom schedule's, in forwards of one layer."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """All plans of a run, made by `build_space`; `baseline` is the user's own configuration.
 
-    With `relative_cost` every plan carries its prediction. `written` are the schedules of the files that the
-    search names, by file name; `is_planned` and `scale_up_devices` are as in `LayoutRules`.
+    `written` are the schedules of the files that the search names, by file name; `is_planned` and
+    `scale_up_devices` are as in `LayoutRules`.
     """
 
     job: TrainingJob
@@ -93,7 +84,6 @@ class Space:
     shapes: tuple[ModelShape, ...]
     layouts: MappingABC[ModelShape, tuple[Layout, ...]]
     no_custom_schedules: str | None = None
-    relative_cost: RelativeCost | None = None
     written: MappingABC[str, WrittenSchedule] = field(default_factory=dict)
     is_planned: bool = False
     scale_up_devices: int | None = None
@@ -104,7 +94,6 @@ class Space:
         """The plan of the source's choices. Always legal."""
         shape = self._shape(source)
         layout = self._layout(source, shape)
-        order = None
         names = self.schedules_of(layout, shape=shape)
         name = choose(source, schedule_param(names), names)
         if name in STOCK_NAMES:
@@ -114,8 +103,8 @@ class Space:
             order = self._custom_order(source, shape, layout, name=name)
             split, schedule = order.split, ScheduleChoice(name="custom", custom=order.custom)
         mapping = self._mapping(source, layout)
-        layout = self._with_options(source, shape, layout, is_custom=order is not None)
-        plan = Plan(
+        layout = self._with_options(source, shape, layout, is_custom=schedule.custom is not None)
+        return Plan(
             made_for=self.baseline.made_for,
             shape=shape,
             layout=layout,
@@ -123,13 +112,6 @@ class Space:
             schedule=schedule,
             mapping=mapping,
             provenance=Provenance(run=self.run, trial=trial, seed=self.seed, quartet_version=__version__),
-        )
-        if self.relative_cost is None:
-            return plan
-        makespan = None if order is None else order.makespan
-        cost = self.relative_cost(plan, baseline=self.baseline, makespan=makespan)
-        return replace(
-            plan, prediction=Prediction(iteration_s=None, relative_cost=cost, peak_memory_bytes=None)
         )
 
     def schedule_name(self, params: Params, plan: Plan) -> str:
@@ -317,14 +299,7 @@ class Space:
         num_microbatches = layout.num_microbatches(self.job.global_batch_size)
         text = source.attribute(ORDER) if name == SEARCHED else None
         if text is not None:
-            return stored_order(
-                text,
-                shape=shape,
-                layout=layout,
-                num_microbatches=num_microbatches,
-                split=split or origin,
-                mtp_layers=self.job.mtp_layers,
-            )
+            return stored_order(text, layout=layout, num_microbatches=num_microbatches, split=split or origin)
         return custom_order(
             name,
             shape=shape,
@@ -419,7 +394,6 @@ def build_space(
     search: SearchConfig,
     run: str,
     seed: int,
-    relative_cost: RelativeCost | None = None,
     written: MappingABC[str, WrittenSchedule] | None = None,
     is_planned: bool = False,
     scale_up_devices: int | None = None,
@@ -447,7 +421,6 @@ def build_space(
         shapes=shapes,
         layouts={},
         no_custom_schedules=job.no_custom_schedules,
-        relative_cost=relative_cost,
         written=written or {},
         is_planned=is_planned,
         scale_up_devices=scale_up_devices,

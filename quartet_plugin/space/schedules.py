@@ -37,14 +37,10 @@ _MAX_CLIMB = 150
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomOrder:
-    """A custom schedule with its split in layers.
-
-    `makespan` is in forwards of one layer, under the end loads by FLOPs.
-    """
+    """A custom schedule with its split in layers."""
 
     split: tuple[int, ...]
     custom: CustomSchedule
-    makespan: float
 
 
 def custom_schedules_of(
@@ -116,24 +112,7 @@ def custom_order(
     problem = ScheduleProblem.of(costs)
     limited = limit if schedule.origin.get("name") is None else None
     custom = choice_of(schedule, problem.stage_costs(placement, counts), memory_limit_bytes=limited)
-    split = layers_of(counts)
-    makespan = flops_makespan(schedule, split, shape=shape, mtp_layers=mtp_layers)
-    return CustomOrder(split=split, custom=custom, makespan=makespan)
-
-
-def flops_makespan(
-    schedule: Schedule, split: tuple[int, ...], *, shape: ModelShape, mtp_layers: int | None
-) -> float:
-    """The makespan of a schedule under a split, in forwards of one layer, under the end loads by FLOPs."""
-    costs = cost_table(
-        shape,
-        ends=flops_end_loads(shape, mtp_layers=mtp_layers).rounded(),
-        placement=schedule.placement,
-        num_devices=schedule.num_devices,
-        num_microbatches=schedule.num_microbatches,
-    )
-    start = NamedStart(schedule=schedule, split=entries_of(split))
-    return start.climb(ScheduleProblem.of(costs), steps=0, seed=0).score
+    return CustomOrder(split=layers_of(counts), custom=custom)
 
 
 def placement_of(name: str, *, num_devices: int, chunks: int) -> Placement:

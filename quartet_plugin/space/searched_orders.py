@@ -12,10 +12,9 @@ from quartet_plugin.model.files import parse_json
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import ScheduleChoice
 from quartet_plugin.model.schema import dump, parse
-from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.schedule.choice import generated, written_of
 from quartet_plugin.schedule.validate import validate
-from quartet_plugin.space.schedules import CustomOrder, flops_makespan
+from quartet_plugin.space.schedules import CustomOrder
 
 # The name of a trial's attribute that has the order's text.
 ORDER = "schedule.order"
@@ -30,11 +29,9 @@ def order_text(custom: CustomSchedule) -> str:
 def stored_order(
     text: str,
     *,
-    shape: ModelShape,
     layout: Layout,
     num_microbatches: int,
     split: tuple[int, ...],
-    mtp_layers: int | None = None,
 ) -> CustomOrder:
     """The order of a text that `order_text` made, with its split.
 
@@ -50,5 +47,4 @@ def stored_order(
         validate(schedule)
     except QuartetError as error:
         raise KeyError(ORDER) from error
-    makespan = flops_makespan(schedule, split, shape=shape, mtp_layers=mtp_layers)
-    return CustomOrder(split=split, custom=custom, makespan=makespan)
+    return CustomOrder(split=split, custom=custom)

@@ -20,7 +20,7 @@ from quartet_plugin.schedule.files import read_schedule
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.validate import validate
-from quartet_plugin.space.schedules import CustomOrder, cost_table, flops_makespan
+from quartet_plugin.space.schedules import CustomOrder, cost_table
 from quartet_plugin.split.layers import entries_of, flops_end_loads, layers_of
 
 
@@ -131,8 +131,7 @@ def written_order(
         stage_costs(costs, placement=schedule.placement, layers_per_stage=entries),
         with_orders=schedule.origin.get("name") is None,
     )
-    makespan = flops_makespan(schedule, split, shape=shape, mtp_layers=mtp_layers)
-    return CustomOrder(split=split, custom=_with_known_family(custom), makespan=makespan)
+    return CustomOrder(split=split, custom=_with_known_family(custom))
 
 
 def _checked_origin(schedule: Schedule) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of
+from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of_space
 from quartet_plugin.calibration.predictor import PlanPredictor, identity
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan
@@ -83,16 +83,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         self._objective = objective
         self._explore = explore
         known = machine or KnownMachine()
-        self._machine_model = machine_model_of(
-            space.nodes,
-            precision=space.job.precision,
-            machine=known,
-            settings=space.job.settings or (),
-            features=space.job.features,
-            experts=space.job.experts,
-            latent=space.job.latent,
-            normalization=space.job.normalization,
-        )
+        self._machine_model = machine_model_of_space(space, known)
         self._begins_with_baseline = job is None
         self._request = request_of_space(space, machine=known) if job is None else job
         self._constants = known.constants

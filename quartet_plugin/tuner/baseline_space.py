@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.errors import InfrastructureError, SeamError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
@@ -48,7 +47,6 @@ def open_space(context: TuningContext, result: TrialResult) -> Space:
         search=run.config.search,
         run=run.name,
         seed=run.config.study.seed,
-        relative_cost=relative_cost,
         written=kept_schedules(run.config.search, folder=run.folder),
         scale_up_devices=None if cluster is None else cluster.links.scale_up_devices,
     )

@@ -46,7 +46,7 @@ from quartet_plugin.tuner.full_size import FullSizeNodes, full_size_study
 from quartet_plugin.tuner.launches_left import launches_left
 from quartet_plugin.tuner.memory_limit import LimitedBackend, above_limit, stand_in_of
 from quartet_plugin.tuner.parity import ParityKeeper
-from quartet_plugin.tuner.proposer import kept_machine, proposer_of
+from quartet_plugin.tuner.proposer import kept_machine, predictor_of, proposer_of
 from quartet_plugin.tuner.regret import regret_of
 from quartet_plugin.tuner.sequential_search import SequentialSearch
 from quartet_plugin.tuner.shape_curve import shape_curve_of
@@ -207,6 +207,11 @@ class Coordinator:
         context = self._context
         study = self._open_study(space, result, launcher=launcher, baseline=baseline)
         proposer = proposer_of(space, run=self._run, objective=baseline.objective)
+        predictor = (
+            predictor_of(space, run=self._run, machine=kept_machine(self._run.folder))
+            if proposer is None
+            else proposer.predictor
+        )
         search = SequentialSearch(
             context=context,
             space=space,
@@ -215,6 +220,7 @@ class Coordinator:
             launcher=launcher,
             parity=parity,
             drift_monitor=DriftMonitor(context=context, launcher=launcher, baseline=baseline),
+            predictor=predictor,
             proposer=proposer,
             depth_proxy=depth_proxy_for(
                 space,
@@ -278,7 +284,7 @@ class Coordinator:
         )
         return replace(
             tuned,
-            regret=regret_of(space, tuned, proposer=proposer),
+            regret=regret_of(space, tuned, predictor=predictor, proposer=proposer),
             axis_gains=axis_gains_of(space, tuned, proposer=proposer),
             shape_curve=shape_curve_of(space, tuned, proposer=proposer),
         )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quartet_plugin.calibration.constants_fit import read_calibration
-from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of
+from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of_space
 from quartet_plugin.calibration.predictor import PlanPredictor
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.model.cluster import read_cluster
@@ -48,16 +48,7 @@ def proposer_of(space: Space, *, run: TuningRun, objective: Objective) -> "Propo
 def predictor_of(space: Space, *, run: TuningRun, machine: KnownMachine) -> PlanPredictor:
     """The predictor of a run on `machine` that has learned nothing yet."""
     return PlanPredictor(
-        machine_model_of(
-            space.nodes,
-            precision=space.job.precision,
-            machine=machine,
-            settings=space.job.settings or (),
-            features=space.job.features,
-            experts=space.job.experts,
-            latent=space.job.latent,
-            normalization=space.job.normalization,
-        ),
+        machine_model_of_space(space, machine),
         num_iterations=run.config.trial.least_measured,
         folder_of=run.folder.trial,
     )

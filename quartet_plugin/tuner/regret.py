@@ -9,12 +9,14 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quartet_plugin.calibration.plan_gp import FAR, GpObservations, PlanFeatures, draw, features_of, joint
+from quartet_plugin.calibration.predictor import PlanPredictor
 from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.measurement import NOTABLE, Interval, Regret
@@ -47,6 +49,7 @@ LEAST_FORECAST = 0.01
 
 # Seconds an iteration and the deviation of their logarithm, for plans in their order.
 Forecasts = Callable[[Sequence[Plan]], Sequence[tuple[float, float]]]
+RelativeCost = Callable[[Plan], float | None]
 
 
 def estimate_regret(
@@ -54,13 +57,15 @@ def estimate_regret(
     search: TuneResult,
     *,
     untried: Sequence[Plan] | None = None,
+    relative_cost: RelativeCost = lambda _: None,
     forecasts: Forecasts | None = None,
     chance_of_memory: Callable[[Plan], float] = lambda _: 1.0,
 ) -> Regret | None:
     """The estimate; None where too little was measured.
 
     `untried` are the plans to look at (the space is walked by chance without them), `forecasts` predicts
-    calibrated seconds; without it a process is fitted to what was measured. `chance_of_memory` predicts
+    calibrated seconds; without it a process is fitted to what was measured, about `relative_cost`: the time
+    for equal model FLOPs over the baseline's, None where it is not predicted. `chance_of_memory` predicts
     whether a plan fits in memory.
     """
     measured = {
@@ -87,7 +92,7 @@ def estimate_regret(
         )
     generator = np.random.default_rng(derived_seed(search.seed, len(search.trials), "regret"))
     if forecasts is None:
-        draws, best = _by_process(search, plans, generator)
+        draws, best = _by_process(search, plans, relative_cost, generator)
     else:
         draws, best = _by_forecasts(search, plans, forecasts, generator)
     chances = np.array([chance_of_memory(plan) for plan in plans])
@@ -101,14 +106,16 @@ def estimate_regret(
     )
 
 
-def regret_of(space: Space, search: TuneResult, *, proposer: "Proposer | None") -> Regret | None:
+def regret_of(
+    space: Space, search: TuneResult, *, predictor: PlanPredictor, proposer: "Proposer | None"
+) -> Regret | None:
     """The estimate by the calibrated cost model where the search had one, else by the measurements alone."""
-    if proposer is None:
-        return estimate_regret(space, search)
-    predictor = proposer.predictor
-    predictor.learn(search.trials)
-    if not predictor.is_ready or not all(predictor.knows(plan) for plan in (search.baseline, search.best)):
-        return estimate_regret(space, search)
+    if proposer is not None:
+        predictor.learn(search.trials)
+    is_known = all(predictor.knows(plan) for plan in (search.baseline, search.best))
+    if proposer is None or not predictor.is_ready or not is_known:
+        cost = partial(predictor.relative_cost, baseline=search.baseline)
+        return estimate_regret(space, search, relative_cost=cost)
     # The most promising first, so that those that are left out are the least.
     ranked = [scored.candidate.plan for scored in proposer.final_plans()]
     untried = [plan for plan in ranked if predictor.knows(plan)]
@@ -152,7 +159,7 @@ def _summary(
 
 
 def _by_process(
-    search: TuneResult, plans: Sequence[Plan], generator: np.random.Generator
+    search: TuneResult, plans: Sequence[Plan], relative_cost: RelativeCost, generator: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
     """Draws of the untried plans [draws, plans] and of the best [draws], fitted to the measurements."""
     every = {search.baseline.key: search.baseline}
@@ -161,7 +168,7 @@ def _by_process(
     measured = list(every.values())
     index_of = {key: index for index, key in enumerate(every)}
     together = [*measured, *plans]
-    predicted = np.array([_predicted(plan, search) for plan in together])
+    predicted = np.array([_predicted(plan, search, relative_cost(plan)) for plan in together])
     values = draw(
         features_of(together),
         predicted,
@@ -172,12 +179,11 @@ def _by_process(
     return values[:, len(measured) :], values[:, index_of[search.best.key]]
 
 
-def _predicted(plan: Plan, search: TuneResult) -> float:
-    """The logarithm of the objective over the baseline's, as the cost model has it; 0 without one.
+def _predicted(plan: Plan, search: TuneResult, cost: float | None) -> float:
+    """The logarithm of the objective over the baseline's by the relative `cost`; 0 where it is not known.
 
     Costs are for equal model FLOPs; where tokens count, a smaller model has more of them.
     """
-    cost = None if plan.prediction is None else plan.prediction.relative_cost
     if not cost or search.objective == "model_flops_per_s_per_device":
         return -math.log(cost) if cost else 0.0
     baseline_flops = search.baseline.shape.model_flops_per_sequence

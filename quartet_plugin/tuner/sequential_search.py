@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 
 from quartet_plugin.calibration.observations import launch_noise
-from quartet_plugin.calibration.predictor import SlowNodes
+from quartet_plugin.calibration.predictor import PlanPredictor, SlowNodes
 from quartet_plugin.errors import InfeasibleError, InfrastructureError, SeamError
 from quartet_plugin.model.launch import FORBIDDEN, LaunchPosition
+from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score_of_median
 from quartet_plugin.space.plan_space import Space
@@ -46,6 +47,7 @@ class SequentialSearch:
     launcher: TrialLauncher
     parity: ParityKeeper
     drift_monitor: DriftMonitor
+    predictor: PlanPredictor
     proposer: Proposer | None
     depth_proxy: DepthProxy | None
 
@@ -134,7 +136,10 @@ class SequentialSearch:
         return proposal
 
     def predict(self, proposal: Proposal, trials: list[FinishedTrial]) -> Proposal:
-        """The proposal with the calibrated cost model's prediction, where there is one."""
+        """The proposal with its predictions: before any trial, and calibrated where there is a proposer."""
+        cost = self.predictor.relative_cost(proposal.plan, baseline=self.space.baseline)
+        prediction = Prediction(iteration_s=None, relative_cost=cost, peak_memory_bytes=None)
+        proposal = replace(proposal, plan=replace(proposal.plan, prediction=prediction))
         if self.proposer is None:
             return proposal
         self._show_slow_nodes(self.proposer)

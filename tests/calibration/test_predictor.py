@@ -78,6 +78,18 @@ def test_wrong_constants_are_corrected_and_the_prediction_converges() -> None:
     assert off[30] < 0.03
 
 
+def test_a_relative_cost_is_the_iteration_models_before_any_trial() -> None:
+    space = space_of(2)
+    truth = Truth(space.nodes)
+    ranker = ranker_of(truth)
+    assert ranker.relative_cost(space.baseline, baseline=space.baseline) == 1.0
+    costs = [(plan, ranker.relative_cost(plan, baseline=space.baseline)) for plan in sampled(space, num=40)]
+    expected = [truth(plan) / truth(space.baseline) for plan, _ in costs]
+    assert [cost for _, cost in costs] == pytest.approx(expected)
+    ranker.learn(outcomes(space, Truth(space.nodes, **WRONG), num=4))
+    assert all(ranker.relative_cost(plan, baseline=space.baseline) == cost for plan, cost in costs)
+
+
 def test_it_says_how_sure_it_is() -> None:
     """About as many predictions are within two deviations as should be, and near plans are surer."""
     space = space_of(2)

@@ -142,7 +142,6 @@ def test_a_name_is_kept_only_where_it_makes_the_files_order(tmp_path: Path) -> N
     assert all(np.array_equal(a, b) for a, b in zip(made.orders, expected.orders, strict=True))
     # Another number of microbatches, as in an evaluation, has the plain order on the same placement.
     assert make_schedule(spec, 3).placement == expected.placement
-    assert order.makespan >= kept.makespan > 0
 
 
 def test_parameters_that_are_not_the_familys_are_left_out(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quartet_plugin.cost.relative_cost import iteration_flops
 from quartet_plugin.errors import InterruptedByUserError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import NodeInfo, Plan
@@ -28,6 +27,7 @@ from quartet_plugin.tuner.run_folder import TuningRun, create_run, resume_run
 from quartet_plugin.tuner.trial_backend import SETTLED, ComparedTrial, ParityCheck, ShouldStop
 from quartet_plugin.tuner.tune_result import TuneResult
 from tests.space.jobs import make_job, make_nodes
+from tests.tuner.flop_formula import iteration_flops
 
 _OF_COORDINATOR = ("prior", "slices", "make_room", "full_size")
 COMMAND = ("torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8")

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quartet_plugin.calibration.machine_prior import machine_model_of_space
 from quartet_plugin.calibration.plan_gp import GpObservations, draw, features_of, joint
-from quartet_plugin.cost.relative_cost import relative_cost
+from quartet_plugin.calibration.predictor import PlanPredictor
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement, Regret, read_regret
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
@@ -36,9 +37,7 @@ NOISE = 0.02
 def a_space() -> Space:
     config = parse_config({"search": {"schedule": ["no-pipelining", "1f1b", "interleaved"]}}, where="x")
     job = make_job(layout=make_layout(data_parallel=2))
-    return build_space(
-        job, nodes=make_nodes(4), search=config.search, run="r", seed=0, relative_cost=relative_cost
-    )
+    return build_space(job, nodes=make_nodes(4), search=config.search, run="r", seed=0)
 
 
 @cache
@@ -114,7 +113,7 @@ def ended(
 
 
 def estimated(search: TuneResult, **options: Any) -> Regret:
-    found = estimate_regret(a_space(), search, **options)
+    found = estimate_regret(a_space(), search, relative_cost=_cost, **options)
     assert found is not None
     return found
 
@@ -251,10 +250,15 @@ def _truth(plan: Plan, parts: dict[str, float]) -> float:
     return math.exp(sum(parts[kind] for kind in kinds_of(plan))) / _cost(plan)
 
 
+@cache
+def a_predictor() -> PlanPredictor:
+    return PlanPredictor(machine_model_of_space(a_space()), num_iterations=1)
+
+
 def _cost(plan: Plan) -> float:
-    assert plan.prediction is not None
-    assert plan.prediction.relative_cost is not None
-    return plan.prediction.relative_cost
+    cost = a_predictor().relative_cost(plan, baseline=a_space().baseline)
+    assert cost is not None
+    return cost
 
 
 def test_the_noise_of_a_launch_is_read_off_the_final_rounds() -> None:

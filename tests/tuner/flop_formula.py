@@ -1,13 +1,7 @@
-"""A rough relative cost of a plan, from FLOPs alone.
+"""The seconds of a machine made of arithmetic: a formula of FLOPs, unknown to every cost model."""
 
-It only orders the starting points of a study, by which of two plans is likely faster: one effective speed for
-all operations, a fixed price for every element of communication, no memory, no topology.
-"""
-
-from dataclasses import replace
-
-from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
-from quartet_plugin.split.layers import flops_end_loads, split_for_end_loads
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.split.layers import flops_end_loads
 
 # Prices in FLOP-equivalents. An element of a blocking tensor-parallel all-reduce, a gradient element of the
 # data-parallel one (mostly hidden or once an iteration), a boundary element between stages.
@@ -16,38 +10,6 @@ DATA_PARALLEL_FLOPS_PER_ELEMENT = 200.0
 PIPELINE_FLOPS_PER_ELEMENT = 500.0
 # A microbatch of this many tokens runs at half the speed of an endless one.
 HALF_SPEED_TOKENS = 64.0
-
-
-def relative_cost(plan: Plan, *, baseline: Plan, makespan: float | None = None) -> float:
-    """The ratio of the plan's predicted time for equal work to the baseline's; below 1 it is likely faster.
-
-    Equal work is equal model FLOPs, so shapes can be compared; with one shape that is one iteration. A plan
-    with a custom schedule needs its `makespan` in forwards of one layer: it is priced as 1F1B on as many
-    devices, by the ratio of the two makespans.
-    """
-    if makespan is not None:
-        plan, ratio = _as_1f1b(plan, makespan)
-        return relative_cost(plan, baseline=baseline) * ratio
-    of_plan = iteration_flops(plan) / plan.shape.model_flops_per_sequence
-    of_baseline = iteration_flops(baseline) / baseline.shape.model_flops_per_sequence
-    return of_plan / of_baseline
-
-
-def _as_1f1b(plan: Plan, makespan: float) -> tuple[Plan, float]:
-    """The plan with 1F1B and a balanced split, and `makespan` over its makespan."""
-    shape, layout = plan.shape, plan.layout
-    end_loads = flops_end_loads(shape, mtp_layers=plan.made_for.mtp_layers)
-    split = split_for_end_loads(shape.num_layers, num_devices=layout.pipeline_parallel, ends=end_loads)
-    loads = [float(count) for count in split]
-    loads[0] += end_loads.embedding
-    loads[-1] += end_loads.head
-    plan_1f1b = replace(
-        plan,
-        layout=replace(layout, virtual_stages=1),
-        split=Split(transformer_layers_per_stage=split),
-        schedule=ScheduleChoice(name="1f1b"),
-    )
-    return plan_1f1b, makespan / (3.0 * (plan.num_microbatches * max(loads) + sum(loads) - max(loads)))
 
 
 def iteration_flops(plan: Plan) -> float:
