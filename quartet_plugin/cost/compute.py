@@ -207,6 +207,8 @@ def layer_times(
         start * rates.ratios.launch_input,
         start * 0.5 * rates.ratios.launch_weight,
     )
+    if experts is not None:
+        launch = launch.plus(host_operations.kernels_alone(run, experts).scaled(rates.launch_s))
     if cut is not None:
         gemm, launch = cut[0], launch.plus(cut[1])
     routed_experts, shared_into, shared_out = products_of_experts

@@ -30,6 +30,11 @@ TENSOR_SCALE_OPERATIONS = Times(4.0, 4.0, 0.0)
 BLOCK_SCALE_OPERATIONS = Times(4.0, 4.0, 2.0)
 # An expert's FFN: into the hidden width and out of it.
 PRODUCTS_OF_EXPERT = 2
+# Of an expert that is computed alone: beside its products, as PyTorch's dispatcher counts them in
+# `SequentialMLP` without views (a gated activation and the router's weight, and their backward).
+ALONE_OPERATIONS = Times(4.0, 8.0, 0.0)
+# Kernels of an expert alone that start one after the other: two products and the activation.
+ALONE_KERNELS = Times(3.0, 3.0, 2.0)
 
 
 def operations(run: TrainingRun, experts: Experts) -> Times:
@@ -43,7 +48,18 @@ def operations(run: TrainingRun, experts: Experts) -> Times:
     layer = LAYER_OPERATIONS.scaled(1.0 - run.software.graphed_share)
     if run.software.expert_overlap:
         layer = layer.plus(OVERLAP_OPERATIONS)
-    return layer.plus(product.scaled(PRODUCTS_OF_EXPERT * local))
+    alone = Times() if run.software.grouped_experts else ALONE_OPERATIONS.scaled(local)
+    return layer.plus(product.scaled(PRODUCTS_OF_EXPERT * local)).plus(alone)
+
+
+def kernels_alone(run: TrainingRun, experts: Experts) -> Times:
+    """The kernels of a layer's experts beside those of the first, where each expert is computed alone.
+
+    Grouped products run beside each other, and the layer's own kernels count theirs once.
+    """
+    if run.software.grouped_experts:
+        return Times()
+    return ALONE_KERNELS.scaled(max(0.0, experts.num_experts / run.layout.expert_parallel - 1.0))
 
 
 def exposed_times(host: Times, device: Times) -> Times:

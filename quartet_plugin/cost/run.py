@@ -101,6 +101,7 @@ class Software:
     `expert_overlap`: experts' all-to-all of one microbatch runs beside another's computation;
     `delayed_weight_gradients`: it waits for no weight gradients there.
     `shared_expert_overlap`: it runs beside the products of the shared expert.
+    `grouped_experts`: the products of a device's experts are one call, not one expert after the other.
     `graphed_share`: the share of a layer's kernels that are replayed from graphs of its parts.
     `sends_once_a_domain`: a dispatcher that sends a token to another domain once, for all its experts there.
     `gathers_tokens`: experts' devices gather all tokens of each other, and reduce their outputs back.
@@ -145,6 +146,7 @@ class Software:
     expert_overlap: bool = False
     delayed_weight_gradients: bool = False
     shared_expert_overlap: bool = False
+    grouped_experts: bool = True
     sends_once_a_domain: bool = False
     gathers_tokens: bool = False
     graphed_share: float = 0.0

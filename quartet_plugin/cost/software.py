@@ -105,6 +105,8 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
         gather_overlap=software.gather_overlap and settings.get("overlap_param_gather", True) is True,
         bucket_elements=float(settings.get("ddp_bucket_size") or software.bucket_elements),
         gathers_tokens=settings.get("moe_token_dispatcher") == "allgather",
+        grouped_experts=settings.get("moe_grouped_gemm", software.grouped_experts) is True
+        or software.plain_operations,
     )
 
 

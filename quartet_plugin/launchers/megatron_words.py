@@ -82,6 +82,7 @@ SWITCHES = (
     "overlap_moe_expert_parallel_comm",
     "delay_wgrad_compute",
     "moe_shared_expert_overlap",
+    "moe_grouped_gemm",
     "moe_router_force_load_balancing",
 )
 NAMED = {

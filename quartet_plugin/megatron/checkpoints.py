@@ -185,6 +185,13 @@ class CheckpointGuard:
                 f"checkpoint {name}: {reason} ({then.text}), this run has {now.text}: layers would get each "
                 f"other's state; {cure}"
             )
+        were_grouped = _has_grouped_experts(saved_args)
+        if form == "GLOBAL" and were_grouped != _has_grouped_experts(args):
+            order = "grouped products" if were_grouped else "one expert after the other"
+            raise AgreedRefusalError(
+                f"checkpoint {name}: its optimizer state has the experts' weights in the order of {order}: "
+                f"experts would get each other's state; keep --moe-grouped-gemm as it was, or {cure}"
+            )
         if form == "LOCAL" and then.slots != now.slots:
             raise AgreedRefusalError(
                 f"checkpoint {name}: it lies on the nodes of another mapping; train with the plan that saved "
@@ -223,6 +230,12 @@ def _bound(
         "save it with --dist-ckpt-optim-fully-reshardable (as `quartet convert` does, --to the plan that "
         "saved it), or load the weights alone with --no-load-optim",
     )
+
+
+def _has_grouped_experts(args: Namespace) -> bool:
+    """Whether a layer has its experts' weights by product, then by expert, and not the other way around."""
+    has_experts = getattr(args, "num_experts", None) and getattr(args, "moe_grouped_gemm", False)
+    return bool(has_experts) and getattr(args, "transformer_impl", None) == "transformer_engine"
 
 
 def _write_beside(folder: str, iteration: int, stages: Stages, *, release: bool) -> None:

@@ -36,6 +36,7 @@ _READ = (
     "moe_deepep",
     "moe_hybridep",
     "moe_shared",
+    "moe_grouped",
     "moe_forced",
     "overlap_moe",
     "cuda_graphs",

@@ -59,6 +59,10 @@ def test_the_request_is_the_one_of_a_job_file() -> None:
     assert {setting.name: setting.value for setting in settings} == {
         "expert_tensor_parallel": 0,
         "moe_token_dispatcher": "allgather",
+        "moe_shared_expert_overlap": False,
+        "overlap_moe_expert_parallel_comm": False,
+        "delay_wgrad_compute": False,
+        "moe_grouped_gemm": False,
     }
     layout = read.layout
     assert (layout.tensor_parallel, layout.pipeline_parallel, layout.data_parallel) == (2, 2, 2)

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from quartet_plugin.cost.compute import Rates, layer_times
 from quartet_plugin.cost.constants import Constants
-from quartet_plugin.cost.host_operations import exposed_times, operations
+from quartet_plugin.cost.host_operations import exposed_times, kernels_alone, operations
+from quartet_plugin.cost.run import ON_CPU
+from quartet_plugin.cost.software import with_settings
 from quartet_plugin.cost.times import Times
 from tests.cost.runs import EXPERTS, run
 
@@ -38,6 +40,23 @@ def test_operations_are_those_of_the_layer_and_of_each_local_expert_and_product(
     assert counted(experts=64, ep=8, precision="mxfp8") == Times(75 + 96, 60 + 96, 15 + 96)
     beside = counted(experts=64, ep=8, precision="bf16", knobs={"moe_a2a_overlap": True})
     assert beside == Times(75 + 32 + 32, 60 + 40 + 32, 15 + 64)
+
+
+def test_an_expert_alone_starts_its_activation_and_its_kernels_by_itself() -> None:
+    grouped = run(EXPERTS, experts=64, ep=8, precision="bf16", seq_len=512)
+    assert grouped.experts is not None
+    alone = replace(grouped, software=with_settings(grouped.software, {"moe_grouped_gemm": False}))
+    assert operations(alone, grouped.experts) == Times(75 + 8 * 8, 60 + 8 * 12, 15 + 64)
+    assert kernels_alone(alone, grouped.experts) == Times(21, 21, 14)
+    assert kernels_alone(grouped, grouped.experts) == Times()
+    constants = Constants()
+    grouped_s, alone_s = (
+        layer_times(each, constants, Rates(each, constants), experts=each.experts).launch.total
+        for each in (grouped, alone)
+    )
+    assert alone_s > 1.2 * grouped_s
+    # A processor computes one expert after the other either way.
+    assert with_settings(ON_CPU, {"moe_grouped_gemm": False}) == ON_CPU
 
 
 def test_graphs_replay_the_operations_of_a_layer_but_not_those_of_its_experts() -> None:

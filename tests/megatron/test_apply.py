@@ -255,6 +255,7 @@ def test_settings_become_flags_and_are_read_back() -> None:
         "moe_shared_expert_overlap": False,
         "overlap_moe_expert_parallel_comm": False,
         "delay_wgrad_compute": False,
+        "moe_grouped_gemm": False,
         "overlap_grad_reduce": True,
         "overlap_param_gather": False,
         "ddp_bucket_size": 4000,
@@ -268,23 +269,23 @@ def test_settings_become_flags_and_are_read_back() -> None:
     assert notes == ["the plan replaces --overlap-grad-reduce -> left out"]
 
 
-def test_overlaps_of_experts_become_flags_and_are_read_back_of_the_model() -> None:
+def test_switches_of_experts_become_flags_and_are_read_back_of_the_model() -> None:
     words = [*MEGATRON_FLAGS, "--moe-shared-expert-overlap"]
     plan, flags = make_plan(split=(6,), data=2), native_flags()
     values = {
         "moe_shared_expert_overlap": False,
         "overlap_moe_expert_parallel_comm": True,
         "delay_wgrad_compute": True,
+        "moe_grouped_gemm": True,
     }
     layout = plan.layout
     for name, value in values.items():
         layout = layout.with_setting(name, value)
     edited, notes = rewrite(replace(plan, layout=layout), flags=flags, words=words)
-    assert edited == [*MEGATRON_FLAGS, "--delay-wgrad-compute", "--overlap-moe-expert-parallel-comm"]
-    assert notes == [
-        "the plan replaces --moe-shared-expert-overlap -> left out and adds "
-        "--delay-wgrad-compute --overlap-moe-expert-parallel-comm"
-    ]
+    added = ["--delay-wgrad-compute", "--moe-grouped-gemm", "--overlap-moe-expert-parallel-comm"]
+    assert edited == [*MEGATRON_FLAGS, *added]
+    replaced = "the plan replaces --moe-shared-expert-overlap -> left out"
+    assert notes == [f"{replaced} and adds {' '.join(added)}"]
     live = LiveJob(degrees={}, model=SimpleNamespace(**values))
     knobs = [knob for knob in SETTINGS if knob.name in values]
     assert {knob.name: knob.read_back(live) for knob in knobs} == values

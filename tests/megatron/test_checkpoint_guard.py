@@ -141,6 +141,22 @@ def test_a_local_checkpoint_needs_the_same_mapping() -> None:
     check(saved, arguments(*EVEN), form="GLOBAL", guard=here)
 
 
+def test_state_of_experts_in_another_order_is_refused() -> None:
+    experts = ("--num-experts", "8", "--transformer-impl", "transformer_engine")
+    alone, grouped = arguments(*EVEN, *experts), arguments(*EVEN, *experts, "--moe-grouped-gemm")
+    for saved, now, order in (
+        (grouped, alone, "grouped products"),
+        (alone, grouped, "one expert after the other"),
+    ):
+        with pytest.raises(
+            PlanError, match=f"in the order of {order}: .* --dist-ckpt-optim-fully-reshardable"
+        ):
+            check(saved, now)
+        check(saved, saved)
+        check(saved, now, sharding="fully_reshardable")
+        check(saved, Namespace(**{**vars(now), "no_load_optim": True}))
+
+
 def test_stages_that_nobody_knows_stop_a_plan_and_not_a_user() -> None:
     saved = Namespace(use_distributed_optimizer=True)
     check(saved, arguments(*EVEN), guard=CheckpointGuard())

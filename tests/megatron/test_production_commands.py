@@ -57,6 +57,7 @@ FREE = dict.fromkeys(
         "moe_shared_expert_overlap",
         "overlap_moe_expert_parallel_comm",
         "delay_wgrad_compute",
+        "moe_grouped_gemm",
     ),
     "auto",
 )

@@ -41,6 +41,7 @@ def module_fault(text: str, context: KnobContext) -> str | None:
     rules = context.rules
     features, experts = rules.job.features, rules.job.experts
     is_overlapped = context.is_on("overlap_moe_expert_parallel_comm", feature="overlap_moe")
+    is_grouped = context.is_on("moe_grouped_gemm", feature="moe_grouped_gemm")
     with_fp8 = "refused with the delayed scaling of fp8" if "fp8" in features else None
     # Where a checkpoint discards its output, 0.19 asks Transformer Engine for fp8 whatever the precision
     # (megatron/core/tensor_parallel/random.py).
@@ -50,7 +51,7 @@ def module_fault(text: str, context: KnobContext) -> str | None:
         "layernorm": in_place,
         # Its checkpoint returns the bias itself, whose backward then does not end (transformer_layer.py).
         "mlp": None if "no_linear_bias" in features else "needs --disable-bias-linear",
-        "moe_act": with_fp8 if "moe_grouped_gemm" in features else "needs --moe-grouped-gemm",
+        "moe_act": with_fp8 if is_grouped else "needs --moe-grouped-gemm",
         "mla_up_proj": None if "multi_latent_attention" in features else "needs --multi-latent-attention",
         "moe": "refused beside overlap of expert communication" if is_overlapped else None,
     }

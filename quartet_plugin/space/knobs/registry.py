@@ -20,6 +20,7 @@ from quartet_plugin.space.knobs.group import GROUP
 from quartet_plugin.space.knobs.knob import Knob, LayoutKnob, LiveJob, SettingKnob, Value
 from quartet_plugin.space.knobs.mapping import MAPPING
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
+from quartet_plugin.space.knobs.moe_grouped_gemm import MOE_GROUPED_GEMM
 from quartet_plugin.space.knobs.overlap_grad_reduce import OVERLAP_GRAD_REDUCE
 from quartet_plugin.space.knobs.overlap_param_gather import OVERLAP_PARAM_GATHER
 from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
@@ -62,6 +63,7 @@ SETTINGS: tuple[SettingKnob, ...] = (
     SHARED_EXPERT_OVERLAP,
     EXPERT_OVERLAP,
     DELAYED_WEIGHT_GRADIENTS,
+    MOE_GROUPED_GEMM,
     OVERLAP_GRAD_REDUCE,
     OVERLAP_PARAM_GATHER,
     DDP_BUCKET_SIZE,

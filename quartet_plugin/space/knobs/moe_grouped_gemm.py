@@ -1,0 +1,55 @@
+"""Grouped products: a device's experts in one call, or one expert after the other."""
+
+from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.model.recompute_modules import modules_of
+from quartet_plugin.space.features import Axis
+from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault
+
+# Features that want grouped products in some of their forms, of which no rule here can tell.
+_BOUND = ("cuda_graphs", "cpu_offload", "moe_flex_dispatcher")
+
+
+def _offers(context: KnobContext) -> tuple[bool, ...]:
+    return (False, True)
+
+
+def _fault(value: Value, context: KnobContext) -> str | None:
+    rules = context.rules
+    command = rules.job.setting("moe_grouped_gemm") is True
+    if kept := kept_fault(value, command, _kept(rules)):
+        return kept
+    if value:
+        return None if "no_linear_bias" in rules.job.features else "needs --disable-bias-linear"
+    modules = modules_of(str(context.setting("recompute_modules") or ""))
+    is_recomputed = context.layout.recompute == "selective" and "moe_act" in modules
+    return "recompute of moe_act needs it" if is_recomputed else None
+
+
+def _kept(rules: KnobRules) -> str | None:
+    features = rules.job.features
+    if "moe" not in features:
+        return "the model has no experts"
+    if rules.job.layer_impl == "local":
+        return "local layers, as a CPU has them, compute one expert after the other either way"
+    return next((name for name in _BOUND if name in features), None)
+
+
+MOE_GROUPED_GEMM = SettingKnob(
+    name="moe_grouped_gemm",
+    label="moe_grouped_gemm",
+    meaning="the products of a device's experts in one call, not one expert after the other",
+    kind="switch",
+    axis=Axis.OPTIONS,
+    change_class="B",
+    rule="Transformer Engine's layers (megatron/core/models/backends.py), without linear biases "
+    "(megatron/core/transformer/moe/experts.py); on beside recompute of moe_act "
+    "(megatron/core/transformer/transformer_config.py)",
+    flag="--moe-grouped-gemm",
+    destination="moe_grouped_gemm",
+    default="stock",
+    offers=_offers,
+    fault=_fault,
+    kept=_kept,
+    read_back=lambda live: getattr(live.model, "moe_grouped_gemm", None),
+    framework=MEGATRON.framework,
+)
