@@ -209,7 +209,7 @@ class PlanPredictor:
 
     def _assumed_seconds(self, plan: Plan) -> float | None:
         """Seconds an iteration with every coefficient at what is assumed; None where it has no prediction."""
-        key = identity(plan)
+        key = plan.identity
         if key not in self._assumed_s:
             self._assumed_s[key] = None
             with suppress(QuartetError):
@@ -272,7 +272,7 @@ class PlanPredictor:
 
     def _seconds_of(self, plan: Plan) -> FloatArray:
         """Seconds an iteration under each sample of the posterior, without residuals [num_samples]."""
-        samples, key = self.posterior_samples(), identity(plan)
+        samples, key = self.posterior_samples(), plan.identity
         if self._seconds is None or self._seconds[0] is not samples:
             self._seconds = (samples, {})
         seconds = self._seconds[1]
@@ -342,7 +342,7 @@ class PlanPredictor:
         return times
 
     def _model_of(self, plan: Plan) -> IterationModel:
-        key = identity(plan)
+        key = plan.identity
         if key not in self._models:
             if len(self._models) >= MAX_KEPT:
                 self._models.clear()
@@ -453,16 +453,3 @@ def _predicted(
             seconds, slopes_s = model.evaluate_action(moved, stage=action.stage, directions=action.directions)
         log_s[index], slopes[index] = math.log(seconds), slopes_s / seconds
     return log_s, slopes
-
-
-def identity(plan: Plan) -> object:
-    """A key that differs between the plans of one run, cheaper than `Plan.key`."""
-    custom = plan.schedule.custom
-    return (
-        plan.shape,
-        plan.layout,
-        plan.split,
-        plan.schedule,
-        None if custom is None else repr(custom.family),
-        plan.mapping.key,
-    )

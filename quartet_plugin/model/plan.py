@@ -236,6 +236,21 @@ class Provenance:
     quartet_version: str
 
 
+class PlanIdentity:
+    """A plan's parts but for what nobody executes, as a key of dictionaries whose hash is taken once."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, *parts: object) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlanIdentity) and self._parts == other._parts
+
+
 @record
 class Plan(_Remembering):
     """Everything chosen for one job. See docs/formats.md for the file.
@@ -268,6 +283,16 @@ class Plan(_Remembering):
     def key(self) -> str:
         """sha256 of the plan without its provenance, prediction and measurement."""
         return self._remembered("key", lambda: digest(self._bare()))
+
+    @property
+    def identity(self) -> PlanIdentity:
+        """A key that differs between the plans of one run, cheaper than `key`."""
+        return self._remembered("identity", self._identity)
+
+    def _identity(self) -> PlanIdentity:
+        custom = self.schedule.custom
+        family = None if custom is None else repr(custom.family)
+        return PlanIdentity(self.shape, self.layout, self.split, self.schedule, family, self.mapping.key)
 
     @property
     def execution(self) -> str:

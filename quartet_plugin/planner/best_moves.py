@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quartet_plugin.calibration.predictor import identity
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SlotOrder
 from quartet_plugin.mapping.orders import slot_indices
 from quartet_plugin.model.layout import Layout
@@ -123,7 +122,7 @@ def _without_moves(plan: Plan) -> object:
     if custom is not None and custom.named is not None:
         return plan.shape, custom.named, custom.group, custom.placement
     if custom is not None:
-        return identity(plan)
+        return plan.identity
     return plan.shape, plan.schedule
 
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from quartet_plugin.calibration.predictor import identity
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits
 from quartet_plugin.cost.run import schedule_kind
@@ -254,7 +253,7 @@ class PlanCandidates:
         """The first candidate of each plan that can be predicted."""
         first: dict[object, Candidate] = {}
         for candidate in candidates:
-            first.setdefault(identity(candidate.plan), candidate)
+            first.setdefault(candidate.plan.identity, candidate)
         return [candidate for candidate in first.values() if self._knows(candidate.plan)]
 
     def _allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:

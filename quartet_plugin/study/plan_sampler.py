@@ -16,7 +16,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of_space
-from quartet_plugin.calibration.predictor import PlanPredictor, identity
+from quartet_plugin.calibration.predictor import PlanPredictor
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, Verdict, score_of_median
@@ -154,9 +154,9 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         running = [other for other in others if other.state == TrialState.RUNNING]
         plans = (self._plan_of(recorded_params(other)) for other in running)
         pending = [plan for plan in plans if plan is not None]
-        known = {identity(plan) for plan in (*pending, *(record.plan for record in finished))}
+        known = {plan.identity for plan in (*pending, *(record.plan for record in finished))}
         for point in scorer.plans_to_try(pending):
-            if identity(point.plan) not in known and self._space.refusal_of(point.plan) is None:
+            if point.plan.identity not in known and self._space.refusal_of(point.plan) is None:
                 return self._with_distributions(point.params)
         return None
 

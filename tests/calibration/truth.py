@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quartet_plugin.calibration.machine_prior import machine_model_of
-from quartet_plugin.calibration.predictor import PlanPredictor, identity
+from quartet_plugin.calibration.predictor import PlanPredictor
 from quartet_plugin.cost.coefficients import INDEX, Coefficient, MachineModel
 from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.model.costs import FloatArray
@@ -40,7 +40,7 @@ class Truth:
         self._known: dict[object, float] = {}
 
     def __call__(self, plan: Plan) -> float:
-        key = identity(plan)
+        key = plan.identity
         if key not in self._known:
             seconds, _ = self._iteration_models.of(plan).evaluate(self.theta)
             digest = hashlib.sha256(plan.key.encode()).digest()

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.calibration.machine_prior import KnownMachine
-from quartet_plugin.calibration.predictor import identity
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.planner import candidate_plans
@@ -78,7 +77,7 @@ def test_each_plan_is_there_once_and_its_choices_lead_to_it() -> None:
     space = space_of({"schedule": ["1f1b", "zb-h1"], "pipeline_parallel": 2}, 2)
     found = found_in(space)
     assert len({one.plan.key for one in found}) == len(found)
-    assert len({identity(one.plan) for one in found}) == len(found)
+    assert len({one.plan.identity for one in found}) == len(found)
     for one in found[::5]:
         assert space.decode(FixedParams(one.params), trial=0).key == one.plan.key
         assert space.params_of(one.plan) is not None
