@@ -572,8 +572,8 @@ def test_runs_on_the_cpu_look_at_no_device(trial: Trial) -> None:
     [
         ("ok", Outcome.OK, "measured"),
         ("sigkill", Outcome.INFEASIBLE, "rank 1 was killed (SIGKILL)"),
-        pytest.param("oom", Outcome.INFEASIBLE, "out of memory", marks=pytest.mark.slow),
-        pytest.param("segv", Outcome.INFEASIBLE, "rank 1 was ended by SIGSEGV", marks=pytest.mark.slow),
+        pytest.param("oom", Outcome.INFEASIBLE, "out of memory", marks=pytest.mark.nightly),
+        pytest.param("segv", Outcome.INFEASIBLE, "rank 1 was ended by SIGSEGV", marks=pytest.mark.nightly),
         pytest.param("hang", Outcome.INFEASIBLE, "hang", marks=pytest.mark.slow),
         pytest.param("orphan", Outcome.OK, "measured", marks=pytest.mark.slow),
     ],

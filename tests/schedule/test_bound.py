@@ -38,7 +38,7 @@ def uniform(num_devices: int, num_microbatches: int, num_layers: int, limit: flo
     )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=30)
 @given(seed=SEEDS, fused=st.booleans())
 def test_no_schedule_beats_any_form_of_the_bound(seed: int, fused: bool) -> None:
     rng = np.random.default_rng(seed)

@@ -20,6 +20,8 @@ from tests.schedule.reference_simulator import duration, simulate_reference
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tiny_optima.json"
 CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["cases"]
+# Those that take half a minute to prove.
+LONG = ("48-p4-m8-v",)
 
 
 def make_costs(
@@ -251,7 +253,13 @@ def test_golden_orders_have_the_golden_makespan_and_keep_the_limits(case: dict[s
         assert (np.array(outcome.peak_activation_bytes) <= costs.memory_limit_bytes + 1e-6).all()
 
 
-@pytest.mark.parametrize("case", CASES[::4], ids=[case["id"] for case in CASES[::4]])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case["id"], marks=[pytest.mark.nightly] * (case["id"] in LONG))
+        for case in CASES[::4]
+    ],
+)
 def test_golden_optima_are_proven_again(case: dict[str, Any]) -> None:
     costs = costs_from_json(case["costs"])
     result = exact_optimum(

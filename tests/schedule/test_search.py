@@ -133,7 +133,9 @@ def random_problem(seed: int) -> tuple[Costs, str]:
     return costs, "auto" if rng.random() < 0.5 else "even"
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 50))]
+)
 def test_ten_times_the_evaluations_or_the_time_never_find_a_longer_one(seed: int) -> None:
     costs, split = random_problem(seed)
 

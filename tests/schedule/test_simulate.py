@@ -49,7 +49,7 @@ def test_kernel_and_reference_agree(name: str, p: int, k: int, seed: int) -> Non
 
 
 @given(p=st.integers(2, 5), m=st.integers(2, 8), seed=st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 def test_period_is_what_many_repeated_lists_take(p: int, m: int, seed: int) -> None:
     schedule = named("zb-v", num_devices=p, num_microbatches=m)
     costs = uneven(schedule.placement, seed)

@@ -86,7 +86,7 @@ def test_the_users_own_configuration_is_in_the_default_space(space: Space) -> No
     assert space.decode(FixedParams(params), trial=0).key == space.baseline.key
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(spaces(), st.integers(0, 2**31))
 def test_choices_of_one_name_never_change(space: Space, seed: int) -> None:
     generator = random.Random(seed)
