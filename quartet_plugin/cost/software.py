@@ -98,11 +98,15 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
         field: settings.get(name, getattr(software, field)) is True and not software.plain_operations
         for name, field in _EXPERT_OVERLAPS.items()
     }
+    # Megatron gathers parameters beside the forward only where it reduces gradients beside the backward.
+    reduces = settings.get("overlap_grad_reduce", True) is True
     return replace(
         software,
         **overlaps,
-        data_overlap=software.data_overlap and settings.get("overlap_grad_reduce", True) is True,
-        gather_overlap=software.gather_overlap and settings.get("overlap_param_gather", True) is True,
+        data_overlap=software.data_overlap and reduces,
+        gather_overlap=software.gather_overlap
+        and reduces
+        and settings.get("overlap_param_gather", True) is True,
         bucket_elements=float(settings.get("ddp_bucket_size") or software.bucket_elements),
         gathers_tokens=settings.get("moe_token_dispatcher") == "allgather",
         grouped_experts=settings.get("moe_grouped_gemm", software.grouped_experts) is True

@@ -45,6 +45,8 @@ NUMBERS: dict[str, int | None] = {
     "microbatch_group_size_per_vp_stage": None,
     "num_experts": None,
     "mtp_num_layers": None,
+    "ddp_bucket_size": None,
+    "recompute_num_layers": None,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": None,
     "moe_shared_expert_intermediate_size": None,
@@ -58,6 +60,7 @@ TEXTS: dict[str, str | int | None] = {
     "position_embedding_type": "learned_absolute",
     "pipeline_model_parallel_layout": None,
     "recompute_granularity": None,
+    "recompute_method": None,
     "fp8": None,
     "moe_layer_freq": 1,
     "moe_token_dispatcher_type": "allgather",
@@ -65,7 +68,11 @@ TEXTS: dict[str, str | int | None] = {
     "cuda_graph_impl": "none",
 }
 # Flags with several values.
-LISTS: dict[str, list[str] | None] = {"cuda_graph_modules": [], "cuda_graph_scope_deprecated": None}
+LISTS: dict[str, list[str] | None] = {
+    "cuda_graph_modules": [],
+    "cuda_graph_scope_deprecated": None,
+    "recompute_modules": None,
+}
 SWITCHES = (
     "group_query_attention",
     "swiglu",
@@ -84,6 +91,22 @@ SWITCHES = (
     "moe_shared_expert_overlap",
     "moe_grouped_gemm",
     "moe_router_force_load_balancing",
+    "moe_grouped_gemm",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+)
+# Switches that are on without their flag.
+NEGATED = {"--disable-bias-linear": "add_bias_linear"}
+# What a plan needs only where it searches settings.
+FOR_SETTINGS = (
+    "ddp_bucket_size",
+    "recompute_num_layers",
+    "recompute_method",
+    "recompute_modules",
+    "moe_grouped_gemm",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "disable_bias_linear",
 )
 NAMED = {
     "fp8": "--fp8-format",
@@ -125,11 +148,14 @@ def flag_of(dest: str) -> str:
 
 
 def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
-    """The values of a command's arguments, by Megatron's destinations, and the flags that were not read.
+    """The values of a command's arguments, by Megatron's destinations, and the flags that a plan leaves.
+
+    Those of `FOR_SETTINGS` are read and left.
 
     Raises ConfigError, naming the flag, for a value that is none and for a job that no plan describes.
     """
-    values: dict[str, Any] = {**NUMBERS, **TEXTS, **LISTS, **dict.fromkeys(SWITCHES, False)}
+    switches = {**dict.fromkeys(SWITCHES, False), **dict.fromkeys(NEGATED.values(), True)}
+    values: dict[str, Any] = {**NUMBERS, **TEXTS, **LISTS, **switches}
     unread: list[str] = []
     for flag, given in flags_among(words):
         dest = _DESTS.get(flag, flag[2:].replace("-", "_"))
@@ -139,7 +165,11 @@ def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
             raise ConfigError(
                 f"{flag}: {UNREADABLE[dest]}; leave it out, or tune the command with `quartet tune`"
             )
-        if dest in SWITCHES:
+        if dest in FOR_SETTINGS:
+            unread.append(flag)
+        if flag in NEGATED:
+            values[NEGATED[flag]] = False
+        elif dest in SWITCHES:
             values[dest] = True
         elif dest in NUMBERS:
             values[dest] = _number(flag, given)

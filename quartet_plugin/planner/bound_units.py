@@ -5,7 +5,7 @@ of their values by the cost model itself.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -133,6 +133,41 @@ def _by_chunk(counts: IntArray, pp: int, *, turns: bool) -> IntArray:
     return stages
 
 
+def row_inputs(
+    job: PlanRequest, shape: ModelShape, table: LayoutTable, constants: Constants
+) -> tuple[UnitRows, FloatArray, FloatArray]:
+    """The units of every row, a boundary tensor's seconds, and seconds once an iteration [rows].
+
+    They are computed for the rows of equal settings together.
+    """
+    if len(table.options) == 1:
+        return _row_inputs(job, shape, table, constants)
+    parts = [
+        (rows, _row_inputs(with_settings, shape, part, constants))
+        for rows, part, with_settings in table.by_settings(job)
+    ]
+    order = np.argsort(np.concatenate([rows for rows, _ in parts]), kind="stable")
+
+    def joined(arrays: Iterable[FloatArray]) -> FloatArray:
+        whole: FloatArray = np.concatenate(list(arrays))[order]
+        return whole
+
+    first = parts[0][1][0]
+    kinds = [joined(units.kinds[kind] for _, (units, _, _) in parts) for kind in range(len(first.kinds))]
+    units = UnitRows(
+        least=joined(units.least for _, (units, _, _) in parts), kinds=tuple(kinds), num_dense=first.num_dense
+    )
+    return units, joined(part[1] for _, part in parts), joined(part[2] for _, part in parts)
+
+
+def _row_inputs(
+    job: PlanRequest, shape: ModelShape, table: LayoutTable, constants: Constants
+) -> tuple[UnitRows, FloatArray, FloatArray]:
+    columns, units = table.columns, unit_rows(job, shape, table, constants)
+    once = once_s(job, shape, columns, units.least[:, 12], units.least[:, 13], constants)
+    return units, transfers_s(job, shape, columns, constants), once
+
+
 def unit_rows(job: PlanRequest, shape: ModelShape, layouts: LayoutTable, constants: Constants) -> UnitRows:
     """The units of every layout of the table."""
     columns = layouts.columns
@@ -155,16 +190,23 @@ def unit_rows(job: PlanRequest, shape: ModelShape, layouts: LayoutTable, constan
 
 def _of_rows(job: PlanRequest, columns: IntArray, units: FloatArray) -> FloatArray:
     """The units with the rows' recompute, and with bytes of states in place of weights."""
-    mode = columns[:, MODE]
+    mode, values = columns[:, MODE], job.values_in(None)
     # Repeated forwards belong to the backward; full recompute keeps a layer's input only.
-    units[:, 1] += np.where(mode == 1, units[:, 10], np.where(mode == 2, units[:, 11], 0.0))
-    units[:, 14] += np.where(mode > 0, units[:, 10], 0.0)
-    units[:, 6] = np.where(mode == 2, units[:, 7], units[:, 6])
+    has_core = values.get("recompute_modules", "core_attn") == "core_attn"
+    has_all = values.get("recompute_method") != "block"
+    selective, full = units[:, 10] * has_core, units[:, 11] * has_all
+    units[:, 1] += np.where(mode == 1, selective, np.where(mode == 2, full, 0.0))
+    units[:, 14] += np.where(mode > 0, units[:, 10] * (has_core and has_all), 0.0)
+    # Of other modules hardly more than the input may be left; layers in groups share an input.
+    together = int(values.get("recompute_num_layers") or 1) if has_all else 1
+    kept = np.where(mode == 2, units[:, 7] / together, units[:, 6])
+    units[:, 6] = kept if has_core else np.where(mode == 1, units[:, 7], kept)
     weight, gradient, optimizer = bytes_per_weight(job.half, job.software)
     copies = np.where(columns[:, SHARDED] == 1, columns[:, CP] * columns[:, DP], 1)
     # The ranks of an expert group hold different experts.
     dense = weight + gradient + optimizer / copies
-    routed = weight + gradient + optimizer / np.maximum(1.0, copies / columns[:, EP])
+    holders = columns[:, TP] if values.get("expert_tensor_parallel") == 1 else 1
+    routed = weight + gradient + optimizer / np.maximum(1.0, copies * holders / columns[:, EP])
     units[:, 8] = units[:, 12] * dense + units[:, 13] * routed
     units[:, 9] *= dense
     return units

@@ -23,7 +23,7 @@ from quartet_plugin.cost.iteration.step import contention_gain
 from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.planner.bound_units import SplitUnits, UnitRows, once_s, transfers_s, unit_rows
+from quartet_plugin.planner.bound_units import SplitUnits, UnitRows, row_inputs
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import (
     EVEN,
@@ -209,18 +209,16 @@ def _inputs(
     constants: Constants,
     slowdown: FloatArray | None,
 ) -> BoundInputs:
-    columns = table.columns
-    units = unit_rows(job, shape, table, constants)
+    units, microbatch_transfers_s, seconds_once = row_inputs(job, shape, table, constants)
     nodes = job.machines.num_devices / job.machines.devices_per_node
     gain, residual = 0.0, 1.0
     if isinstance(constants, ClusterConstants):
         gain, residual = contention_gain(job.software, job.machines, constants), constants.residual
     return BoundInputs(
         units=units,
-        microbatches=num_microbatches(job, columns),
-        transfers_s=transfers_s(job, shape, columns, constants),
-        once_s=once_s(job, shape, columns, units.least[:, 12], units.least[:, 13], constants)
-        + constants.step_s,
+        microbatches=num_microbatches(job, table.columns),
+        transfers_s=microbatch_transfers_s,
+        once_s=seconds_once + constants.step_s,
         straggler=1 + constants.straggler * max(0.0, math.log2(nodes)),
         gain=gain,
         residual=residual,

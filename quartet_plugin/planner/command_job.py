@@ -9,9 +9,9 @@ from typing import Any
 from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import BRIDGE_MODULE, DEEPSPEED_MODULE, Command
-from quartet_plugin.launchers.megatron_words import read_arguments
+from quartet_plugin.launchers.megatron_words import FOR_SETTINGS, read_arguments
 from quartet_plugin.model.files import shown
-from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.layout import Layout, Setting
 from quartet_plugin.model.megatron_arguments import (
     experts_of,
     features_of,
@@ -26,9 +26,11 @@ from quartet_plugin.model.megatron_arguments import (
 from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.planner.job import PlanRequest, parse_job
-from quartet_plugin.space.knobs.expert_tensor_parallel import WHOLE
+from quartet_plugin.planner.job import PlanRequest, parse_job, searched_settings
+from quartet_plugin.space.config import SearchConfig
+from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL, WHOLE
 from quartet_plugin.space.knobs.registry import settings_of
+from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
 
 # How the features begin that plans are limited or predicted by; shape and layout have the others.
 _READ = (
@@ -42,6 +44,8 @@ _READ = (
     "cuda_graphs",
     "graphed_",
 )
+# And those by which values of settings are legal.
+_READ_FOR_SETTINGS = ("moe_grouped_gemm", "no_linear_bias")
 # Keys of a job that the command says instead.
 _SAID = ("model", "batch")
 
@@ -129,19 +133,34 @@ def job_of_command(
             request,
             shape=shape,
             vocab_size=None,
-            features=_features(args),
-            settings=tuple(settings_of(args)) if args.num_experts else (),
+            features=_features(args, request.search),
+            settings=_settings(args, request.search),
         ),
         layout=layout,
         split=split_of(args),
         schedule=schedule_of(args),
-        unread=unread,
+        unread=_left(unread, request.search),
     )
 
 
-def _features(args: Namespace) -> tuple[str, ...]:
+def _settings(args: Namespace, search: SearchConfig) -> tuple[Setting, ...]:
+    """The command's settings that plans are predicted by: those of experts, and where any is searched all."""
+    is_searched = bool(searched_settings(search))
+    experts = (EXPERT_TENSOR_PARALLEL.name, TOKEN_DISPATCHER.name) if args.num_experts else ()
+    return tuple(setting for setting in settings_of(args) if is_searched or setting.name in experts)
+
+
+def _left(flags: tuple[str, ...], search: SearchConfig) -> tuple[str, ...]:
+    """The flags that the plans do not need: those of settings where none is searched."""
+    if not searched_settings(search):
+        return flags
+    return tuple(flag for flag in flags if flag[2:].replace("-", "_") not in FOR_SETTINGS)
+
+
+def _features(args: Namespace, search: SearchConfig) -> tuple[str, ...]:
     """The command's features by which plans are limited or predicted and that no other field has."""
-    return tuple(name for name in features_of(args) if name.startswith(_READ))
+    read = (*_READ, *(_READ_FOR_SETTINGS if searched_settings(search) else ()))
+    return tuple(name for name in features_of(args) if name.startswith(read))
 
 
 def _check_expert_shards(args: Namespace, layout: Layout) -> None:

@@ -74,6 +74,12 @@ def described_search(job: PlanRequest) -> PlanSearch:
 
 def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...]) -> TrainingJob:
     """The job as trial 0 would report it: Transformer Engine's layers in a stock layout of its devices."""
+    present = {
+        "fp8": job.precision == "fp8",
+        "mtp": job.mtp_layers > 0,
+        "moe": job.experts is not None,
+        "multi_latent_attention": job.latent is not None,
+    }
     return TrainingJob(
         framework=MEGATRON.framework,
         framework_version=DEFAULT_RELEASE,
@@ -85,10 +91,7 @@ def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...])
         global_batch_size=job.global_batch_size,
         train_iters=0,
         precision=job.half,
-        features=(
-            *job.features,
-            *(name for name, is_on in (("fp8", job.precision == "fp8"), ("mtp", job.mtp_layers)) if is_on),
-        ),
+        features=(*job.features, *(name for name, is_on in present.items() if is_on)),
         neutralised=(),
         settings=job.settings or None,
         full_backward=None if job.experts is None else GROUPED_EXPERTS,

@@ -19,6 +19,7 @@ from quartet_plugin.cost.cluster import (
 )
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, device_named
+from quartet_plugin.cost.iteration.plan_terms import with_recompute
 from quartet_plugin.cost.run import (
     ON_CPU,
     HalfPrecision,
@@ -34,6 +35,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.cluster import parse_cluster, read_cluster
 from quartet_plugin.model.files import shown
+from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.job_description import Experts, JobPrecision, LatentAttention, mean_layers
 from quartet_plugin.model.layout import Layout, Recompute, Setting, SettingValue
 from quartet_plugin.model.plan import MAX_RANKS, STOCK, NodeInfo
@@ -49,9 +51,9 @@ from quartet_plugin.space.config import (
     distinct,
 )
 from quartet_plugin.space.forbidden import check_table_rules
-from quartet_plugin.space.knobs.registry import OPTIONS
-from quartet_plugin.space.knobs.sequence_parallel import SEQUENCE_PARALLEL
-from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
+from quartet_plugin.space.knobs.knob import SettingKnob
+from quartet_plugin.space.knobs.overlap_grad_reduce import OVERLAP_GRAD_REDUCE
+from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS, SETTINGS
 from quartet_plugin.space.rules import LayoutRules
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
@@ -201,13 +203,16 @@ class PlanRequest:
     @property
     def software(self) -> Software:
         """The software's properties: on processors plain fp32 operations."""
+        return self._software_with(self.values_in(None))
+
+    def _software_with(self, values: Mapping[str, SettingValue]) -> Software:
         on_cpu = self.precision == "fp32" and self.machines.device.generation in PROCESSORS
         software = with_features(ON_CPU if on_cpu else Software(), self.features)
-        return with_settings(software, self._values)
+        return with_settings(software, values)
 
-    @property
-    def _values(self) -> dict[str, SettingValue]:
-        return {setting.name: setting.value for setting in self.settings}
+    def values_in(self, settings: tuple[Setting, ...] | None) -> dict[str, SettingValue]:
+        """The values of the job's settings, with those that a layout changes, by name."""
+        return {setting.name: setting.value for setting in (*self.settings, *(settings or ()))}
 
     def run(
         self,
@@ -220,6 +225,7 @@ class PlanRequest:
     ) -> TrainingRun:
         """The run that a planned layout stands for; `schedule` None is the stock one."""
         mean, experts = mean_layers(shape, self.experts)
+        values = self.values_in(layout.settings)
         run = run_of(
             mean,
             layout,
@@ -229,16 +235,16 @@ class PlanRequest:
             schedule=schedule,
             group=group,
             precision=self.half,
-            software=self.software,
+            software=self._software_with(values),
         )
         return replace(
-            run,
+            with_recompute(run, values) if values else run,
             matmul=self.precision,
             experts=experts,
             latent=self.latent if mean == shape else None,
             normalization=self.normalization,
             mtp_layers=self.mtp_layers,
-            has_whole_experts=self._values.get("expert_tensor_parallel") == 1,
+            has_whole_experts=values.get("expert_tensor_parallel") == 1,
             imbalance=imbalance_of(self.features),
         )
 
@@ -319,6 +325,8 @@ def parse_job(
             cost=file.cost,
             vocab_size=file.model.vocab_size,
             mtp_layers=file.model.mtp_layers,
+            features=_usual_features(file),
+            settings=_usual_settings(file.search),
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -370,6 +378,34 @@ def machines_of(cluster: ClusterSection, devices: Mapping[str, DeviceSpec] | Non
         scale_out_bytes_per_s=cluster.scale_out_bandwidth_bytes_per_s or machines.scale_out_bytes_per_s,
         memory_bytes=cluster.memory_bytes or machines.memory_bytes,
     )
+
+
+def searched_settings(search: SearchConfig) -> list[SettingKnob]:
+    """The settings of Megatron that a search does not leave at the command's."""
+    return [knob for knob in SETTINGS if search.requested(knob.name) != (STOCK,)]
+
+
+def _usual_settings(search: PlanSearch) -> tuple[Setting, ...]:
+    """What a job without a command has of the settings that it searches: Megatron's without their flags.
+
+    Gradients are reduced beside the backward, which buckets and gathered parameters need, unless that is
+    searched.
+    """
+    asked = searched_settings(search)
+    values: dict[str, SettingValue] = {OVERLAP_GRAD_REDUCE.name: True} if asked else {}
+    for knob in asked:
+        values[knob.name] = knob.words[0] if knob.without_flag is None else knob.without_flag
+    return tuple(Setting(name=name, value=value) for name, value in sorted(values.items()))
+
+
+def _usual_features(file: _JobFile) -> tuple[str, ...]:
+    """The features by which settings of a job without a command are legal: those that recipes turn on."""
+    model = file.model
+    if not searched_settings(file.search):
+        return ()
+    has_experts = model.num_experts is not None
+    present = {"moe_grouped_gemm": has_experts, "no_linear_bias": has_experts or model.gated_ffn}
+    return tuple(name for name, is_on in present.items() if is_on)
 
 
 def _experts(model: ModelSection) -> Experts | None:
@@ -453,12 +489,12 @@ def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
             f"search.change_class: {search.change_class}; a plan without a run knows no command to stay near "
             "to; it is for `quartet tune`"
         )
-    for knob in (SEQUENCE_PARALLEL, ZERO_STAGE, *OPTIONS):
+    for knob in LAYOUT_KNOBS:
         requested = search.requested(knob.name)
-        if requested not in (None, (STOCK,)):
+        if not knob.is_of(MEGATRON.framework) and requested not in (None, (STOCK,)):
             raise ConfigError(
-                f"search.{knob.name}: {knob.request_text(requested[0])}; a plan without a run has the "
-                "framework's usual one; others are for `quartet tune`"
+                f"search.{knob.name}: {knob.request_text(requested[0])}; a plan without a run is for "
+                "Megatron, which has no such knob: leave it out"
             )
     check_table_rules(search.forbid)
     unknown = [name for name in search.schedule or () if name not in SCHEDULES]

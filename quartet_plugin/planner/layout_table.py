@@ -11,7 +11,7 @@ import numpy as np
 from quartet_plugin.cost.memory import distinct_numbers
 from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.layout import Layout, Setting
 from quartet_plugin.model.plan import STOCK
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.tensor_partition import TensorPartition, partition_from_label
@@ -22,48 +22,75 @@ from quartet_plugin.planner.table_schedules import KINDS, schedules_of_rows
 from quartet_plugin.space.forbidden import forbidden_rows
 from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER as OPTIMIZER
 from quartet_plugin.space.knobs.divisors import divisors, nearest_words
-from quartet_plugin.space.knobs.knob import KnobContext
+from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
 from quartet_plugin.space.knobs.pipeline_parallel import most_stages
 from quartet_plugin.space.knobs.recompute import RECOMPUTE as RECOMPUTE_KNOB
+from quartet_plugin.space.knobs.registry import SETTINGS
 from quartet_plugin.space.knobs.sequence_parallel import SEQUENCE_PARALLEL
 from quartet_plugin.space.knobs.tensor_parallel import FP8_MULTIPLE, fits_fp8, sizes_to_divide
 from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
 from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
 from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
-from quartet_plugin.space.layouts import choices_by_degrees, is_requested, requested_groups
+from quartet_plugin.space.layouts import (
+    check_offered,
+    choices_by_degrees,
+    chosen_layouts,
+    is_requested,
+    requested_groups,
+)
 from quartet_plugin.space.rules import LayoutRules
 
 # The columns of the table.
-TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED, SCHEDULE, PARTITION = range(12)
+TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED, SCHEDULE, PARTITION, OPTION = range(13)
 # Values of the column `SPLIT`; larger numbers are the job's written splits in order.
 BALANCED, EVEN, WRITTEN = 0, 1, 2
 GIB = 2**30
 
 
+# Sequence parallelism, None where the degrees decide it, and the settings that a layout changes.
+type LayoutOptions = tuple[bool | None, tuple[Setting, ...] | None]
+STOCK_OPTIONS: LayoutOptions = (None, None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutTable:
-    """One row a layout and schedule; the columns are `TP` to `PARTITION`.
+    """One row a layout and schedule; the columns are `TP` to `OPTION`.
 
-    `SCHEDULE` is a number of `KINDS`, `PARTITION` one of `partitions`. Layouts of the TP and CP in
-    `sequence_parallel` have sequence parallelism.
+    `SCHEDULE` is a number of `KINDS`, `PARTITION` one of `partitions`, `OPTION` one of `options`. Layouts of
+    the TP and CP in `sequence_parallel` have sequence parallelism, where the option does not say it.
     """
 
     columns: IntArray
     rules: LayoutRules
     sequence_parallel: frozenset[tuple[int, int]]
     partitions: tuple[TensorPartition | None, ...] = (None,)
+    options: tuple[LayoutOptions, ...] = (STOCK_OPTIONS,)
 
     def __len__(self) -> int:
         return len(self.columns)
 
     def layout(self, row: int) -> Layout:
         """The layout of one row."""
-        tp, cp, pp, dp, size, virtual, ep, _, mode, sharded, _, cut = (int(x) for x in self.columns[row])
+        tp, cp, pp, dp, size, virtual, ep, _, mode, sharded, _, cut, option = self.columns[row].tolist()
         partition = self.partitions[cut]
         layout = layout_of(tp, cp, pp, dp, size, virtual, mode, sharded, ep=ep, partition=partition)
-        has_it = (tp, cp) in self.sequence_parallel
-        return layout if layout.sequence_parallel == has_it else replace(layout, sequence_parallel=has_it)
+        sequence_parallel, settings = self.options[option]
+        has_it = (tp, cp) in self.sequence_parallel if sequence_parallel is None else sequence_parallel
+        if layout.sequence_parallel == has_it and settings is None:
+            return layout
+        return replace(layout, sequence_parallel=has_it, settings=settings)
+
+    def by_settings(self, job: PlanRequest) -> Iterator[tuple[IntArray, "LayoutTable", PlanRequest]]:
+        """The rows of equal settings: their numbers, a table of them, and the job with these settings."""
+        known: dict[tuple[Setting, ...] | None, list[int]] = {}
+        for option, (_, settings) in enumerate(self.options):
+            known.setdefault(settings, []).append(option)
+        for settings, options in known.items():
+            rows = np.flatnonzero(np.isin(self.columns[:, OPTION], options))
+            values = job.values_in(settings)
+            with_them = tuple(Setting(name=name, value=value) for name, value in sorted(values.items()))
+            yield rows, replace(self, columns=self.columns[rows]), replace(job, settings=with_them)
 
     def schedule(self, row: int) -> ScheduleKind:
         """The schedule of one row."""
@@ -91,11 +118,13 @@ def layout_table_of(job: PlanRequest, shape: ModelShape) -> LayoutTable:
     columns = np.column_stack([columns[kept], kinds])
     forbidden = forbidden_rows(job.search.forbid, _axes(columns), num_rows=len(columns))
     columns, partitions = _with_partitions(rules, shape, columns[~forbidden])
+    columns, options = _with_options(rules, shape, columns, frozenset(sequence_parallel))
     return LayoutTable(
         columns=columns,
         rules=rules,
         sequence_parallel=frozenset(sequence_parallel),
         partitions=partitions,
+        options=options,
     )
 
 
@@ -125,7 +154,10 @@ def _rows(job: PlanRequest, layout: Layout, choices: list[tuple[Any, ...]]) -> I
 def _with_partitions(
     rules: LayoutRules, shape: ModelShape, columns: IntArray
 ) -> tuple[IntArray, tuple[TensorPartition | None, ...]]:
-    """The rows once for each partition of a layer that they may have, and the partitions by number."""
+    """The rows once for each partition of a layer that they may have, and the partitions by number.
+
+    The last column is the number of the first option.
+    """
     keys, _, inverse = unique_rows(columns[:, [TP, CP, EP, SIZE]])
     layouts = (layout_of(tp, cp, 1, ep, size, 1, 0, 0, ep=ep) for tp, cp, ep, size in keys.tolist())
     contexts = (KnobContext(layout=layout, shape=shape, rules=rules) for layout in layouts)
@@ -135,7 +167,37 @@ def _with_partitions(
     counts = np.array([len(cuts) for cuts in legal], dtype=np.int64)
     each = np.array([cut for key in inverse.tolist() for cut in legal[key]], dtype=np.int64)
     partitions = tuple(partition_from_label(label) for label in labels)
-    return np.column_stack([np.repeat(columns, counts[inverse], axis=0), each]), partitions
+    rows = np.repeat(columns, counts[inverse], axis=0)
+    return np.column_stack([rows, each, np.zeros_like(each)]), partitions
+
+
+def _with_options(
+    rules: LayoutRules, shape: ModelShape, columns: IntArray, sequence_parallel: frozenset[tuple[int, int]]
+) -> tuple[IntArray, tuple[LayoutOptions, ...]]:
+    """The rows once for each choice of sequence parallelism and settings that the search leaves them.
+
+    Raises ConfigError for a setting of whose values no row may have one.
+    """
+    knobs: list[LayoutKnob] = [
+        knob for knob in (SEQUENCE_PARALLEL, *SETTINGS) if rules.search.requested(knob.name) != (STOCK,)
+    ]
+    if not knobs or not len(columns):
+        return columns, (STOCK_OPTIONS,)
+    keys, _, inverse = unique_rows(columns[:, [TP, CP, PP, DP, VIRTUAL, EP, MODE, SHARDED]])
+    offered = []
+    for tp, cp, pp, dp, virtual, ep, mode, sharded in keys.tolist():
+        layout = layout_of(tp, cp, pp, dp, 1, virtual, mode, sharded, ep=ep)
+        layout = replace(layout, sequence_parallel=(tp, cp) in sequence_parallel)
+        offered.append(chosen_layouts([layout], knobs, shape, rules))
+    check_offered(knobs, [layout for layouts in offered for layout in layouts], shape=shape, rules=rules)
+    each = [[(layout.sequence_parallel, layout.settings) for layout in layouts] for layouts in offered]
+    options = tuple(dict.fromkeys(option for choices in each for option in choices))
+    number = {option: index for index, option in enumerate(options)}
+    counts = np.array([len(choices) for choices in each], dtype=np.int64)
+    picked = [number[option] for key in inverse.tolist() for option in each[key]]
+    rows = np.repeat(columns, counts[inverse], axis=0)
+    rows[:, OPTION] = picked
+    return rows, options
 
 
 def _axes(columns: IntArray) -> dict[str, IntArray]:

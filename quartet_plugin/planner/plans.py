@@ -14,8 +14,8 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, Plan, Provenance, ScheduleChoice, Split
 from quartet_plugin.planner.described_job import description_of
-from quartet_plugin.planner.described_rules import DEFAULT_RELEASE
-from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.planner.described_rules import DEFAULT_RELEASE, rules_of
+from quartet_plugin.planner.job import PlanRequest, searched_settings
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.order_search import custom_choice
 from quartet_plugin.planner.ranking import Ranked, rank
@@ -138,7 +138,7 @@ def plan_of(
             mtp_layers=job.mtp_layers or None,
         ),
         shape=ranked.shape,
-        layout=ranked.layout,
+        layout=_stated(job, ranked.layout),
         split=Split(transformer_layers_per_stage=ranked.split),
         schedule=schedule_of(job, ranked, constants=constants or fitted()),
         mapping=Mapping(slots=slots if ranked.slots is None else tuple(slots[slot] for slot in ranked.slots)),
@@ -149,6 +149,16 @@ def plan_of(
             peak_memory_bytes=round(ranked.memory.total),
         ),
     )
+
+
+def _stated(job: PlanRequest, layout: Layout) -> Layout:
+    """The layout with every setting that the job searches, since no command of it says the others."""
+    rules = rules_of(job)
+    for knob in searched_settings(job.search):
+        value = rules.job.setting(knob.name)
+        if layout.setting(knob.name) is None and knob.applies(layout) and value is not None:
+            layout = knob.put(layout, value)
+    return layout
 
 
 def schedule_of(job: PlanRequest, ranked: Ranked, *, constants: Constants) -> ScheduleChoice:

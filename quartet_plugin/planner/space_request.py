@@ -7,13 +7,11 @@ from dataclasses import replace
 
 from quartet_plugin.calibration.machine_prior import KnownDevices, KnownMachine, devices_of
 from quartet_plugin.model.job_description import JobPrecision
-from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.plan import STOCK
 from quartet_plugin.planner.job import PlanRequest, PlanSearch
 from quartet_plugin.space.config import TABLE_SCHEDULES
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.forbidden import table_rules
-from quartet_plugin.space.knobs.registry import SETTINGS
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.space.rules import LayoutRules
 
@@ -43,16 +41,10 @@ def request_of_space(space: Space, *, machine: KnownMachine) -> PlanRequest:
         normalization=job.normalization,
         mtp_layers=job.mtp_layers or 0,
         features=job.features,
-        settings=_kept_settings(space),
+        settings=job.settings or (),
         cluster=devices.cluster,
         rules=_rules(space),
     )
-
-
-def _kept_settings(space: Space) -> tuple[Setting, ...]:
-    """The command's settings that the search leaves as they are; others have the framework's usual value."""
-    kept = {knob.name for knob in SETTINGS if space.search.requested(knob.name) == (STOCK,)}
-    return tuple(setting for setting in space.job.settings or () if setting.name in kept)
 
 
 def _precision(space: Space, devices: KnownDevices) -> JobPrecision:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import STOCK, ScheduleChoice, stock_schedule
@@ -48,7 +49,7 @@ def choices_by_degrees(
     bare = replace(rules.job.layout, virtual_stages=1)
     has = [knob for knob in BEFORE_SCHEDULE if knob.is_of(rules.job.framework)]
     knobs = [knob for knob in has if knob is not TENSOR_PARTITION]
-    for degrees in _chosen([bare], DEGREES, shape, rules):
+    for degrees in chosen_layouts([bare], DEGREES, shape, rules):
         layout = _of_degrees(degrees, shape, rules)
         context = KnobContext(layout=layout, shape=shape, rules=rules)
         yield layout, {knob: knob.choices(context) for knob in knobs}
@@ -66,11 +67,11 @@ def _of_choices(
         if knob in choices:
             layouts = [knob.put(layout, value) for layout in layouts for value in choices[knob]]
         else:
-            layouts = _chosen(layouts, [knob], shape, rules)
+            layouts = chosen_layouts(layouts, [knob], shape, rules)
     return layouts
 
 
-def _chosen(
+def chosen_layouts(
     layouts: Iterable[Layout], knobs: Sequence[LayoutKnob], shape: ModelShape, rules: LayoutRules
 ) -> Iterable[Layout]:
     """The layouts with every legal choice of the knobs, the last knob varying fastest."""
@@ -282,6 +283,26 @@ def _with_free(
     ]
 
 
+def check_offered(
+    knobs: Sequence[LayoutKnob], layouts: Sequence[Layout], *, shape: ModelShape, rules: LayoutRules
+) -> None:
+    """Raises ConfigError for a knob of whose requested values none of the layouts, which it offers, has one.
+
+    It is for knobs that are chosen last, so that a value can be refused by any layout that has the knob.
+    """
+    for knob in knobs:
+        wanted = [value for value in rules.search.requested(knob.name) or () if value != STOCK]
+        commands = {rules.job.setting(knob.name)} if isinstance(knob, SettingKnob) else set()
+        if not wanted or {*commands, *(knob.in_layout(layout) for layout in layouts)} & set(wanted):
+            continue
+        contexts = (KnobContext(layout=x, shape=shape, rules=rules) for x in layouts if knob.applies(x))
+        fault = next(filter(None, (knob.fault(wanted[0], context) for context in contexts)), None)
+        words = fault or "it does nothing in any layout of the search"
+        if commands == {None}:
+            words = "the command's own value is not known"
+        raise ConfigError(f"search.{knob.name}: {knob.request_text(wanted[0])}; {words}")
+
+
 def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: LayoutRules) -> str | None:
     """The first knob of whose requested values no layout has one, and why; None where each can be had."""
     for knob in LAYOUT_KNOBS:
@@ -296,7 +317,7 @@ def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: Lay
         contexts = [
             KnobContext(layout=layout, shape=shape, rules=rules)
             for shape, kept in layouts.items()
-            for layout in _chosen(kept, before, shape, rules)
+            for layout in chosen_layouts(kept, before, shape, rules)
         ]
         if knob in OPTIONS:
             commands = {knob.command_value(context) for context in contexts}

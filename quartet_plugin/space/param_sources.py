@@ -249,6 +249,10 @@ def param_text(knob: LayoutKnob, layout: Layout) -> str:
 
 
 def layout_texts(shape: ModelShape, layout: Layout, *, base: ModelShape) -> dict[str, str]:
-    """The choices of a shape beside `base` and of a layout, by the kind in a parameter's name."""
-    texts = {kind_of(knob): param_text(knob, layout) for knob in BEFORE_SCHEDULE}
+    """The choices of a shape beside `base` and of a layout, by the kind in a parameter's name.
+
+    Options that the layout does not have are left out.
+    """
+    options = (knob for knob in OPTIONS if knob.in_layout(layout) is not None)
+    texts = {kind_of(knob): param_text(knob, layout) for knob in (*BEFORE_SCHEDULE, *options)}
     return {"shape": shape.label_beside(base), **texts, "layout": degree_label(layout)}

@@ -98,7 +98,7 @@ def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
             with_features(ON_CPU if machine_model.on_cpu else Software(), machine_model.features), known
         ),
     )
-    run = _with_recompute(run, known)
+    run = with_recompute(run, known)
     mtp_layers = plan.made_for.mtp_layers or 0
     if experts is None and latent is None and not mtp_layers:
         return replace(run, normalization=machine_model.normalization)
@@ -113,7 +113,7 @@ def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
     )
 
 
-def _with_recompute(run: TrainingRun, settings: Mapping[str, SettingValue]) -> TrainingRun:
+def with_recompute(run: TrainingRun, settings: Mapping[str, SettingValue]) -> TrainingRun:
     """The run with the settings of its recompute; an absent one is Megatron's."""
     if run.layout.recompute == "none":
         return run

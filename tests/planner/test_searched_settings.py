@@ -1,0 +1,136 @@
+"""Settings of Megatron in the planner: lists of them are enumerated as layouts are, bounds and all."""
+
+import random
+import shlex
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cost.constants import fitted
+from quartet_plugin.cost.memory import peak_memory
+from quartet_plugin.cost.predict import predict
+from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.planner.bounds import bounds_of
+from quartet_plugin.planner.command_job import job_of_command
+from quartet_plugin.planner.described_space import first_plans, space_of
+from quartet_plugin.planner.job import PlanRequest, parse_job
+from quartet_plugin.planner.layout_table import layout_table_of
+from quartet_plugin.planner.plans import plain_layout, plan_of
+from quartet_plugin.planner.ranking import rank
+from quartet_plugin.space.knobs.registry import OPTIONS
+from quartet_plugin.space.layouts import chosen_layouts
+from tests.planner.planning import job_data, runs_of
+
+# Every setting that a plan may change in a dense model, and in one with experts.
+DENSE: dict[str, Any] = {
+    "sequence_parallel": [True, False],
+    "overlap_grad_reduce": [True, False],
+    "overlap_param_gather": "auto",
+    "ddp_bucket_size": "auto",
+    "recompute_method": ["uniform", "block"],
+    "recompute_num_layers": [1, 2],
+    "recompute_modules": ["core_attn", "mlp", "core_attn+mlp"],
+    "distributed_optimizer": [True, False],
+}
+EXPERTS: dict[str, Any] = {
+    "moe_token_dispatcher": ["allgather", "alltoall"],
+    "expert_tensor_parallel": [0, 1],
+    "recompute_modules": ["moe_act", "layernorm+moe"],
+}
+
+
+def random_job(seed: int) -> PlanRequest:
+    """A small job that searches three settings; memory is drawn so that it often decides."""
+    draw = random.Random(seed)
+    has_experts = seed % 3 == 2
+    known = EXPERTS if has_experts else DENSE
+    names = draw.sample(sorted(known), 3)
+    model = {"num_layers": draw.randint(2, 5), "gated_ffn": True, "vocab_size": draw.choice([1000, 64000])}
+    if has_experts:
+        model |= {"num_experts": 4, "num_dense_layers": draw.choice([0, 1])}
+    cluster = {"devices_per_node": 4, "memory_bytes": draw.choice([5, 8, 80]) * 2**30}
+    search = {"micro_batch_size": [1, 2], "schedule": ["stock", "zb-h1"], "virtual_stages": 1}
+    search |= {name: known[name] for name in names}
+    return parse_job(job_data(model=model, cluster=cluster, search=search), where="job")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_of_searched_settings_is_that_of_exhaustive_search(seed: int) -> None:
+    job = random_job(seed)
+    try:
+        every = rank(job, top=3, exhaustive=True)
+    except InfeasibleError:
+        pytest.fail(f"seed {seed}: draw a job that fits")
+    quick = rank(job, top=3)
+    assert quick.best == every.best
+    assert quick.num_considered == every.num_predicted + every.num_too_large
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_prediction_with_searched_settings_is_under_its_bounds(seed: int) -> None:
+    job = random_job(seed)
+    table = layout_table_of(job, job.shape)
+    assert len(table.options) > 1
+    bounds = bounds_of(job, job.shape, table, constants=fitted())
+    for row in range(0, len(table), 7):
+        split = bounds.split(job, job.shape, table, row)
+        for run in runs_of(job, table, row, split):
+            words = (run.layout, run.schedule)
+            assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, words
+            assert bounds.memory_bytes[row] <= peak_memory(run).total, words
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_study_has_the_same_settings_and_begins_with_the_plans(seed: int) -> None:
+    job = random_job(seed)
+    table, space = layout_table_of(job, job.shape), space_of(job)
+    planned = {table.layout(row) for row in range(len(table))}
+    tried = set(chosen_layouts(space.layouts[job.shape], OPTIONS, job.shape, space.rules()))
+    assert planned == tried
+    best = rank(job, top=5).best
+    assert [plan.layout for _, plan in first_plans(space, job, top=5)] == [ranked.layout for ranked in best]
+
+
+def test_a_written_plan_states_the_settings_that_were_searched() -> None:
+    search = {"overlap_grad_reduce": [True, False], "recompute_modules": ["core_attn", "mlp"]}
+    search |= {"recompute": "selective", "tensor_parallel": 1, "pipeline_parallel": 1}
+    job = parse_job(job_data(model={"gated_ffn": True}, search=search), where="job")
+    best = rank(job).best[0]
+    plan = plan_of(job, best, plain=plain_layout(job, best=best), name="plan", place=1)
+    assert values_of(plan.layout) == {"overlap_grad_reduce": True, "recompute_modules": "core_attn"}
+
+
+def values_of(layout: Layout) -> dict[str, Any]:
+    return {setting.name: setting.value for setting in layout.settings or ()}
+
+
+def test_a_commands_settings_are_searched_beside_its_own() -> None:
+    flags = (
+        "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --micro-batch-size 1 "
+        "--max-position-embeddings 512 --global-batch-size 8 --padded-vocab-size 1024 --bf16 "
+        "--use-distributed-optimizer --overlap-grad-reduce"
+    )
+    words = shlex.split(f"torchrun --nproc-per-node 4 pretrain_gpt.py {flags}")
+    search = {"overlap_grad_reduce": [True, False], "pipeline_parallel": 1, "tensor_parallel": 1}
+    request = job_of_command(parse_command(words), sections={"cluster": "H100", "search": search}).request
+    table = layout_table_of(request, request.shape)
+    found = {table.layout(row).setting("overlap_grad_reduce") for row in range(len(table))}
+    assert found == {None, False}
+    assert rank(request).best[0].layout.setting("overlap_grad_reduce") is None
+
+
+@pytest.mark.parametrize(
+    ("search", "words"),
+    [
+        ({"zero_stage": 1}, "search.zero_stage: 1; a plan without a run is for Megatron"),
+        ({"moe_token_dispatcher": ["alltoall"]}, "search.moe_token_dispatcher: alltoall; must be the comm"),
+        ({"recompute_modules": "mlp", "recompute": "selective"}, "needs --disable-bias-linear"),
+        ({"ddp_bucket_size": 4, "overlap_grad_reduce": False}, "search.ddp_bucket_size: 4; needs overlap"),
+    ],
+)
+def test_a_setting_that_no_layout_can_have_is_refused(search: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        rank(parse_job(job_data(search=search), where="job"))
+    assert words in str(refused.value)
