@@ -25,7 +25,7 @@ from quartet_plugin.cli.schedule_steps import at_uniform_costs  # noqa: E402
 from quartet_plugin.errors import MEANINGS, QuartetError  # noqa: E402
 from quartet_plugin.model.sections import Section  # noqa: E402
 from quartet_plugin.schedule.named.registry import NAMED, Offer, named  # noqa: E402
-from quartet_plugin.space.config import ScalingConfig  # noqa: E402
+from quartet_plugin.space.config import FamilyConfig, ScalingConfig  # noqa: E402
 from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS  # noqa: E402
 from quartet_plugin.tuner.config import TuneConfig  # noqa: E402
 from tools.live_table_picture import live_table_picture  # noqa: E402
@@ -174,7 +174,9 @@ def q_yaml_page() -> str:
     for name, (kind, text) in sections.items():
         lines += ["", f"## {name}", "", *wrapped(f"{text}."), "", *section_lines(kind)]
     lines += ["", "## search.scaling", "", *wrapped(f"{ScalingConfig.__doc__.split(chr(10))[0]}"), ""]
-    return "\n".join([*lines, *section_lines(ScalingConfig)]) + "\n"
+    lines += section_lines(ScalingConfig)
+    lines += ["", "## search.schedule_family", "", *wrapped(f"{FamilyConfig.__doc__.split(chr(10))[0]}"), ""]
+    return "\n".join([*lines, *section_lines(FamilyConfig)]) + "\n"
 
 
 def section_lines(kind: type[Section]) -> list[str]:

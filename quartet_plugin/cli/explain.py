@@ -252,9 +252,11 @@ def _baseline(plan: "Plan", explained: "Explained", *, measured_s: float | None)
 def _title(plan: "Plan", num_microbatches: int) -> list[tuple[str, str]]:
     from quartet_plugin.report.explain import layout_words
     from quartet_plugin.report.formatting import microbatch_words
+    from quartet_plugin.schedule.choice import origin_words
     from quartet_plugin.space.plan_label import plan_label
 
-    shape, mtp_layers = plan.shape, plan.made_for.mtp_layers
+    shape, mtp_layers, custom = plan.shape, plan.made_for.mtp_layers, plan.schedule.custom
+    order = None if custom is None else origin_words(custom)
     split = plan.split.label if len(plan.split.label) <= 80 else f"{plan.split.label[:77]}..."
     return [
         ("plan", f"{plan.digest[:12]} for {plan.made_for.world_size} devices"),
@@ -263,5 +265,6 @@ def _title(plan: "Plan", num_microbatches: int) -> list[tuple[str, str]]:
         ("layout", f"{layout_words(plan.layout)}, {microbatch_words(num_microbatches)}"),
         ("split", f"{split}, multi-token prediction ({mtp_layers}) last" if mtp_layers else split),
         ("schedule", plan.schedule.label),
+        *([] if order is None else [("order", order)]),
         ("mapping", plan.mapping.label),
     ]

@@ -63,7 +63,8 @@ class CalibratedOrders:
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
             try:
-                self._kept[key], *_ = best_order(costs, placement, seed=self._space.seed)
+                limits = self._space.search.family_limits
+                self._kept[key], *_ = best_order(costs, placement, seed=self._space.seed, limits=limits)
             except InfeasibleError:
                 self._kept[key] = None
         return self._kept[key]

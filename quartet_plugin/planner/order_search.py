@@ -33,6 +33,7 @@ from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.search.engine import search
+from quartet_plugin.schedule.search.limits import FREE, FamilyLimits
 from quartet_plugin.space.config import SEARCHED
 
 # Layouts whose orders are searched, the most actions of a step, and the work on each: evaluations x actions.
@@ -107,8 +108,9 @@ def searched(
     run = _async_run(job, ranked)
     times = _stage_times(job, ranked, run, topology, constants)
     costs = order_costs(run, times, memory_limit_bytes=_free_bytes(run))
+    limits = job.search.family_limits
     try:
-        custom, makespan_s, bound_s = best_order(costs, device_of_stages(run), seed=seed)
+        custom, makespan_s, bound_s = best_order(costs, device_of_stages(run), seed=seed, limits=limits)
     except InfeasibleError:
         return ranked
     choice = ScheduleChoice(name="custom", custom=custom)
@@ -131,12 +133,18 @@ def searched(
     return replace(ranked, gap=_makespan_s(job, ranked, times) / bound_s - 1.0)
 
 
-def best_order(costs: Costs, placement: Placement, *, seed: int) -> tuple[CustomSchedule, float, float]:
+def best_order(
+    costs: Costs, placement: Placement, *, seed: int, limits: FamilyLimits = FREE
+) -> tuple[CustomSchedule, float, float]:
     """The best order by a search with the costs of whole stages, its makespan, and the lower bound of that.
 
-    The search ends where an order reaches the bound. Raises InfeasibleError where none keeps the limits of
-    memory.
+    The search ends where an order reaches the bound. Raises InfeasibleError where none keeps the `limits` and
+    those of memory.
     """
+    if not limits.allows(placement):
+        raise InfeasibleError("search.schedule_family.placement: the layout's stages lie otherwise")
+    held = np.bincount(placement, weights=[layer.activation_bytes for layer in costs.layers])
+    costs = replace(costs, memory_limit_bytes=limits.capped(costs.memory_limit_bytes, held))
     num_actions = 3 * len(placement) * costs.num_microbatches
     bound_s = lower_bound(costs, placement=placement, layers_per_stage=_whole(placement)).makespan_s
     result = search(
@@ -146,6 +154,7 @@ def best_order(costs: Costs, placement: Placement, *, seed: int) -> tuple[Custom
         evaluations=max(1, min(MAX_EVALUATIONS, WORK // num_actions)),
         seed=seed,
         lower_bound_s=bound_s,
+        limits=limits,
     )
     schedule = replace(result.schedule, layers_per_stage=None)
     custom = choice_of(schedule, _of_stages(costs, placement), memory_limit_bytes=costs.memory_limit_bytes)

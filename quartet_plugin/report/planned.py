@@ -14,6 +14,7 @@ from quartet_plugin.planner.ranking import Ranked, Ranking
 from quartet_plugin.report.explain import differences, layout_words
 from quartet_plugin.report.summary import aligned
 from quartet_plugin.report.throughput import JobCost, Throughput, job_cost, throughput
+from quartet_plugin.schedule.choice import origin_words
 
 MAX_REFUSALS = 12
 MAX_UNREAD = 40
@@ -76,7 +77,9 @@ def plan_words(ranked: Ranked) -> str:
 def gap_words(ranked: Ranked) -> str:
     """The remaining gap of the order to a bound on every order with its split and placement."""
     gap = 0.0 if ranked.gap is None else ranked.gap
-    return f"schedule {ranked.schedule_label}: at most {100 * gap:.2f} % over the shortest order"
+    order = None if ranked.order is None else origin_words(ranked.order)
+    words = "" if order is None else f" ({order})"
+    return f"schedule {ranked.schedule_label}{words}: at most {100 * gap:.2f} % over the shortest order"
 
 
 def rate_lines(job: PlanRequest, ranked: Ranked) -> list[str]:

@@ -20,6 +20,7 @@ from quartet_plugin.report.formatting import (
 from quartet_plugin.report.other_model import plan_model_lines
 from quartet_plugin.report.speedups import predicted_speedup
 from quartet_plugin.report.throughput import cost_of, throughput_of
+from quartet_plugin.schedule.choice import origin_words
 from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
@@ -94,6 +95,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f"layout    {plan.layout.label}: {microbatch_words(plan.num_microbatches)} an iteration",
         f"split     {split_words(plan)}",
         f"schedule  {plan.schedule.label}",
+        *_order_lines(plan),
         f"mapping   {plan.mapping.label}",
     ]
     lines += ["", *change_lines(plan), *plan_model_lines(plan), *_prediction_lines(plan)]
@@ -101,6 +103,12 @@ def plan_lines(plan: Plan) -> list[str]:
         lines += ["", *comparison_lines(plan.measurement), *_mfu_lines(plan, plan.measurement)]
         lines += choice_lines(plan)
     return lines
+
+
+def _order_lines(plan: Plan) -> list[str]:
+    """The parameters of the family that a searched order was made by; none for other schedules."""
+    words = None if plan.schedule.custom is None else origin_words(plan.schedule.custom)
+    return [] if words is None else [f"          {words}"]
 
 
 def trial_lines(plan: Plan, *, iteration_s: float | None, comparison: Comparison | None) -> list[str]:

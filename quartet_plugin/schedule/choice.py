@@ -1,5 +1,6 @@
 """Schedules as a plan carries them, and back."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from quartet_plugin.model.plan import ScheduleChoice
 from quartet_plugin.schedule.family import PER_CHUNK, SCALARS, Family, generate
 from quartet_plugin.schedule.files import entry_texts, parse_entries
 from quartet_plugin.schedule.named import named
+from quartet_plugin.schedule.placement import kind_of
 from quartet_plugin.schedule.schedule import Schedule
 
 
@@ -98,6 +100,30 @@ def family_of(choice: CustomSchedule) -> Family | None:
     except (TypeError, ValueError) as error:
         raise PlanError(f"schedule.custom.family: {error}") from error
     return family
+
+
+def origin_words(choice: CustomSchedule) -> str | None:
+    """The parameters of the family that made an order, in words; None for a named schedule as it is.
+
+    Where moves of single actions came after them, they are where these moves began.
+    """
+    if choice.family is None and (choice.named is not None and choice.orders is None):
+        return None
+    words = [f"placement {kind_of(choice.placement, num_devices=choice.num_devices)}"]
+    family = family_of(choice)
+    if family is not None:
+        waiting = "any number of" if math.isinf(family.w_limit) else f"at most {family.w_limit:.4g}"
+        words += [
+            "slack unlimited" if math.isinf(family.slack) else f"slack {family.slack:.4g}",
+            f"{waiting} weight gradients wait",
+        ]
+        if not math.isinf(family.memory_cap):
+            words.append(f"memory cap {family.memory_cap:.4g} microbatches")
+    elif choice.named is not None:
+        words.append(f"begun from {choice.named}")
+    if choice.orders is not None:
+        words.append("single actions moved" if family or choice.named else "written out")
+    return ", ".join(words)
 
 
 def written_of(choice: CustomSchedule, *, num_microbatches: int) -> Schedule | None:

@@ -4,6 +4,7 @@ Three forms hold for every knob: `auto` is tuned, a literal is fixed, a list is 
 command's own value, is a form of the knobs that have it by default, and of schedule, split and mapping.
 """
 
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,8 @@ from quartet_plugin.model.sections import Section
 from quartet_plugin.model.tensor_partition import RULE as PARTITION_RULE
 from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.schedule.named import NAMED, Offer
+from quartet_plugin.schedule.placement import PlacementKind
+from quartet_plugin.schedule.search.limits import FREE, FamilyLimits
 from quartet_plugin.space.knobs.knob import AUTO, Kind, Knob
 from quartet_plugin.space.knobs.registry import KNOBS
 
@@ -183,6 +186,51 @@ class ScalingConfig(Section):
     )
 
 
+UNLIMITED = "unlimited"
+_Slack = Annotated[float, Field(ge=0.0, le=1e4)] | Literal["unlimited"]
+_Waiting = Annotated[int, Field(ge=0, le=10**4)] | Literal["unlimited"]
+_Placement = Literal["linear", "loop", "v", "snake"]
+
+
+class FamilyConfig(Section):
+    """What searched orders may use of the family of schedules; without this section all of it.
+
+    An order under `slack` or `weight_gradients` is a point of the family: no single action is moved, and no
+    named schedule stands in for it.
+    """
+
+    slack: Annotated[tuple[_Slack, ...] | None, BeforeValidator(choices), AfterValidator(distinct)] = Field(
+        default=None, description="microbatches that an action may overtake others by: 0 is a static order"
+    )
+    weight_gradients: Annotated[
+        tuple[_Waiting, ...] | None, BeforeValidator(choices), AfterValidator(distinct)
+    ] = Field(default=None, description="weight gradients that may wait; 0: each follows its input gradient")
+    memory_cap: float | None = Field(
+        default=None,
+        ge=1.0,
+        le=1e6,
+        description="activations that a device may hold, in those of one microbatch there",
+    )
+    placement: Annotated[
+        tuple[_Placement, ...] | None, BeforeValidator(choices), AfterValidator(distinct)
+    ] = Field(default=None, description="where stages lie: linear, loop, v or snake")
+
+    @property
+    def limits(self) -> FamilyLimits:
+        """The section as a search takes it."""
+        return FamilyLimits(
+            slacks=_numbers(self.slack),
+            w_limits=_numbers(self.weight_gradients),
+            memory_cap=math.inf if self.memory_cap is None else self.memory_cap,
+            placements=None if self.placement is None else tuple(map(PlacementKind, self.placement)),
+        )
+
+
+def _numbers(values: Sequence[float | str] | None) -> tuple[float, ...] | None:
+    """The numbers of a request, in which `unlimited` is infinity."""
+    return None if values is None else tuple(float("inf" if x == UNLIMITED else x) for x in values)
+
+
 def _partition_label(value: Any) -> str:
     """A tensor partition's label: a text, `{outer: N, inner: grid}`, or these for attention and mlp.
 
@@ -273,6 +321,9 @@ class SearchConfig(_SearchAxes):  # type: ignore[misc]
     scaling: ScalingConfig | None = Field(
         default=None, description="other widths and depths, so another model: never without this key"
     )
+    schedule_family: FamilyConfig | None = Field(
+        default=None, description="limits of searched orders; named schedules have no such parameters"
+    )
     change_class: Literal["A", "B", "C"] = Field(
         default="B",
         description="what may change in training: A its order, B also rounding, C also the objective",
@@ -287,6 +338,11 @@ class SearchConfig(_SearchAxes):  # type: ignore[misc]
         """The values that are requested for a knob; None is `auto`."""
         values: tuple[Any, ...] | None = getattr(self, name)
         return values
+
+    @property
+    def family_limits(self) -> FamilyLimits:
+        """What searched orders may use of the family."""
+        return FREE if self.schedule_family is None else self.schedule_family.limits
 
     def stated(self) -> dict[str, Any]:
         """The keys that are not at their defaults, as a file has them."""

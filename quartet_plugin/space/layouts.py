@@ -163,6 +163,7 @@ def schedules_of(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> tu
             num_microbatches=layout.num_microbatches(rules.job.global_batch_size),
             requested=rules.search.schedule,
             splits_backward=layout.recompute != "full" and job.full_backward is None,
+            limits=rules.search.family_limits,
         )
         names += [
             name

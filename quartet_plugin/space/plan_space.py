@@ -309,6 +309,7 @@ class Space:
             ends=ends,
             split=split,
             mtp_layers=self.job.mtp_layers,
+            limits=self.search.family_limits,
         )
 
     def fixed_splits(self, shape: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...] | None:

@@ -20,6 +20,7 @@ from quartet_plugin.schedule.named import lookup, named, refusal_of
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search.engine import search
+from quartet_plugin.schedule.search.limits import FREE, FamilyLimits
 from quartet_plugin.schedule.search.named_starts import NamedStart
 from quartet_plugin.schedule.search.problem import ScheduleProblem
 from quartet_plugin.schedule.search.space import AUTO, splits_for
@@ -44,12 +45,18 @@ class CustomOrder:
 
 
 def custom_schedules_of(
-    layout: Layout, *, num_microbatches: int, requested: tuple[str, ...] | None, splits_backward: bool
+    layout: Layout,
+    *,
+    num_microbatches: int,
+    requested: tuple[str, ...] | None,
+    splits_backward: bool,
+    limits: FamilyLimits = FREE,
 ) -> tuple[str, ...]:
     """The names of the custom schedules for a layout, in a fixed order; none without a pipeline.
 
     By default only where backwards can be split, and ZB-H2, which holds nearly two pipelines of microbatches,
-    only where the job does not save memory by recomputing.
+    only where the job does not save memory by recomputing. A searched order has a placement that the `limits`
+    allow.
     """
     if layout.pipeline_parallel == 1:
         return ()
@@ -60,7 +67,9 @@ def custom_schedules_of(
     return tuple(
         name
         for name in names
-        if name != skipped and _is_legal(name, layout, num_microbatches=num_microbatches)
+        if name != skipped
+        and _is_legal(name, layout, num_microbatches=num_microbatches)
+        and (name != SEARCHED or limits.placement_of(layout.pipeline_parallel, layout.virtual_stages))
     )
 
 
@@ -87,12 +96,19 @@ def custom_order(
     ends: EndLoads | None,
     split: tuple[int, ...] | None,
     mtp_layers: int | None = None,
+    limits: FamilyLimits = FREE,
 ) -> CustomOrder:
     """The best split and order of a custom schedule; `split` is given where it is fixed.
 
-    `ends` are the sampler's end loads, None for those by FLOPs, which count the `mtp_layers`.
+    `ends` are the sampler's end loads, None for those by FLOPs, which count the `mtp_layers`. A searched
+    order keeps the `limits` of the family. Raises KeyError where they leave it no placement.
     """
     placement = placement_of(name, num_devices=num_devices, chunks=chunks)
+    if name == SEARCHED:
+        allowed = limits.placement_of(num_devices, chunks)
+        if allowed is None:
+            raise KeyError(name)
+        placement = allowed
     costs = cost_table(
         shape,
         ends=ends or flops_end_loads(shape, mtp_layers=mtp_layers).rounded(),
@@ -104,7 +120,10 @@ def custom_order(
     limit = None
     if name == SEARCHED:
         limit = memory_limit(costs, placement, entries=entries)
-        schedule = _searched(replace(costs, memory_limit_bytes=limit), placement, entries=entries)
+        microbatch = limit / min(num_devices, num_microbatches)
+        limit = limits.capped(limit, microbatch)
+        costs_in_memory = replace(costs, memory_limit_bytes=limit)
+        schedule = _searched(costs_in_memory, placement, entries=entries, limits=limits)
     else:
         schedule = _named(name, costs, placement, entries=entries)
     assert schedule.layers_per_stage is not None
@@ -199,7 +218,9 @@ def _named(name: str, costs: Costs, placement: Placement, *, entries: Entries | 
     return replace(schedule, layers_per_stage=best.split)
 
 
-def _searched(costs: Costs, placement: Placement, *, entries: Entries | None) -> Schedule:
+def _searched(
+    costs: Costs, placement: Placement, *, entries: Entries | None, limits: FamilyLimits
+) -> Schedule:
     """The best order of the search, never worse than the named ones that fit into 1F1B's memory."""
     work = _SEARCH_WORK // _num_actions(placement, costs.num_microbatches)
     return search(
@@ -208,6 +229,7 @@ def _searched(costs: Costs, placement: Placement, *, entries: Entries | None) ->
         split=AUTO if entries is None else entries,
         evaluations=max(1, min(_MAX_EVALUATIONS, work)),
         seed=0,
+        limits=limits,
     ).schedule
 
 

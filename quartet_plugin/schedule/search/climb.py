@@ -20,9 +20,7 @@ from quartet_plugin.schedule.generator import (
 )
 from quartet_plugin.schedule.kernel import Lanes, check_memory, run_orders, steady_period
 
-_SLACKS = np.array([0.0, 0.1, 0.2, 0.34, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, np.inf])
 _GAPS = np.array([0.0, 0.25, 0.5, 1.0, 2.0, 4.0, np.inf])
-_LIMITS = np.array([0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, np.inf])
 _FILLS = np.array([0.0, 0.25, 0.5, 1.0])
 _PATIENCE = np.array([0.0, 0.0, 0.1, 0.25, 0.5, 1.0])
 
@@ -36,7 +34,8 @@ class PlacedCosts(NamedTuple):
     """A cost table on a placement, whatever the split.
 
     `prefix` [5, layers + 1] are cumulated F, I, W, B seconds and bytes; `limit` [num_devices] in bytes, inf
-    for none. `want_period`: scores are periods instead of makespans.
+    for none. `want_period`: scores are periods instead of makespans. `slacks` and `w_limits` are the values
+    of these parameters that a climb picks from.
     """
 
     placement: IntArray
@@ -48,6 +47,8 @@ class PlacedCosts(NamedTuple):
     held: float
     num_microbatches: int
     want_period: bool
+    slacks: FloatArray
+    w_limits: FloatArray
 
 
 @inner
@@ -144,8 +145,10 @@ def family_score(params: FloatArray, full_backward: IntArray, counts: IntArray, 
 
 
 @inner
-def _mutate(params: FloatArray, num_devices: int, num_microbatches: int) -> None:
+def _mutate(params: FloatArray, placed: PlacedCosts) -> None:
     """Change one to three parameters in place."""
+    num_devices, num_microbatches = len(placed.slowdown), placed.num_microbatches
+    slacks, w_limits = placed.slacks, placed.w_limits
     v = (len(params) - NUM_SCALARS) // 4
     for _ in range(1 + np.random.randint(0, 3)):
         pick = np.random.randint(0, 4 * v + 5)
@@ -154,13 +157,13 @@ def _mutate(params: FloatArray, num_devices: int, num_microbatches: int) -> None
         elif pick < 4 * v:
             params[pick] += np.random.normal() * (0.1 if np.random.random() < 0.5 else 0.6)
         elif pick == 4 * v:
-            params[4 * v + SLACK] = _SLACKS[np.random.randint(0, len(_SLACKS))]
+            params[4 * v + SLACK] = slacks[np.random.randint(0, len(slacks))]
         elif pick == 4 * v + 1:
             which = np.random.randint(0, 3)
             if which == 0:
                 params[4 * v + W_GAP] = _GAPS[np.random.randint(0, len(_GAPS))]
             elif which == 1:
-                params[4 * v + W_LIMIT] = _LIMITS[np.random.randint(0, len(_LIMITS))]
+                params[4 * v + W_LIMIT] = w_limits[np.random.randint(0, len(w_limits))]
             else:
                 params[4 * v + W_FILL] = _FILLS[np.random.randint(0, len(_FILLS))]
         elif pick == 4 * v + 2:
@@ -217,7 +220,6 @@ def climb_family(
     plateau is crossed. Stops early at `target`, a proven bound.
     """
     np.random.seed(seed)
-    num_devices = len(placed.slowdown)
     trial = params.copy()
     trial_counts = counts.copy()
     trial_backward = full_backward.copy()
@@ -230,12 +232,12 @@ def climb_family(
         if np.random.random() < split_rate:
             _move_layers(trial_counts, least)
             if np.random.random() < 0.3:
-                _mutate(trial, num_devices, placed.num_microbatches)
+                _mutate(trial, placed)
         elif np.random.random() < full_backward_rate:
             stage = np.random.randint(0, len(full_backward))
             trial_backward[stage] = 1 - trial_backward[stage]
         else:
-            _mutate(trial, num_devices, placed.num_microbatches)
+            _mutate(trial, placed)
         trial_score = family_score(trial, trial_backward, trial_counts, placed)
         if trial_score <= score * (1.0 + 1e-12):
             score = trial_score

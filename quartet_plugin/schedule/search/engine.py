@@ -17,6 +17,7 @@ from quartet_plugin.model.costs import Costs
 from quartet_plugin.schedule.compilation import compilation_time
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.search.effort import FIRST_ROUND, GROWTH, Effort, OutOfTimeError, num_cores
+from quartet_plugin.schedule.search.limits import FREE, FamilyLimits
 from quartet_plugin.schedule.search.named_starts import NamedStart
 from quartet_plugin.schedule.search.pairing import PairedRounds
 from quartet_plugin.schedule.search.pools import (
@@ -58,6 +59,7 @@ def search(
     seed: int = 0,
     allow_empty: bool = False,
     lower_bound_s: float = 0.0,
+    limits: FamilyLimits = FREE,
     clock: Callable[[], float] = time.monotonic,
     on_round: OnRound | None = None,
 ) -> SearchResult:
@@ -70,13 +72,18 @@ def search(
     With the period as the objective, insertion and the exact optimum of small orders, which shorten
     makespans, are left out. Another order replaces the best named one of its round only if its mean
     makespan over 64 paired draws of the costs is lower too. Where the costs have all-to-all, neighbours of
-    the result become overlapped pairs if that makes it shorter (`pairing`). Raises ConfigError for impossible
+    the result become overlapped pairs if that makes it shorter (`pairing`). `limits` restrict the family's
+    parameters. Raises ConfigError for impossible
     arguments and InfeasibleError when the memory limit does not hold one microbatch under any split.
     """
     if objective not in ("makespan", "period"):
         raise ConfigError(f"objective: {objective[:40]!r}; expected makespan or period")
     problem = ScheduleProblem.of(
-        costs, want_period=objective == "period", allow_empty=allow_empty, free_split=split == AUTO
+        costs,
+        want_period=objective == "period",
+        allow_empty=allow_empty,
+        free_split=split == AUTO,
+        limits=limits,
     )
     shapes = placements_for(costs, placement=placement, chunks=chunks, split=split, allow_empty=allow_empty)
     if evaluations is None and time_limit_s is None:
@@ -181,7 +188,7 @@ class _ScheduleSearch:
         """Run one round, which gives each kind of work a part of its evaluations."""
         problem = self._tasks.problem
         named = self._named_share
-        insertion = 0.0 if problem.want_period else _INSERTION_SHARE
+        insertion = 0.0 if problem.want_period or problem.limits.is_family_alone else _INSERTION_SHARE
         family = 1.0 - named - insertion
         best = [(item.placement, item.split) for item in self._family.items[:3]]
         self._named.improve(named * evaluations, best)

@@ -92,8 +92,10 @@ class NamedPool:
     _tried: set[tuple[Placement, Entries]] = field(default_factory=set)
 
     def start(self) -> None:
-        """Score every named schedule under every split to start from."""
+        """Score every named schedule under every split to start from; none where the family stands alone."""
         costs = self.tasks.problem.costs
+        if self.tasks.problem.limits.is_family_alone:
+            return
         schedules = named_schedules(
             list(self.options), num_devices=costs.num_devices, num_microbatches=costs.num_microbatches
         )
@@ -195,7 +197,7 @@ def ranked_starts(
             candidate = FamilyCandidate(
                 placement=placement,
                 split=chosen[k % len(chosen)],
-                params=family.to_vector(),
+                params=problem.limits.within(family, k).to_vector(),
                 full_backward=np.full(len(placement), is_full, dtype=np.int64),
             )
             ranked.append((k, candidate))

@@ -12,6 +12,7 @@ from quartet_plugin.schedule.family import Family, generate
 from quartet_plugin.schedule.placement import Placement, chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search.climb import PlacedCosts, climb_family, family_score
+from quartet_plugin.schedule.search.limits import FREE, SLACKS, W_LIMITS, FamilyLimits
 from quartet_plugin.schedule.simulate import Simulation
 from quartet_plugin.split.entries import Entries, minimum_entries
 
@@ -21,7 +22,7 @@ class ScheduleProblem:
     """A cost table prepared for the kernels, with the objective and the choices that are free.
 
     `prefix` [5, layers + 1]: cumulated F, I, W, B seconds and bytes. `limit_bytes` [num_devices], inf for
-    none. `want_period`: minimize the period instead of the makespan.
+    none. `want_period`: minimize the period instead of the makespan. `limits` are those of the family.
     """
 
     costs: Costs
@@ -30,6 +31,7 @@ class ScheduleProblem:
     want_period: bool
     allow_empty: bool
     free_split: bool
+    limits: FamilyLimits = FREE
 
     @classmethod
     def of(
@@ -39,6 +41,7 @@ class ScheduleProblem:
         want_period: bool = False,
         allow_empty: bool = False,
         free_split: bool = False,
+        limits: FamilyLimits = FREE,
     ) -> Self:
         """Prepare `costs`."""
         layers = costs.layers
@@ -58,6 +61,7 @@ class ScheduleProblem:
             want_period=want_period,
             allow_empty=allow_empty,
             free_split=free_split,
+            limits=limits,
         )
 
     @property
@@ -77,6 +81,8 @@ class ScheduleProblem:
             held=float(self.costs.weight_grad_held_fraction),
             num_microbatches=num_microbatches or self.costs.num_microbatches,
             want_period=self.want_period,
+            slacks=np.array(self.limits.slacks or SLACKS),
+            w_limits=np.array(self.limits.w_limits or W_LIMITS),
         )
 
     def least_counts(self, num_stages: int) -> IntArray:
