@@ -98,6 +98,7 @@ class BridgeMeter(StepMeter):
             runtime=None,
             modules=self._modules.names,
             args=arguments_of(self._context.state.cfg),
+            optimizer=getattr(self._context, "optimizer", None),
         )
 
 

@@ -224,6 +224,8 @@ def _device(name: str, cluster: Cluster, devices: Mapping[str, DeviceSpec] | Non
         memory_bytes=values.memory_bytes or spec.memory_bytes,
         memory_bandwidth_bytes_per_s=values.memory_bandwidth_bytes_per_s or spec.memory_bandwidth_bytes_per_s,
         compute_units=values.compute_units or spec.compute_units,
+        host_link_bytes_per_s=values.host_link_bytes_per_s or spec.host_link_bytes_per_s,
+        host_memory_bytes_per_s=values.host_memory_bytes_per_s or spec.host_memory_bytes_per_s,
     )
 
 
@@ -248,6 +250,8 @@ def _described(name: str, cluster: Cluster, values: DeviceValues) -> DeviceSpec:
         scale_out_bandwidth_bytes_per_s=(links.network or links.scale_up).bandwidth_bytes_per_s,
         devices_per_node=per_node,
         compute_units=values.compute_units or 1,
+        host_link_bytes_per_s=values.host_link_bytes_per_s,
+        host_memory_bytes_per_s=values.host_memory_bytes_per_s,
         # Measured: the fastest product is the ceiling itself.
         matmul_ceiling=dict.fromkeys(values.peak_flops, 1.0) if links.measured else {},
         source=cluster.source or "cluster file",

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import Name, Positive, Precision
 from quartet_plugin.model.files import shown
-from quartet_plugin.model.schema import Bounds, nearest_word, read_record, record
+from quartet_plugin.model.schema import ADDED, Bounds, nearest_word, read_record, record
 
 ScaleUpTopology = Literal["switch", "mesh"]
 Count = Annotated[int, Bounds(ge=1, le=2**20)]
@@ -26,6 +26,10 @@ MAX_DEVICE_BYTES = 2**16
 DEFAULT_MATMUL_CEILING = 0.85
 # fp8 over bf16, as fractions of nominal: 0.88 on H100, 0.98 on B200.
 NARROW_FORMAT = 0.93
+# PCIe 5 x16, and a device's share of the host's memory: 8 devices on two Xeon 8480C with 8 channels of
+# DDR5-4800 each (MLPerf Inference v4.1, system description of H200-SXM-141GBx8; Intel's data sheet).
+HOST_LINK_BYTES_PER_S = 63e9
+HOST_MEMORY_BYTES_PER_S = 2 * 8 * 4.8e9 * 8 / 8
 # fp32 products run beside the matrix units: 1/16 of the half-precision peak on A100 and H100.
 SINGLE_PRECISION = 1 / 16
 
@@ -36,7 +40,9 @@ class DeviceSpec:
 
     `scale_up_bandwidth_bytes_per_s` is the sum over all peers; a "mesh" reaches one peer with only its
     share of it. `scale_up_devices` is how many the fast links join, `devices_per_node` how many share a host,
-    `compute_units` how many tiles of a matrix product it works on at once.
+    `compute_units` how many tiles of a matrix product it works on at once. `host_link_bytes_per_s` is that of
+    its copies to and from the host, `host_memory_bytes_per_s` its share of the host's memory bandwidth; None
+    is a usual host's.
     """
 
     schema_version: Literal[1]
@@ -55,6 +61,18 @@ class DeviceSpec:
     power_watts: Positive | None = None
     matmul_ceiling: Mapping[Precision, Annotated[float, Bounds(gt=0, le=1)]] = field(default_factory=dict)
     aliases: tuple[Name, ...] = ()
+    host_link_bytes_per_s: Positive | None = field(default=None, metadata=ADDED)
+    host_memory_bytes_per_s: Positive | None = field(default=None, metadata=ADDED)
+
+    @property
+    def host_link(self) -> float:
+        """Bytes/s of the device's copies to or from its host."""
+        return self.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S
+
+    @property
+    def host_memory(self) -> float:
+        """Bytes/s of the host's memory that one device has."""
+        return self.host_memory_bytes_per_s or HOST_MEMORY_BYTES_PER_S
 
     def peak(self, precision: Precision) -> float:
         """Dense FLOP/s; a format the device lacks runs at the rate of the next wider one it has.

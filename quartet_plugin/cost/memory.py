@@ -202,12 +202,14 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
 def bytes_per_weight(precision: HalfPrecision, software: Software) -> tuple[float, float, float]:
     """Bytes of a weight, of its summed gradient, and of its optimizer state, all unsharded.
 
-    An fp32 weight is its own master weight: the optimizer keeps its moments alone.
+    An fp32 weight is its own master weight: the optimizer keeps its moments alone. On the host it keeps
+    nothing of the device's.
     """
     gradient = float(software.main_gradient_bytes)
+    kept = 0.0 if software.offloads_optimizer else 1.0
     if precision == "fp32":
-        return SINGLE, gradient, software.optimizer_bytes - SINGLE
-    return HALF, gradient, software.optimizer_bytes
+        return SINGLE, gradient, kept * (software.optimizer_bytes - SINGLE)
+    return HALF, gradient, kept * software.optimizer_bytes
 
 
 def _states(run: TrainingRun, dense: float, expert: float) -> tuple[float, float, float]:

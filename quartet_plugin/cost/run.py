@@ -85,6 +85,7 @@ class Software:
     `blocking_transfers`: also interleaved schedules and GPipe wait for their sends, as 1F1B always does.
     `graphs`: kernels are replayed from graphs, so that starting them costs nothing.
     `early_stop`: full recompute stops at the last tensor the backward needs, before the last product.
+    `offloads_optimizer`: the optimizer's state is the host's, which steps it.
     `optimizer_bytes` a parameter: master weight, moments and, where it is kept, an fp32 gradient.
     `logit_bytes` a logit at the loss: the half-precision ones, fp32 copies, their gradient; in fp32 all of
     these may be one tensor.
@@ -129,6 +130,7 @@ class Software:
     graphs: bool = False
     early_stop: bool = False
     fragments: bool = False
+    offloads_optimizer: bool = False
     optimizer_bytes: float = 12.0
     bucket_bytes: float = 0.0
     gather_overlap: bool = True

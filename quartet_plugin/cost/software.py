@@ -109,6 +109,8 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
         and settings.get("overlap_param_gather", True) is True,
         bucket_elements=float(settings.get("ddp_bucket_size") or software.bucket_elements),
         gathers_tokens=settings.get("moe_token_dispatcher") == "allgather",
+        offloads_optimizer=settings.get("optimizer_cpu_offload", software.offloads_optimizer) is True
+        and not software.plain_operations,
         grouped_experts=settings.get("moe_grouped_gemm", software.grouped_experts) is True
         or software.plain_operations,
     )

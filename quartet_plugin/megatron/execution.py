@@ -23,6 +23,8 @@ from quartet_plugin.protocol.execution import (
 from quartet_plugin.space.knobs.knob import LiveJob
 from quartet_plugin.space.knobs.registry import knobs_read_back
 
+# The optimizer of megatron/core/optimizer/cpu_offloading, which not every release has.
+_HOST_OPTIMIZER = "HybridDeviceOptimizer"
 _STOCK: dict[str, RanSchedule] = {
     "forward_backward_no_pipelining": "no-pipelining",
     "forward_backward_pipelining_without_interleaving": "1f1b",
@@ -31,12 +33,13 @@ _STOCK: dict[str, RanSchedule] = {
 
 
 def execution_of(
-    model: Any, *, function: Any, runtime: Any, modules: tuple[str, ...], args: Any
+    model: Any, *, function: Any, runtime: Any, modules: tuple[str, ...], args: Any, optimizer: Any = None
 ) -> Execution:
     """The record of this rank after a training step.
 
     `function` ran the microbatches of the last step, `runtime` is the plugin's where the plan has one,
-    `modules` are the classes that ran, and `args` Megatron's arguments.
+    `modules` are the classes that ran, and `args` Megatron's arguments; `optimizer` is None where it was not
+    seen.
     """
     chunks = list(model) if isinstance(model, list) else [model]
     num_microbatches = int(get_num_microbatches())
@@ -50,7 +53,7 @@ def execution_of(
         pipeline_rank=int(parallel_state.get_pipeline_model_parallel_rank()),
         num_microbatches=num_microbatches,
         stages=_stages(chunks),
-        knobs=knobs_read_back(live_job(chunks), framework=MEGATRON.framework),
+        knobs=knobs_read_back(live_job(chunks, optimizer=optimizer), framework=MEGATRON.framework),
         actions=actions,
         ends=_ends(chunks),
         modules=modules,
@@ -63,7 +66,7 @@ def _ramps_batch(args: Any) -> bool:
     return any(getattr(args, name, None) for name in ("rampup_batch_size", "step_batch_size_schedule"))
 
 
-def live_job(chunks: Sequence[Any]) -> LiveJob:
+def live_job(chunks: Sequence[Any], *, optimizer: Any = None) -> LiveJob:
     """The sizes of the process groups as they are, and the configurations of the parts that were built."""
     return LiveJob(
         degrees={
@@ -79,7 +82,16 @@ def live_job(chunks: Sequence[Any]) -> LiveJob:
         model=get_model_config(chunks[0]),
         optimizer=getattr(chunks[0], "ddp_config", None),
         tensor_partition=_tensor_partition(chunks),
+        offloads_optimizer=offloads_optimizer(optimizer),
     )
+
+
+def offloads_optimizer(optimizer: Any) -> bool | None:
+    """Whether an optimizer, or one that it is a chain of, steps on the host; None without one."""
+    if optimizer is None:
+        return None
+    parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    return any(type(getattr(part, "optimizer", part)).__name__ == _HOST_OPTIMIZER for part in parts)
 
 
 def _tensor_partition(chunks: Sequence[Any]) -> str | None:

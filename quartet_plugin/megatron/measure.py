@@ -123,4 +123,5 @@ class MegatronMeter(StepMeter):
             runtime=self.runtime,
             modules=self._modules.names,
             args=get_args(),
+            optimizer=self._call.get("optimizer"),
         )

@@ -30,12 +30,16 @@ class DeviceValues:
 
     A name the library does not have needs `peak_flops` (dense FLOP/s by precision), `memory_bytes` and
     `memory_bandwidth_bytes_per_s`. `compute_units` is how many tiles of a matrix product it works on at once.
+    `host_link_bytes_per_s` is that of its copies to and from the host, `host_memory_bytes_per_s` its share of
+    the host's memory bandwidth.
     """
 
     peak_flops: Mapping[Precision, Positive] = field(default_factory=dict)
     memory_bytes: Annotated[int, Bounds(ge=1, le=2**50)] | None = None
     memory_bandwidth_bytes_per_s: Positive | None = None
     compute_units: Annotated[int, Bounds(ge=1, le=2**20)] | None = None
+    host_link_bytes_per_s: Positive | None = field(default=None, metadata=ADDED)
+    host_memory_bytes_per_s: Positive | None = field(default=None, metadata=ADDED)
 
 
 @record

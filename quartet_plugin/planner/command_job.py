@@ -28,7 +28,14 @@ from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.job import PlanRequest, parse_job, searched_settings
 from quartet_plugin.space.config import SearchConfig
+from quartet_plugin.space.knobs.expert_overlap import (
+    DELAYED_WEIGHT_GRADIENTS,
+    EXPERT_OVERLAP,
+    SHARED_EXPERT_OVERLAP,
+)
 from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL, WHOLE
+from quartet_plugin.space.knobs.moe_grouped_gemm import MOE_GROUPED_GEMM
+from quartet_plugin.space.knobs.optimizer_cpu_offload import OPTIMIZER_CPU_OFFLOAD
 from quartet_plugin.space.knobs.registry import settings_of
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
 
@@ -39,13 +46,22 @@ _READ = (
     "moe_hybridep",
     "moe_shared",
     "moe_grouped",
+    "precision_aware",
     "moe_forced",
     "overlap_moe",
     "cuda_graphs",
     "graphed_",
 )
 # And those by which values of settings are legal.
-_READ_FOR_SETTINGS = ("moe_grouped_gemm", "no_linear_bias")
+_READ_FOR_SETTINGS = ("no_linear_bias",)
+_OF_EXPERTS = (
+    EXPERT_TENSOR_PARALLEL.name,
+    TOKEN_DISPATCHER.name,
+    SHARED_EXPERT_OVERLAP.name,
+    EXPERT_OVERLAP.name,
+    DELAYED_WEIGHT_GRADIENTS.name,
+    MOE_GROUPED_GEMM.name,
+)
 # Keys of a job that the command says instead.
 _SAID = ("model", "batch")
 
@@ -144,10 +160,12 @@ def job_of_command(
 
 
 def _settings(args: Namespace, search: SearchConfig) -> tuple[Setting, ...]:
-    """The command's settings that plans are predicted by: those of experts, and where any is searched all."""
+    """The command's settings that plans are predicted by: of experts and offload, and all if any is searched."""
     is_searched = bool(searched_settings(search))
-    experts = (EXPERT_TENSOR_PARALLEL.name, TOKEN_DISPATCHER.name) if args.num_experts else ()
-    return tuple(setting for setting in settings_of(args) if is_searched or setting.name in experts)
+    experts = _OF_EXPERTS if args.num_experts else ()
+    offload = (OPTIMIZER_CPU_OFFLOAD.name,) if args.optimizer_cpu_offload else ()
+    read = (*experts, *offload)
+    return tuple(setting for setting in settings_of(args) if is_searched or setting.name in read)
 
 
 def _left(flags: tuple[str, ...], search: SearchConfig) -> tuple[str, ...]:

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
+from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.devices import device_named, index, library, read_device, read_folder
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.cluster import parse_cluster
 
 NAMES = (
     "A100-SXM-80GB", "A100-SXM-40GB (DGX-A100)", "H100-SXM-80GB", "H100-SXM-96GB HBM2e (500 W)",
@@ -100,3 +103,18 @@ def test_a_missing_format_runs_at_the_next_wider_one() -> None:
 def test_the_library_knows_each_device_once() -> None:
     names = {device.name for device in library().values()}
     assert len(names) == len({id(device) for device in library().values()})
+
+
+def test_a_host_is_the_librarys_or_the_files_or_a_usual_one() -> None:
+    usual, grace = device_named("H100"), device_named("GB200")
+    assert (usual.host_link, usual.host_memory) == (63e9, 76.8e9)
+    assert (grace.host_link, grace.host_memory) == (225e9, 225e9)
+    file = {
+        "schema_version": 1,
+        "devices": {"H100": {"host_link_bytes_per_s": 5e10, "host_memory_bytes_per_s": 6e10}},
+        "nodes": [{"name": "a", "devices": ["H100", "H100"]}],
+        "links": {"scale_up": {"bandwidth_bytes_per_s": 4.5e11, "latency_s": 2e-6}},
+    }
+    cluster = look_up(parse_cluster(file, where="cluster.json"), precision="bf16")
+    device = uniform_cluster_of(cluster, Constants()).device
+    assert (device.host_link, device.host_memory) == (5e10, 6e10)

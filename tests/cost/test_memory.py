@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 
+from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.iteration.step import clearing_s, optimizer_s
 from quartet_plugin.cost.memory import (
+    Weights,
     layer_activation_bytes,
     peak_memory,
     stage_activations,
     weights_of_stages,
 )
+from quartet_plugin.cost.software import with_settings
 from tests.cost.runs import EXPERTS, PIPELINE, ROW, run
 
 GIB = 2**30
@@ -87,6 +91,21 @@ def test_recompute_and_sharding_save_memory() -> None:
     states = [peak_memory(run(**base, zero=stage)) for stage in (0, 1, 3)]
     assert states[0].optimizer == pytest.approx(8 * states[1].optimizer)
     assert states[2].gradients < 0.3 * states[1].gradients
+
+
+def test_an_optimizer_on_the_host_leaves_the_device_and_takes_longer() -> None:
+    """Of ten billion parameters on 8 devices: 4 + 2 bytes over the link, 28 through the host's memory."""
+    base = replace(run(dp=8, tp=1, zero=1, sp=False), optimizer_group=8)
+    host = replace(base, software=with_settings(base.software, {"optimizer_cpu_offload": True}))
+    usual, left = peak_memory(base), peak_memory(host)
+    assert (left.optimizer, left.parameters, left.gradients) == (0.0, usual.parameters, usual.gradients)
+    held, constants = Weights(dense=8e10, expert=0.0), Constants(optimizer=1.0)
+    device = replace(base.machines.device, host_link_bytes_per_s=6e10, host_memory_bytes_per_s=7e10)
+    host = replace(host, machines=replace(host.machines, device=device))
+    added_s = optimizer_s(host, constants, held) - clearing_s(host, constants, held)
+    norms_s = 8e10 * 2.0 / (device.memory_bandwidth_bytes_per_s * 0.85)
+    assert added_s - norms_s == pytest.approx(1e10 * (6 / 6e10 + 28 / 7e10))
+    assert optimizer_s(host, constants, held) > 3 * optimizer_s(base, constants, held)
 
 
 def test_modules_that_are_recomputed_are_not_kept() -> None:

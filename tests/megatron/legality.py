@@ -39,6 +39,7 @@ from quartet_plugin.space.knobs.expert_overlap import (
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
+from quartet_plugin.space.knobs.optimizer_cpu_offload import OPTIMIZER_CPU_OFFLOAD
 from quartet_plugin.space.knobs.overlap_param_gather import OVERLAP_PARAM_GATHER
 from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
 from quartet_plugin.space.knobs.recompute_modules import RECOMPUTE_MODULES
@@ -89,6 +90,8 @@ def random_command(generator: random.Random) -> ProductionCommand:
         "--disable-bias-linear",
     )
     words += [switch for switch in switches if generator.random() < 0.5]
+    if "--use-distributed-optimizer" in words and generator.random() < 0.3:
+        words += ["--use-precision-aware-optimizer"]
     if generator.random() < 0.2:
         # Stages of multi-token prediction with a tied head can be made, but not saved.
         words += ["--untie-embeddings-and-output-weights", "--position-embedding-type", "none"]
@@ -209,6 +212,10 @@ def refused_values(
         fault = None if knob.kept(rules) else knob.fault(True, context)
         if fault:
             yield {knob.destination: True}, fault
+    if "precision_aware_optimizer" not in rules.job.features and rules.job.layer_impl != "local":
+        fault = OPTIMIZER_CPU_OFFLOAD.fault(True, context)
+        if fault:
+            yield {"optimizer_cpu_offload": True}, fault
     if layout.num_stages > 1:
         counts = list(plan.split.transformer_layers_per_stage)
         counts[-1] += generator.choice((-1, 1))

@@ -259,6 +259,7 @@ def test_settings_become_flags_and_are_read_back() -> None:
         "overlap_grad_reduce": True,
         "overlap_param_gather": False,
         "ddp_bucket_size": 4000,
+        "optimizer_cpu_offload": False,
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
         "recompute_modules": "core_attn",

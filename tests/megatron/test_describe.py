@@ -245,6 +245,8 @@ def test_what_the_pattern_of_a_hybrid_model_leaves(words: list[str], features: l
         (["--dataloader-type", "cyclic"], "cyclic_data"),
         (["--dataloader-type", "external"], "external_data"),
         (["--num-distributed-optimizer-instances", "2"], "distributed_optimizer_instances"),
+        (["--use-precision-aware-optimizer"], "precision_aware_optimizer"),
+        (["--cpu-offloading-num-layers", "1"], "cpu_offload"),
     ],
 )
 def test_features_that_limit_plans(words: list[str], feature: str) -> None:
@@ -281,6 +283,10 @@ def test_features_that_limit_plans(words: list[str], feature: str) -> None:
             ["moe", "moe_flex_dispatcher", "moe_hybridep"],
         ),
         ([*EXPERTS, "none", "--moe-router-force-load-balancing"], ["moe", "moe_forced_balance"]),
+        (
+            ["--use-precision-aware-optimizer", "--optimizer-offload-fraction", "0.5"],
+            ["optimizer_offload_part", "precision_aware_optimizer"],
+        ),
     ],
 )
 def test_features_that_predictions_read(words: list[str], features: list[str]) -> None:

@@ -21,6 +21,8 @@ from quartet_plugin.model.costs import FloatArray
 OPTIMIZER_BYTES = 28.0
 # Of the six more for the gradients' norm and for clearing them, what clearing writes.
 CLEARED_BYTES = 4.0
+# Of a gradient that goes to the host.
+GRADIENT_COPY_BYTES = 4.0
 # Weight tensors of a layer with biases and without, and of the ends.
 TENSORS, PLAIN_TENSORS, END_TENSORS = 12, 6, 4
 
@@ -226,9 +228,23 @@ def optimizer_s(
     memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
     # Reading gradients for their norm and clearing them touches all gradients, the step the rank's shard.
     clear = 6.0 if run.zero_stage != 3 else 6.0 / shards
-    stepped = constants.optimizer * held.total * (OPTIMIZER_BYTES / shards + clear) / memory
+    passed_s = constants.optimizer * held.total / memory
+    stepped = passed_s * (OPTIMIZER_BYTES / shards + clear)
+    if run.software.offloads_optimizer:
+        stepped = passed_s * clear + _host_step_s(run, constants, held.total / shards)
     count = -(-run.shape.num_layers // run.layout.pipeline_parallel) if num_layers is None else num_layers
     return stepped + (count * tensors_of_layer(run) + END_TENSORS) * tensor_start_s(run, constants)
+
+
+def _host_step_s(run: TrainingRun, constants: Constants, parameters: float) -> float:
+    """Seconds of a step of `parameters` on the host: gradients in fp32 to it, Adam there, weights back.
+
+    One after the other, as Megatron does without --overlap-cpu-optimizer-d2h-h2d
+    (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py).
+    """
+    device = run.machines.device
+    copied_s = (GRADIENT_COPY_BYTES + run.element_bytes) / device.host_link
+    return parameters * (copied_s + constants.optimizer * OPTIMIZER_BYTES / device.host_memory)
 
 
 def tensors_of_layer(run: TrainingRun) -> int:

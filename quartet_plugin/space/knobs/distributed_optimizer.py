@@ -11,6 +11,7 @@ _OTHER_SHARDING = (
     "fsdp",
     "torch_fsdp",
     "cpu_offload",
+    "precision_aware_optimizer",
 )
 
 

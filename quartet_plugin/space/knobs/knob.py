@@ -157,12 +157,14 @@ class LiveJob:
     `degrees` are sizes as they were built, by the knob's name. `model` is the configuration that the model
     holds; `optimizer` decides how gradients and parameters are shared, Megatron's DDP configuration or
     DeepSpeed's engine. `tensor_partition` is the label of what cuts the layers, None where nothing tells.
+    `offloads_optimizer`: the optimizer that was built steps on the host; None where it was not seen.
     """
 
     degrees: Mapping[str, int]
     model: Any = None
     optimizer: Any = None
     tensor_partition: str | None = None
+    offloads_optimizer: bool | None = None
 
 
 def degree_of(name: str) -> Callable[[LiveJob], Value | None]:

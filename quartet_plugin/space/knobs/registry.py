@@ -21,6 +21,7 @@ from quartet_plugin.space.knobs.knob import Knob, LayoutKnob, LiveJob, SettingKn
 from quartet_plugin.space.knobs.mapping import MAPPING
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
 from quartet_plugin.space.knobs.moe_grouped_gemm import MOE_GROUPED_GEMM
+from quartet_plugin.space.knobs.optimizer_cpu_offload import OPTIMIZER_CPU_OFFLOAD
 from quartet_plugin.space.knobs.overlap_grad_reduce import OVERLAP_GRAD_REDUCE
 from quartet_plugin.space.knobs.overlap_param_gather import OVERLAP_PARAM_GATHER
 from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
@@ -67,6 +68,7 @@ SETTINGS: tuple[SettingKnob, ...] = (
     OVERLAP_GRAD_REDUCE,
     OVERLAP_PARAM_GATHER,
     DDP_BUCKET_SIZE,
+    OPTIMIZER_CPU_OFFLOAD,
     RECOMPUTE_METHOD,
     RECOMPUTE_NUM_LAYERS,
     RECOMPUTE_MODULES,

@@ -1,0 +1,49 @@
+"""The optimizer's state and step on the host, which leaves its bytes on the device to activations."""
+
+from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.space.features import Axis
+from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault
+
+# Features that hold the optimizer's state in a way of their own, or of which a rule here cannot tell.
+_BOUND = ("fsdp", "torch_fsdp", "fp8", "fp4", "optimizer_offload_part")
+
+
+def _offers(context: KnobContext) -> tuple[bool, ...]:
+    return (False, True)
+
+
+def _fault(value: Value, context: KnobContext) -> str | None:
+    command = context.rules.job.setting("optimizer_cpu_offload") is True
+    if kept := kept_fault(value, command, _kept(context.rules)):
+        return kept
+    return None if context.layout.distributed_optimizer or not value else "needs distributed_optimizer"
+
+
+def _kept(rules: KnobRules) -> str | None:
+    job = rules.job
+    if job.layer_impl == "local":
+        return "it copies between a GPU and its host; needs --transformer-impl transformer_engine"
+    if "precision_aware_optimizer" not in job.features:
+        return "needs --use-precision-aware-optimizer in the command"
+    return next((name for name in _BOUND if name in job.features), None)
+
+
+OPTIMIZER_CPU_OFFLOAD = SettingKnob(
+    name="optimizer_cpu_offload",
+    label="optimizer_cpu_offload",
+    meaning="the optimizer's state and step on the host",
+    kind="switch",
+    axis=Axis.OPTIONS,
+    change_class="B",
+    rule="a command with --use-precision-aware-optimizer (megatron/training/arguments.py), and "
+    "distributed_optimizer (megatron/core/optimizer/optimizer_config.py); the command's own beside fp8 or "
+    "an offloaded part; needs a GPU (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py)",
+    flag="--optimizer-cpu-offload",
+    destination="optimizer_cpu_offload",
+    default="stock",
+    offers=_offers,
+    fault=_fault,
+    kept=_kept,
+    read_back=lambda live: live.offloads_optimizer,
+    framework=MEGATRON.framework,
+)
