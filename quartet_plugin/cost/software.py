@@ -77,11 +77,16 @@ def with_features(software: Software, features: Iterable[str]) -> Software:
     return replace(
         software,
         graphs=software.graphs or "graphed_iteration" in names,
-        graphed_share=min(1.0, sum(share for name, share in _GRAPHED.items() if name in names)),
+        graphed_share=_graphed_share(names),
         expert_overlap="overlap_moe" in names,
         shared_expert_overlap="moe_shared_expert_overlap" in names,
         sends_once_a_domain=bool(_SENDS_ONCE & names),
     )
+
+
+def _graphed_share(features: Iterable[str]) -> float:
+    """The share of a layer's kernels that the graphed parts among `features` replay."""
+    return min(1.0, sum(_GRAPHED.get(name, 0.0) for name in features))
 
 
 def imbalance_of(features: Iterable[str]) -> float:
@@ -98,11 +103,16 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
         field: settings.get(name, getattr(software, field)) is True and not software.plain_operations
         for name, field in _EXPERT_OVERLAPS.items()
     }
+    parts = settings.get("cuda_graph_modules")
+    is_graphed = isinstance(parts, str) and not software.plain_operations
     # Megatron gathers parameters beside the forward only where it reduces gradients beside the backward.
     reduces = settings.get("overlap_grad_reduce", True) is True
     return replace(
         software,
         **overlaps,
+        graphed_share=_graphed_share(f"graphed_{part}" for part in str(parts).split("+"))
+        if is_graphed
+        else software.graphed_share,
         data_overlap=software.data_overlap and reduces,
         gather_overlap=software.gather_overlap
         and reduces

@@ -255,6 +255,9 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
                 remove.add(knob.destination)
             else:
                 values[knob.destination] = value
+    if "cuda_graph_modules" in values:
+        # The parts by their older flag, which Megatron refuses beside the newer one.
+        remove.add("cuda_graph_scope_deprecated")
     if current.tensor_parallel != layout.tensor_parallel and _expert_shards(user) != 1:
         # Megatron then takes the tensor-parallel size for the experts, too, as plans do.
         remove.add("expert_tensor_parallel_size")

@@ -58,6 +58,7 @@ FREE = dict.fromkeys(
         "overlap_moe_expert_parallel_comm",
         "delay_wgrad_compute",
         "moe_grouped_gemm",
+        "cuda_graph_modules",
         "optimizer_cpu_offload",
     ),
     "auto",

@@ -6,6 +6,7 @@ from quartet_plugin.errors import PlanError
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.megatron_arguments import value_in_words
 from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
+from quartet_plugin.space.knobs.cuda_graph_modules import CUDA_GRAPH_MODULES
 from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
 from quartet_plugin.space.knobs.ddp_bucket_size import DDP_BUCKET_SIZE
 from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER
@@ -65,6 +66,7 @@ SETTINGS: tuple[SettingKnob, ...] = (
     EXPERT_OVERLAP,
     DELAYED_WEIGHT_GRADIENTS,
     MOE_GROUPED_GEMM,
+    CUDA_GRAPH_MODULES,
     OVERLAP_GRAD_REDUCE,
     OVERLAP_PARAM_GATHER,
     DDP_BUCKET_SIZE,
