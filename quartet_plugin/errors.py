@@ -27,11 +27,11 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.USAGE: "usage, configuration, or a plan that is corrupt or made for something else",
     ExitCode.INFEASIBLE: "no feasible plan",
     ExitCode.UNSUPPORTED: "unsupported version, or a seam that is missing, changed or patched",
-    ExitCode.INFRASTRUCTURE: "infrastructure, or the user's own command fails",
+    ExitCode.INFRASTRUCTURE: "infrastructure failed, or the user's own command did",
     ExitCode.STORAGE: "storage, or another tuner holds the run",
     ExitCode.INCOMPLETE: "a batch ended with jobs that failed, or that its limits left out",
-    ExitCode.INTERRUPTED: "interrupted; `--resume` goes on",
-    ExitCode.OUTPUT_CLOSED: "the output's reader left, as `head` does; nothing is printed",
+    ExitCode.INTERRUPTED: "interrupted; `--resume` continues",
+    ExitCode.OUTPUT_CLOSED: "the reader of the output closed it, as `head` does; nothing is printed",
 }
 
 

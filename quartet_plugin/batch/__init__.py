@@ -1,1 +1,1 @@
-"""Many tuning runs by one file: a queue of jobs that share what was measured, and their results."""
+"""Many tuning runs from one file: a queue of jobs that share measurements, and their results."""

@@ -43,7 +43,7 @@ NumTrials = Annotated[int, Field(ge=1, le=100_000)]
 
 
 class JobConfig(Section):
-    """One job: a `command` to tune, a described `job` to plan for, or a command with what it does not say.
+    """One job: a `command` to tune, a described `job` to plan, or a command with further sections.
 
     `job` is the name of a JOB.yaml, or its sections. `like` names a job whose measurements this one begins
     with, once that has ended.
@@ -100,7 +100,7 @@ class Job:
 
     @property
     def kind(self) -> JobKind:
-        """A command is tuned; what is only described is planned for."""
+        """`tune` for a job with a command, `plan` for a job that is only described."""
         return "tune" if self.words else "plan"
 
 
@@ -178,7 +178,7 @@ def _least(*limits: float | None) -> float | None:
 
 
 def _check_names(jobs: list[JobConfig], *, where: str) -> None:
-    """Refuse names that differ by capitals alone, and a `like` that leads to no job or in a circle."""
+    """Refuse names that differ only in case, and a `like` that names no job or forms a cycle."""
     seen: set[str] = set()
     for job in jobs:
         if job.name.casefold() in seen:

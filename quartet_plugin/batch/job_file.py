@@ -46,7 +46,7 @@ class JobFile:
 
     @classmethod
     def of(cls, job: Job, *, kind: JobKind) -> "JobFile":
-        """The state of a job that nobody has begun."""
+        """The state of a job that was not started."""
         command = tuple(masked_argv(job.words))
         return cls(name=job.name, kind=kind, command=command, mark=secrets.token_hex(16))
 
@@ -62,7 +62,7 @@ class BatchJob:
 
 @record
 class BatchFile:
-    """What the batch was begun with: content of batch.json. Commands start in the folder `cwd`."""
+    """The jobs that the batch was started with: content of batch.json. Commands start in the folder `cwd`."""
 
     name: JobName
     cwd: Annotated[str, Length(least=1, most=4096)]
@@ -91,7 +91,7 @@ class BatchFile:
 
 
 def read_batch_file(paths: BatchPaths) -> BatchFile:
-    """What the batch was begun with. Raises ConfigError where the folder is no batch's."""
+    """The jobs that the batch was started with. Raises ConfigError if the folder is not a batch's."""
     if not paths.batch_file.is_file():
         raise ConfigError(
             f"{paths.path}: no batch: it has no batch.json; name a folder that `quartet batch` wrote"
@@ -115,7 +115,7 @@ def write_batch_file(content: BatchFile, *, paths: BatchPaths) -> None:
 
 
 def read_job_file(paths: BatchPaths, name: str) -> JobFile | None:
-    """A job's state; None where nobody has begun it. Raises ConfigError for a damaged file."""
+    """A job's state; None if it was not started. Raises ConfigError for a damaged file."""
     path = paths.job(name) / FILE_NAME
     return read_record(JobFile, path) if path.exists() else None
 
@@ -138,6 +138,6 @@ def state_of(job: Job, *, kind: JobKind, paths: BatchPaths) -> JobFile:
         return new if file is None else replace(new, mark=file.mark)
     if file.kind != kind or not is_same_command(file.command, job.words):
         raise ConfigError(
-            f"jobs: {job.name}: the job was begun with another command; give the same one, or another name"
+            f"jobs: {job.name}: the job was started with another command; give the same one, or another name"
         )
     return file

@@ -51,7 +51,7 @@ class JobProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs, and where nobody has seen it."""
+        """Its exit code, negative for a signal; None while it runs, and if it is unknown."""
         return None if self._child is None else self._child.poll()
 
     def ask_to_stop(self) -> None:

@@ -80,7 +80,7 @@ def _request_of(job: Job, *, config: TuneConfig, cwd: Path) -> _Request:
 
 
 def _sections_of(job: Job, *, config: TuneConfig, cwd: Path) -> dict[str, Any]:
-    """The sections of the job's JOB.yaml; what it leaves out of cluster and search is its q.yaml's."""
+    """The sections of the job's JOB.yaml; missing parts of cluster and search come from its q.yaml."""
     content = load_yaml(job.described) if isinstance(job.described, Path) else job.described
     if content is not None and not isinstance(content, dict):
         raise ConfigError(

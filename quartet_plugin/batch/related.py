@@ -18,7 +18,7 @@ from quartet_plugin.tuner.config import TuneConfig
 
 @dataclass(frozen=True, slots=True)
 class MachineKey:
-    """What two related jobs have in common; `entry` is the adapter's module."""
+    """The properties that two related jobs share; `entry` is the adapter's module."""
 
     entry: str
     num_processes: int | None

@@ -1,4 +1,4 @@
-"""What jobs have come to, read from their runs' folders; nothing is written and no lease is taken."""
+"""The results of jobs, read from their runs' folders; nothing is written and no lease is taken."""
 
 import contextlib
 import statistics
@@ -28,7 +28,7 @@ def history_of(run: Path) -> RunHistory | None:
 
 
 def result_of(job: BatchJob, file: JobFile | None, *, paths: BatchPaths) -> JobResult:
-    """What a job has come to so far; of a job that is over what was written at its end."""
+    """The result of a job so far; for a finished job the result written at its end."""
     if file is None:
         return JobResult(name=job.name, kind=job.kind, state="waiting", priority=job.priority)
     if file.result is not None:
@@ -77,7 +77,7 @@ def with_history(result: JobResult, history: RunHistory, *, run: Path) -> JobRes
 
 
 def _with_row(result: JobResult, row: TrialRow, history: RunHistory) -> JobResult:
-    """The result with one trial: the best so far, or the baseline that nothing has beaten."""
+    """The result with one trial: the best so far, or the baseline if no trial is faster."""
     words = label_of(row)
     return replace(
         result,

@@ -163,7 +163,7 @@ class BatchRunner:
     # Planning
 
     def _plan(self) -> None:
-        """Plan for what has nothing to launch."""
+        """Plan the jobs that have no command to launch."""
         from quartet_plugin.batch.planning import planned
 
         for job in in_order(self._batch.jobs):
@@ -337,7 +337,7 @@ class BatchRunner:
         self._publish()
 
     def _end_running(self) -> None:
-        """End every tuner that runs, and what they would leave."""
+        """End every running tuner and the processes that it would leave behind."""
         if not self._running:
             return
         running = dict(self._running)

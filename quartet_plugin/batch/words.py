@@ -1,4 +1,4 @@
-"""A command's words: a list as it is, or a line that is split as a shell splits words, without a shell."""
+"""A command's words: a list unchanged, or a line split by the rules of a shell, without running one."""
 
 import shlex
 from typing import Any

@@ -19,7 +19,7 @@ def prepare_for_cpu(config: Any) -> None:
     args = arguments_of(config)
     for name in ("sequence_parallel", "fp8", "fp4"):
         if getattr(args, name, None):
-            raise ConfigError(f"{name} cannot run on the CPU device; leave it out")
+            raise ConfigError(f"{name} cannot run on the CPU device; omit it")
     for name in _MODEL:
         if name in vars(config.model):
             setattr(config.model, name, False)

@@ -71,9 +71,9 @@ def prepare(session: Session) -> None:
     session.refuse_smaller_batch("Megatron-Bridge")
     for name in (CONVERSION_FILE, PROFILE):
         if name in os.environ:
-            raise ConfigError(f"{name}: not there for Megatron-Bridge: only training is measured")
+            raise ConfigError(f"{name}: not supported with Megatron-Bridge: only training is measured")
     if session.files is not None and session.files.spec.is_compared:
-        raise ConfigError("the parity gate is not there for Megatron-Bridge, which has no custom schedules")
+        raise ConfigError("Megatron-Bridge has no parity gate, because it has no custom schedules")
     if on_cpu:
         cpu_device.install(training=False)
     after_import(PRETRAIN, functools.partial(wrap, session, on_cpu=on_cpu))

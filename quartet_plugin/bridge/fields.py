@@ -122,7 +122,7 @@ def set_argument(config: Any, name: str, value: Any) -> None:
         # The Bridge pads by itself: to a multiple of the tensor-parallel size times this.
         name, value = "make_vocab_size_divisible_by", value // config.model.tensor_model_parallel_size
     if not has_argument(config, name):
-        raise PlanError(f"{name}: no field of this Megatron-Bridge's configuration; keep its value")
+        raise PlanError(f"{name}: not a field of this Megatron-Bridge's configuration; keep its value")
     field = _RENAMED.get(name, name)
     for section in sections_of(config):
         if field in _fields(section):

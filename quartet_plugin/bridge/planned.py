@@ -95,7 +95,7 @@ def check_checkpoint(plan: Plan, config: Any) -> None:
     if not getattr(checkpoint, "dist_ckpt_optim_fully_reshardable", False):
         raise PlanError(
             f"checkpoint.load: {checkpoint.load}: the plan has other stages than the script's configuration, "
-            "and a distributed optimizer's state may come to other layers; save and load with "
+            "and the state of a distributed optimizer may be loaded into other layers; save and load with "
             "checkpoint.dist_ckpt_optim_fully_reshardable"
         )
 
@@ -134,5 +134,5 @@ def _check_no_process_group() -> None:
     if dist.is_initialized():
         raise PlanError(
             "mapping: the script has made its process group before `pretrain`, so the ranks cannot change; "
-            "leave that to the Bridge, or use a plan with the stock order"
+            "let the Bridge make the group, or use a plan with the stock order"
         )

@@ -42,7 +42,7 @@ def strip_side_effects(config: Any) -> list[str]:
     Raises ConfigError for a configuration that trains nothing.
     """
     if any(getattr(getattr(config, name, None), "skip_train", False) for name in ("train", "validation")):
-        raise ConfigError("skip_train: nothing is trained; leave it out")
+        raise ConfigError("skip_train: it trains nothing; omit it")
     left_out = []
     is_adapted = getattr(config, "peft", None) is not None
     for name in _LEFT_OUT:

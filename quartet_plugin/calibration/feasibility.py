@@ -182,7 +182,7 @@ class FeasibilityModel:
 
 
 def _features(plan: Plan, memory: Memory) -> FloatArray:
-    """What the coefficients multiply: a process, the runtime's share of it, tensors, custom activations."""
+    """The factors of the coefficients: a process, the runtime's share of it, tensors, custom activations."""
     is_custom = float(plan.schedule.custom is not None)
     return np.array([1.0, is_custom, memory.total, is_custom * memory.activations])
 

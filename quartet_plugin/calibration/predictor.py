@@ -224,7 +224,7 @@ class PlanPredictor:
 
     @property
     def num_learned(self) -> int:
-        """How often something was learned: predictions change with this number alone."""
+        """The number of calibrations; predictions change only with this number."""
         return self._num_learned
 
     @property

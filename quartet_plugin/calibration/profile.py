@@ -32,7 +32,7 @@ EMBEDDING_SPREAD = 0.5
 
 @record
 class SimulatedRankRecord:
-    """The one rank of a larger world that was run alone, without communication."""
+    """The single rank of a larger job that was run without communication."""
 
     stage: Annotated[int, Bounds(ge=0, lt=65_536)]
     rank: Annotated[int, Bounds(ge=0, lt=65_536)]

@@ -48,7 +48,7 @@ class DefaultGroup(TyperGroup):
 batch_command = typer.Typer(
     name="batch",
     cls=DefaultGroup,
-    help="Tune many jobs by one file: `quartet batch JOBS.yaml`, and `quartet batch status FOLDER`.",
+    help="Tune many jobs from one file: `quartet batch JOBS.yaml`, and `quartet batch status FOLDER`.",
     no_args_is_help=True,
 )
 
@@ -57,20 +57,20 @@ batch_command = typer.Typer(
 def run_command(
     jobs: Annotated[Path, typer.Argument(metavar="JOBS.yaml", help="The jobs.", show_default=False)],
     batch_dir: Annotated[
-        Path, typer.Option("--batch-dir", help="The folder that holds the batches.")
+        Path, typer.Option("--batch-dir", help="The folder that contains the batches.")
     ] = BATCHES,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a batch that was stopped.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a batch that was stopped.")] = False,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="With --resume: start failed jobs again, too.")
+        bool, typer.Option("--retry-failed", help="With --resume: also start failed jobs again.")
     ] = False,
     takeover: Annotated[
-        bool, typer.Option("--takeover", help="Take over a batch whose process was lost on another host.")
+        bool, typer.Option("--takeover", help="Take over a batch whose process on another host was lost.")
     ] = False,
     plan_only: Annotated[
         bool, typer.Option("--plan-only", help="Let the planner rank each job; start nothing.")
     ] = False,
 ) -> None:
-    """Tune every job of a file, one after the other or some at a time; a failed job stops no other."""
+    """Tune every job of a file, one or several at a time; a failed job does not stop the others."""
     from rich.console import Console
 
     from quartet_plugin.batch.config import read_batch
@@ -119,12 +119,12 @@ def run_command(
 def status_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A batch's folder, or its name.")],
     batch_dir: Annotated[
-        Path, typer.Option("--batch-dir", help="The folder that holds the batches.")
+        Path, typer.Option("--batch-dir", help="The folder that contains the batches.")
     ] = BATCHES,
     as_json: JsonSwitch = False,
     watch_s: Annotated[
         float | None,
-        typer.Option("--watch", metavar="SECONDS", min=0.5, help="Show it again until the batch ends."),
+        typer.Option("--watch", metavar="SECONDS", min=0.5, help="Repeat the output until the batch ends."),
     ] = None,
 ) -> None:
     """Show every job: state, trials, best plan, speedup and the time left."""
@@ -178,7 +178,7 @@ def _configs_of(batch: "Batch") -> "dict[str, TuneConfig]":
 
 
 def _collect_secrets(batch: "Batch") -> None:
-    """From now on the secrets of every command are masked."""
+    """Register the secrets of every command, so that they are masked from now on."""
     from quartet_plugin.protocol.masking import collect_secrets
 
     # Dashes between two commands: a flag at the end of one has no value in the next.
@@ -196,7 +196,7 @@ def _prepare(paths: "BatchPaths", batch: "Batch", *, is_resumed: bool, is_plan_o
     here = path_here(paths.path)
     if is_resumed:
         if not paths.batch_file.is_file():
-            raise ConfigError(f"{here}: no batch to resume; leave --resume out to begin one")
+            raise ConfigError(f"{here}: no batch to resume; omit --resume to start one")
         begun = read_batch_file(paths)
         if begun.is_plan_only != is_plan_only:
             raise ConfigError(f"{here}: the batch was begun {_with(begun.is_plan_only)}; resume it so")
@@ -205,14 +205,14 @@ def _prepare(paths: "BatchPaths", batch: "Batch", *, is_resumed: bool, is_plan_o
         return Path(begun.cwd)
     if paths.batch_file.exists():
         raise ConfigError(
-            f"{here}: the batch exists; add --resume to go on with it, or name another `batch:`"
+            f"{here}: the batch exists; add --resume to continue it, or choose another `batch:`"
         )
     try:
         paths.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         paths.runs.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            f"{here}: cannot be made: {error.strerror}; name a folder that can with --batch-dir"
+            f"{here}: cannot be created: {error.strerror}; name a folder that can with --batch-dir"
         ) from error
     return Path.cwd()
 
@@ -234,18 +234,18 @@ def _lease_of(paths: "BatchPaths", *, takeover: bool) -> "Lease":
             raise
         raise StorageError(
             f"{path_here(paths.path)}: process {holder.pid} on {holder.host} runs this batch, renewed "
-            f"{holder.renewed_s:.0f} s ago; wait for it, end it, or add --takeover if it cannot run any more"
+            f"{holder.renewed_s:.0f} s ago; wait for it, end it, or add --takeover if it can no longer run"
         ) from error
 
 
 def _raise_for(results: "BatchResults", *, is_stopped: bool) -> None:
     """Raise where jobs are left or have failed: InterruptedByUserError or IncompleteError."""
     if is_stopped:
-        raise InterruptedByUserError("stopped; `quartet batch JOBS.yaml --resume` goes on")
+        raise InterruptedByUserError("stopped; `quartet batch JOBS.yaml --resume` continues it")
     counts = results.counts()
     failed = counts.pop("failed", 0)
     left = sum(count for state, count in counts.items() if state != "done")
     parts = [f"{failed} failed"] if failed else []
-    parts += [f"{left} not done: --resume goes on"] if left else []
+    parts += [f"{left} not done; --resume continues the batch"] if left else []
     if parts:
         raise IncompleteError(f"of {len(results.jobs)} jobs {', '.join(parts)}")

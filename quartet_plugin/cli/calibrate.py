@@ -30,7 +30,7 @@ def calibrate_command(
         Path,
         typer.Option(
             metavar="CLUSTER.json",
-            help="The cluster file of the machines that were measured.",
+            help="The cluster file of the measured machines.",
             show_default=False,
         ),
     ],
@@ -46,14 +46,16 @@ def calibrate_command(
         "calibration.json"
     ),
 ) -> None:
-    """Correct the cost model's constants by a cluster's measurements, and print their intervals."""
+    """Correct the cost model's constants with a cluster's measurements, and print their intervals."""
     from quartet_plugin.calibration.constants_fit import calibrate, fixed_by_probe, write_calibration
     from quartet_plugin.cost.cluster import with_measured_hop
     from quartet_plugin.cost.constants import fitted
     from quartet_plugin.model.cluster import read_cluster
 
     if not runs and not profile:
-        raise UsageError("quartet calibrate: nothing measured; name run folders, or --profile PROFILE.json")
+        raise UsageError(
+            "quartet calibrate: nothing measured; name run folders, or add --profile PROFILE.json"
+        )
     observations: list[Observation] = []
     for path in profile or ():
         observations += of_profile(path, cluster=cluster)
@@ -94,7 +96,7 @@ def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
     job = parse_training_job(profile.job, where=f"{path}: job")
     if job.split is None:
         raise ConfigError(
-            f"{path}: job.split: null; only models that are lists of like layers are calibrated"
+            f"{path}: job.split: null; only models that consist of equal layers can be calibrated"
         )
     run = _run_of(job, job, split=job.split, on_cpu=profile.ranks[0].device == "cpu", cluster=cluster)
     observations = observations_of(run, profile.ranks, is_alone=profile.played is not None)
@@ -105,7 +107,7 @@ def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
 
 
 def of_run_folder(folder: Path, *, cluster: Path) -> "list[Observation]":
-    """The measured trials of a run folder: their iterations, and their actions where they recorded them.
+    """The measured trials of a run folder: their iterations, and their actions if the ranks recorded them.
 
     Raises ConfigError for a folder without any.
     """
@@ -149,7 +151,7 @@ def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | Non
 def _run_of(
     job: "TrainingJob", source: "Plan | TrainingJob", *, split: "Split", on_cpu: bool, cluster: Path
 ) -> "TrainingRun":
-    """The run of a job with the shape, layout and schedule of `source`, the job itself or its plan."""
+    """The run of a job with the shape, layout and schedule of `source`, which is the job or its plan."""
     from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
     from quartet_plugin.cost.constants import fitted
     from quartet_plugin.cost.run import measured_run

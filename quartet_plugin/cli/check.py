@@ -42,16 +42,16 @@ def check_command(
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="A folder for weights and logs that all nodes see. Default: PLAN.parity beside the plan."
+            help="A folder for weights and logs that all nodes can access. Default: PLAN.parity, beside PLAN."
         ),
     ] = None,
     deadline: Annotated[
-        float, typer.Option(help="Seconds that each of the three runs may take.")
+        float, typer.Option(help="Time limit of each of the three runs, in seconds.")
     ] = _DEADLINE_S,
     accept_changed_source: AcceptChangedSource = False,
     as_json: JsonSwitch = False,
 ) -> None:
-    """Compare loss and gradient norm of a plan with stock, from the same weights, on the same data."""
+    """Compare the losses and gradient norms of a plan with stock, from equal weights, on equal data."""
     from quartet_plugin.cli.plan_checks import check_before_start
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.model.plan import read_plan
@@ -87,7 +87,7 @@ def parity_gate(
     folder: Path | None = None,
     deadline_s: float = _DEADLINE_S,
 ) -> "Iterator[ParityGate]":
-    """The gate of a command for the plan of a file; its weights are removed in the end.
+    """The parity gate of a command for the plan of a file; the gate's weights are removed at the end.
 
     Without `folder` its runs go to PLAN.parity beside the plan.
     """
@@ -115,7 +115,7 @@ def parity_gate(
 
 
 def keep_receipt(receipt: "Receipt", *, plan: Path, place: Path) -> Path:
-    """Write the receipt beside its plan; its file. Raises PlanError where the check failed."""
+    """Write the receipt beside its plan, and return its file. Raises PlanError if the check failed."""
     from quartet_plugin.model.receipt import receipt_path, write_receipt
 
     target = receipt_path(plan)
@@ -145,7 +145,7 @@ def _step_line(step: "StepComparison") -> str:
 
 
 def _layout_lines(reference: "LayoutReference | None") -> list[str]:
-    """The comparison with stock under the plan's layout, where the command's rounding is another one."""
+    """The comparison with stock under the plan's layout, if the command's layout rounds differently."""
     if reference is None:
         return []
     allowed = reference.tolerance
@@ -165,11 +165,11 @@ def _show(name: str, progress: "Progress") -> None:
 
 
 def _new_folder(place: Path) -> Path:
-    """A new folder for the weights alone, so that removing it can hit nothing else."""
+    """A new folder for the weights only, so that removing it cannot delete other files."""
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="weights-", dir=place.absolute()))
     except OSError as error:
         raise StorageError(
-            f"{place}: cannot be made: {error.strerror}; name a writable place with --folder"
+            f"{place}: cannot be created: {error.strerror}; name a writable place with --folder"
         ) from error

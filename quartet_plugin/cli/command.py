@@ -45,25 +45,27 @@ PlanOrRun = Annotated[
     str,
     typer.Argument(
         metavar="PLAN.json|RUN",
-        help="A plan file, or a run's folder or name: its winner.",
+        help="A plan file, or a run's folder or name for its best plan.",
         show_default=False,
     ),
 ]
 TrialOfRun = Annotated[
     int | None,
-    typer.Option("--trial", metavar="N", min=0, help="The plan of that trial of a run, not its winner."),
+    typer.Option(
+        "--trial", metavar="N", min=0, help="With a run: the plan of this trial instead of the best plan."
+    ),
 ]
 RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name.")]
-RunsFolder = Annotated[Path, typer.Option("--run-dir", help="The folder that holds the runs.")]
+RunsFolder = Annotated[Path, typer.Option("--run-dir", help="The folder that contains the runs.")]
 RUNS = Path("runs")
 JsonSwitch = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 HardwareFolder = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="A folder of device files; they go before the library's."),
+    typer.Option(metavar="FOLDER", help="A folder of device files, which override the library's."),
 ]
 CalibrationFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="The cluster's calibration, which `quartet calibrate` wrote."),
+    typer.Option(metavar="FILE", help="A calibration of the cluster, written by `quartet calibrate`."),
 ]
 
 
@@ -89,7 +91,7 @@ def user_command(ctx: typer.Context) -> tuple[str, ...]:
     words = invocation(ctx).user_command
     if not words:
         raise UsageError(
-            f"{ctx.command_path}: no training command; write it after --, as in: -- torchrun ..."
+            f"{ctx.command_path}: the training command is missing; write it after --, as in: -- torchrun ..."
         )
     return words
 
@@ -98,7 +100,7 @@ def refuse_user_command(ctx: typer.Context) -> None:
     """Raise UsageError when something follows `--` although the command that was called runs nothing."""
     if invocation(ctx).user_command is not None:
         path = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
-        raise UsageError(f"{path}: runs no training command; drop -- and what follows it")
+        raise UsageError(f"{path}: takes no training command; remove -- and the words after it")
 
 
 def check_range(option: str, value: int, *, least: int = 1, most: int) -> None:
@@ -147,7 +149,7 @@ def find_run(name: str | None, *, run_dir: Path) -> Path:
         )
     runs = all_runs(run_dir)
     if not runs:
-        raise ConfigError(f"{run_dir}: no runs there; name one, or their folder with --run-dir")
+        raise ConfigError(f"{run_dir}: contains no runs; name a run, or their folder with --run-dir")
     if len(runs) > 1:
         names = ", ".join(path.name for path in runs[:8]) + (", ..." if len(runs) > 8 else "")
         raise UsageError(f"{run_dir} holds {len(runs)} runs: name one of {names}")
@@ -165,7 +167,7 @@ def find_plan(name: str, *, run_dir: Path) -> Path:
     from quartet_plugin.tuner.history import open_run
 
     if not any((folder / "config.json").is_file() for folder in (path, run_dir / name)):
-        raise ConfigError(f"{name}: no plan file and no run, here or in {run_dir}; name one of them")
+        raise ConfigError(f"{name}: no such plan file or run, here or in {run_dir}; name one of them")
     run = find_run(name, run_dir=run_dir)
     plan = open_run(run).folder.best_plan
     if not plan.is_file():
@@ -194,7 +196,7 @@ def _no_winner_words(run: Path) -> str:
                 f"`quartet trials {shown}` lists its plans"
             )
         case _:
-            return "the run has no winner yet; `quartet tune --resume` goes on with it"
+            return "the run has no winner yet; `quartet tune --resume` continues it"
 
 
 def all_runs(run_dir: Path) -> list[Path]:

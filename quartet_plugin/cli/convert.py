@@ -20,7 +20,9 @@ def convert_command(
     ctx: typer.Context,
     checkpoint: Annotated[
         Path,
-        typer.Argument(help="A folder that --save wrote, or one iteration in it.", show_default=False),
+        typer.Argument(
+            help="A folder written by --save, or the folder of one iteration in it.", show_default=False
+        ),
     ],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="NEW", help="The folder to write; it must not exist.")
@@ -28,15 +30,17 @@ def convert_command(
     to: Annotated[
         str,
         typer.Option(
-            metavar="PLAN|stock", help="The stages to save for: a plan's, or those of the command (stock)."
+            metavar="PLAN|stock",
+            help="The stages of the converted checkpoint: a plan's, or the command's (stock).",
         ),
     ],
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Leave out the optimizer's state and the random state.")
+        bool,
+        typer.Option("--weights-only", help="Omit the state of the optimizer and of the random generators."),
     ] = False,
     device: DeviceName = "auto",
 ) -> int:
-    """Save a Megatron checkpoint again for another split, placement or layout."""
+    """Convert a Megatron checkpoint to another split, placement or layout."""
     from quartet_plugin.cli.plan_checks import check_before_start
     from quartet_plugin.cli.train import run_wrapped
     from quartet_plugin.launchers.command import ENTRY_MODULE, parse_command
@@ -48,7 +52,7 @@ def convert_command(
 
     training = parse_command(user_command(ctx))
     if training.entry != ENTRY_MODULE:
-        raise ConfigError("convert: DeepSpeed's checkpoints are not converted; only Megatron's can be")
+        raise ConfigError("convert: DeepSpeed's checkpoints cannot be converted, only Megatron's")
     folder, step = checkpoint_of(checkpoint, tracker=TRACKER)
     if output.exists() or output.is_symlink():
         raise ConfigError(f"{output}: exists; name a new folder")
@@ -65,7 +69,7 @@ def convert_command(
         if code != ExitCode.DONE:
             return code
         if not (partial / FORMAT / TRACKER).is_file():
-            raise InfrastructureError("the command ended without saving; its own output above says why")
+            raise InfrastructureError("the command ended without saving; its output above gives the reason")
         (partial / FORMAT).rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -74,20 +78,20 @@ def convert_command(
 
 
 def checkpoint_of(path: Path, *, tracker: str) -> tuple[Path, int | None]:
-    """The folder for `--load`, and the iteration where `path` names one; ConfigError where there is none."""
+    """The folder for `--load`, and the iteration if `path` names one; raises ConfigError without one."""
     place = path.absolute()
     match = _ITERATION.fullmatch(place.name)
     if match is not None and place.is_dir() and any(place.iterdir()):
         return place.parent, int(match[1])
     if not (place / tracker).is_file():
         raise ConfigError(
-            f"{path}: no checkpoint of Megatron's; name the folder that --save wrote, with {tracker} in it"
+            f"{path}: not a checkpoint of Megatron; name the folder that --save wrote, with {tracker} in it"
         )
     return place, None
 
 
 def _beside(output: Path) -> Path:
-    """An empty folder on the same disk; all nodes that see the one see the other."""
+    """An empty folder on the same file system, so that the same nodes can access both."""
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.absolute().parent))

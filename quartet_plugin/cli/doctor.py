@@ -23,7 +23,7 @@ _SHOWN_FUNCTIONS = 40
 
 
 class ReportFormat(StrEnum):
-    """The forms of the report."""
+    """The output formats of the report."""
 
     TEXT = "text"
     JSON = "json"
@@ -31,14 +31,14 @@ class ReportFormat(StrEnum):
 
 def doctor_command(
     plan: Annotated[
-        Path | None, typer.Option("--plan", metavar="PLAN", help="Tell whether this plan may be used here.")
+        Path | None, typer.Option("--plan", metavar="PLAN", help="Tell whether this plan can be used here.")
     ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
             "--against",
             metavar="WHEEL|TREE",
-            help="Show how changed functions differ from those of another Megatron.",
+            help="Show the differences of changed functions from those of another Megatron.",
         ),
     ] = None,
     form: Annotated[
@@ -46,23 +46,28 @@ def doctor_command(
     ] = ReportFormat.TEXT,
     nodes: Annotated[
         bool,
-        typer.Option("--nodes", help="Check every node: devices, links, ports, clocks, disks, limits."),
+        typer.Option(
+            "--nodes", help="Check the devices, links, ports, clocks, disks and limits of every node."
+        ),
     ] = False,
     launcher: Annotated[
         str | None,
         typer.Option(
-            help="With --nodes: what reaches them, as for trials; this allocation of Slurm without it."
+            help="With --nodes: the launcher that reaches the nodes. Default: this allocation of Slurm."
         ),
     ] = None,
     trial_nodes: Annotated[
         int | None,
         typer.Option(
-            min=1, help="With --nodes: how many to look at. Default: all, where the launcher knows them."
+            min=1, help="With --nodes: the number of nodes to check. Default: all that the launcher knows."
         ),
     ] = None,
     site: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --nodes: the site.yaml, which says what the cluster asks."),
+        typer.Option(
+            metavar="FILE",
+            help="With --nodes: the site.yaml, which has the cluster's settings for every job.",
+        ),
     ] = None,
 ) -> None:
     """Tell which axes can be tuned with the installed Megatron, and why others cannot; launch nothing."""
@@ -75,7 +80,9 @@ def doctor_command(
         _doctor_nodes(launcher=launcher, site=site, trial_nodes=trial_nodes, form=form)
         return
     if (launcher, site, trial_nodes) != (None, None, None):
-        raise UsageError("quartet doctor: --launcher, --site and --trial-nodes belong to --nodes; add it")
+        raise UsageError(
+            "quartet doctor: --launcher, --site and --trial-nodes work only with --nodes; add it"
+        )
     report = _report(against)
     _show_report(report, form)
     if report["fault"] is not None:
@@ -98,8 +105,8 @@ def _doctor_nodes(
             check="framework",
             state="fail" if report["fault"] else "warn" if changed else "ok",
             finding=report["fault"]
-            or f"megatron-core {report['framework_version']}, {len(changed)} functions not as known",
-            fix="quartet doctor shows which axes that keeps" if changed and not report["fault"] else "",
+            or f"megatron-core {report['framework_version']}, {len(changed)} changed functions",
+            fix="`quartet doctor` shows which axes this excludes" if changed and not report["fault"] else "",
         ),
     )
     if form is ReportFormat.JSON:
@@ -116,7 +123,7 @@ def _doctor_nodes(
 
 
 def recheck_command(plan: PlanFile) -> None:
-    """Say whether a plan may still be used after an upgrade: `quartet doctor --plan PLAN` by another name."""
+    """Tell whether a plan can still be used after an upgrade; an alias of `quartet doctor --plan PLAN`."""
     from quartet_plugin.model.frameworks import capabilities
     from quartet_plugin.model.plan import read_plan
 
@@ -129,7 +136,7 @@ def recheck_command(plan: PlanFile) -> None:
 
 
 def _plan_lines(plan: "Plan", *, path: Path, report: dict[str, Any]) -> list[str]:
-    """What shows that a plan may be used here. Raises SeamError or PlanError where it may not."""
+    """Why the plan can be used here. Raises SeamError or PlanError if it cannot."""
     from quartet_plugin.cli.plan_checks import framework_version
     from quartet_plugin.model.receipt import needs_receipt, needs_runtime, require_receipt
 
@@ -150,7 +157,7 @@ def _plan_lines(plan: "Plan", *, path: Path, report: dict[str, Any]) -> list[str
             "is of another release; make a plan with `quartet tune`"
         )
     level = (
-        "a custom schedule, and every function that it replaces is as known"
+        "a custom schedule; every function that it replaces is unchanged"
         if has_schedule
         else ("native flags, which this Megatron has")
     )
@@ -174,7 +181,7 @@ def _show_report(report: dict[str, Any], form: ReportFormat) -> None:
     faults = _faults(report)
     show(
         f"framework  megatron-core {report['framework_version']} in {report['folder']}",
-        f"functions  {len(report['functions'])}, {len(faults)} of them not as known; the nearest release is "
+        f"functions  {len(report['functions'])}, {len(faults)} of them changed; the nearest known release is "
         f"{report['nearest']}",
         *(f"{row['axis']:17} {row['state']:6} {row['reason']}" for row in report["axes"]),
     )
@@ -197,7 +204,7 @@ def _difference_command(report: dict[str, Any]) -> str:
 
 
 def _report(against: Path | None) -> dict[str, Any]:
-    """A report on the Megatron here, made in another process, which may import torch."""
+    """A report on the installed Megatron, from a separate process, which may import torch."""
     from quartet_plugin.model.files import read_json
 
     with tempfile.TemporaryDirectory(prefix="quartet-") as folder:
@@ -208,6 +215,6 @@ def _report(against: Path | None) -> dict[str, Any]:
         )
         if not target.exists():
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            raise InfrastructureError(f"Megatron cannot be examined: {last}")
+            raise InfrastructureError(f"Megatron cannot be inspected: {last}")
         content: dict[str, Any] = read_json(target)
         return content

@@ -93,8 +93,8 @@ def _count_nodes(engine: "Engine", launcher: str) -> int:
 
     if not isinstance(engine, CountedNodes):
         raise ConfigError(
-            f"--launcher {launcher}: its nodes are not known before a job runs; say with --trial-nodes how "
-            "many to look at"
+            f"--launcher {launcher}: its nodes are not known before a job runs; give their "
+            "number with --trial-nodes"
         )
     number = engine.count_nodes()
     if not number:
@@ -117,12 +117,12 @@ def _await_end(handle: "NodesHandle") -> str | None:
                 end_s = time.monotonic() + _LIMIT_S
             elif end_s is None and not is_told:
                 is_told = True
-                tell("the checks wait for nodes; Ctrl-C ends them")
+                tell("waiting for nodes; Ctrl-C ends the checks")
             time.sleep(_POLL_S)
         return handle.fault
     finally:
         if left := handle.end_on_nodes():
-            tell(f"{', '.join(left)}: may still run the checks; end them there")
+            tell(f"{', '.join(left)}: may still be running the checks; end them there")
 
 
 def _names_of_hosts(folder: Path, number: int) -> tuple[str, ...]:

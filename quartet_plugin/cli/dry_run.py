@@ -60,7 +60,9 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
     from quartet_plugin.tuner.run_folder import RunFolder
 
     study, trial = config.study, config.trial
-    state = "goes on" if is_resumed else "is there: say --resume" if path.exists() else "would be made"
+    state = (
+        "would be resumed" if is_resumed else "exists: add --resume" if path.exists() else "would be created"
+    )
     return [
         f"run       {path} {state}",
         f"command   {shlex.join(masked_argv(command.words))}",
@@ -73,7 +75,7 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
         f"{study.rounds} rounds; fewer where they decide, at most {study.max_final_launches} launches",
         f"time      at most {duration(_longest_s(config))}, {duration(trial.deadline_s)} a launch",
         *_space_lines(config, command),
-        "dry run   nothing was started and nothing written",
+        "dry run   nothing was started or written",
     ]
 
 

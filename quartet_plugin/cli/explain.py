@@ -40,7 +40,7 @@ def explain_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A JOB.yaml or a cluster file. Default: the run, job or nodes that the plan names.",
+            help="A JOB.yaml or a cluster file. Default: the run, job or nodes named in the plan.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -49,7 +49,7 @@ def explain_command(
     calibration: CalibrationFile = None,
     run_dir: RunsFolder = RUNS,
 ) -> None:
-    """Show what the predicted time and memory of a plan and your command are made of, and the next best."""
+    """Show the terms of a plan's predicted time and memory, those of your command, and the next best plan."""
     from rich.console import Console
 
     from quartet_plugin.cli.trial_plan import plan_of_trial
@@ -96,12 +96,12 @@ def explain_command(
 # Seconds an iteration of a plan and of what it is compared with; None of what was not measured.
 type _Measured = tuple[float | None, float | None]
 
-_NOT_CALIBRATED = "not calibrated by trials: shares and ratios are what these figures show"
+_NOT_CALIBRATED = "not calibrated by trials: only the shares and ratios of these figures are meaningful"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Basis:
-    """What calibrated the figures: the trials of a run, where there is one that can be read.
+    """The calibration of the figures: the trials of a run, if the run can be read.
 
     `is_stand_in`: the run measured another configuration than the user's own as its baseline.
     """
@@ -112,7 +112,7 @@ class _Basis:
 
 
 def _basis(path: Path, plan: "Plan") -> _Basis:
-    """The basis of a plan file's figures: the run whose winner it is, where it knows the plan."""
+    """The basis of a plan file's figures: the run whose winner it is, if that run contains the plan."""
     run = path.absolute().parent.parent
     if path.absolute().parent.name != "best" or not (run / "config.json").is_file():
         return _Basis(words=_NOT_CALIBRATED)
@@ -135,7 +135,7 @@ def _basis(path: Path, plan: "Plan") -> _Basis:
 
 
 def _shapes(plan: Path, explained: "Explained") -> "ShapeCurve | None":
-    """Throughput against shape: measured by the run that the plan is of, or planned."""
+    """Throughput against shape: measured by the plan's run, or planned."""
     from quartet_plugin.model.shape_curve import FILE_NAME, read_shape_curve
 
     beside = plan.with_name(FILE_NAME)
@@ -232,7 +232,7 @@ def _runner_up(other: "OtherPlan | None") -> "RunnerUp | None":
 
 
 def _baseline(plan: "Plan", explained: "Explained", *, measured_s: float | None) -> "BaselineTerms | None":
-    """The iteration of what the plan is compared with, beside the plan's."""
+    """The iteration of the plan's baseline, to compare with the plan's own."""
     from quartet_plugin.report.explain import PLAIN_BASELINE, YOUR_COMMAND, BaselineTerms
 
     prediction = explained.baseline

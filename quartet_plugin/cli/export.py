@@ -39,25 +39,28 @@ def export_command(
     plan: PlanFile,
     as_json: JsonSwitch = False,
     ds_config: Annotated[
-        Path | None, typer.Option(help="For a DeepSpeed plan: print this ds_config with the plan in it.")
+        Path | None, typer.Option(help="For a DeepSpeed plan: print this ds_config with the plan's values.")
     ] = None,
     sbp: Annotated[
-        bool, typer.Option("--sbp", help="Print how a layer's linears are cut, for OneFlow.")
+        bool, typer.Option("--sbp", help="Print the partition of a layer's linear operators, for OneFlow.")
     ] = False,
     gspmd: Annotated[
-        bool, typer.Option("--gspmd", help="Print how a layer's linears are cut, for XLA.")
+        bool, typer.Option("--gspmd", help="Print the partition of a layer's linear operators, for XLA.")
     ] = False,
     dtensor: Annotated[
-        bool, typer.Option("--dtensor", help="Print how a layer's linears are cut, for PyTorch or veScale.")
+        bool,
+        typer.Option(
+            "--dtensor", help="Print the partition of a layer's linear operators, for PyTorch or veScale."
+        ),
     ] = False,
     colossal: Annotated[
-        bool, typer.Option("--colossal", help="Print the tensor parallelism for Colossal-AI.")
+        bool, typer.Option("--colossal", help="Print the tensor-parallel settings for Colossal-AI.")
     ] = False,
     partition: Annotated[
         str | None,
         typer.Option(
             metavar="FORM",
-            help="The cut that these four print: stock, rings, grid, primepar, 2d, 3d.  "
+            help="The partition that these four print: stock, rings, grid, primepar, 2d, 3d.  "
             "[default: the plan's own]",
         ),
     ] = None,
@@ -87,7 +90,7 @@ def export_command(
 
 
 def _in_notation(plan: "Plan", notations: list[str], form: str | None) -> dict[str, Any]:
-    """The linears of a plan's layer in one notation. Raises UsageError for none, several or a wrong form."""
+    """The linear operators of a plan's layer in one notation. Raises UsageError unless one is named."""
     from quartet_plugin.partition.layer import LAYER_FORMS, linears_of, partition_of, planned_layer
     from quartet_plugin.partition.notation.layer_notation import Notation, layer_notation
 
@@ -101,7 +104,9 @@ def _in_notation(plan: "Plan", notations: list[str], form: str | None) -> dict[s
     name: Notation = notations[0]  # type: ignore[assignment]
     devices = layout.tensor_parallel
     if devices < 2:
-        raise PlanError(f"tensor_parallel {devices}: nothing is cut; name a plan with tensor parallelism")
+        raise PlanError(
+            f"tensor_parallel {devices}: nothing is partitioned; name a plan with tensor parallelism"
+        )
     linears = linears_of(
         plan.shape, tokens=layout.micro_batch_size * plan.shape.seq_length // layout.context_parallel
     )
@@ -122,7 +127,7 @@ def _in_notation(plan: "Plan", notations: list[str], form: str | None) -> dict[s
 def show_command(
     plan: PlanOrRun, trial: TrialOfRun = None, run_dir: RunsFolder = RUNS, as_json: JsonSwitch = False
 ) -> None:
-    """Show a plan, a run's winner or a trial: the job, what the plan changes, how much faster it was."""
+    """Show a plan, a run's winner or a trial: its job, its changes and its speedup."""
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.report.tables import plan_lines, plan_record, trial_lines
 
@@ -167,7 +172,7 @@ _RECOMPUTE_FLAGS = (
 
 
 def export(plan: "Plan") -> dict[str, Any]:
-    """The flags to add to the user's command and those to leave out of it.
+    """The flags to add to the user's command, and the flags to remove from it.
 
     `flags` (name -> value, True for a switch), `leave_out` (the command's own flags that contradict them)
     and `ranks`: where each RANK runs. Raises PlanError for a schedule that stock Megatron has no flags for.
@@ -211,7 +216,7 @@ def _about(plan: "Plan") -> dict[str, Any]:
 
 
 def ds_config_of(plan: "Plan") -> dict[str, Any]:
-    """The keys of a plain ds_config that say the plan's batch sizes and optimizer."""
+    """The keys of a plain ds_config that hold the plan's batch sizes and optimizer settings."""
     batch, layout = plan.made_for.global_batch_size, plan.layout
     buckets = {
         "reduce_bucket_size": layout.reduce_bucket_size,
@@ -229,7 +234,7 @@ def ds_config_of(plan: "Plan") -> dict[str, Any]:
 
 
 def merged_ds_config(plan: "Plan", path: Path) -> dict[str, Any]:
-    """The ds_config at `path` with the plan's sizes in it: a plain one of DeepSpeed's.
+    """The ds_config at `path` with the plan's sizes: plain DeepSpeed, without the plugin.
 
     Raises PlanError for a plan of another framework, ConfigError for a file that is no ds_config.
     """
@@ -251,7 +256,7 @@ def merged_ds_config(plan: "Plan", path: Path) -> dict[str, Any]:
 
 
 def flags_of(plan: "Plan") -> dict[str, str | int | bool | list[str]]:
-    """Megatron's flags that say the same as the plan's shape, layout, split and schedule.
+    """Megatron's flags for the plan's shape, layout, split and schedule.
 
     A plan that was made without a run also has those of its precision, experts and attention.
     """
@@ -317,7 +322,7 @@ def _settings(layout: "Layout") -> "list[tuple[SettingKnob, Any]]":
 
 
 def left_out(plan: "Plan") -> list[str]:
-    """Flags of the user's command, where it has them, that the plan does not go with."""
+    """Flags of the user's command that are incompatible with the plan."""
     baseline, layout = plan.made_for.baseline, plan.layout
     flags = list(_SPLIT_FLAGS)
     if layout.pipeline_parallel == 1:
@@ -354,7 +359,7 @@ def lines(content: dict[str, Any]) -> list[str]:
     for name, value in content["flags"].items():
         # The layout's bars are a pipe to a shell.
         rows.append(shlex.join([name, *_flag_values(value)]))
-    rows.append(f"# leave out of the command, where given: {' '.join(content['leave_out'])}")
+    rows.append(f"# remove from the command, if given: {' '.join(content['leave_out'])}")
     order = (
         "the launcher's own" if content["is_stock_order"] else "not the launcher's: set RANK before the start"
     )
@@ -367,7 +372,7 @@ def lines(content: dict[str, Any]) -> list[str]:
 
 
 def _flag_values(value: Any) -> list[str]:
-    """The words behind a flag: none of a switch, all of a list."""
+    """The values of a flag: none for a switch, all for a list."""
     if value is True:
         return []
     return [str(item) for item in (value if isinstance(value, list) else [value])]
@@ -398,7 +403,7 @@ def native_path(run_folder: Path) -> Path:
 
 
 def _exports(plan: "Plan") -> str:
-    """The line that sets what Megatron wants before Blackwell where the plan raises TP or CP above 1."""
+    """The line that sets the variable which Megatron requires before Blackwell if TP or CP is above 1."""
     baseline, layout = plan.made_for.baseline.layout, plan.layout
     raised = max(layout.tensor_parallel, layout.context_parallel) > 1
     if not raised or max(baseline.tensor_parallel, baseline.context_parallel) > 1:
@@ -407,14 +412,14 @@ def _exports(plan: "Plan") -> str:
 
 
 def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
-    """The script. Raises PlanError where appended flags do not say the whole plan."""
+    """The script. Raises PlanError if appended flags cannot express the whole plan."""
     from quartet_plugin.protocol.masking import shell_words
 
     content = export(plan)
     if "flags" not in content:
         raise PlanError(f"{plan.made_for.framework} takes no flags for a plan")
     if not content["is_stock_order"]:
-        raise PlanError("the plan changes the order of the ranks, for which there is no flag")
+        raise PlanError("the plan changes the order of the ranks, which no flag can express")
     if "--" in command:
         raise PlanError("the command has a -- of its own, behind which flags are not read")
     switches = {word.partition("=")[0].replace("_", "-") for word in command if word.startswith("--")}

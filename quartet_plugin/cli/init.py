@@ -12,10 +12,10 @@ from quartet_plugin.errors import ConfigError
 def init_command(
     file: Annotated[
         Path,
-        typer.Argument(metavar="[FILE]", help="The file to write; one that exists is never overwritten."),
+        typer.Argument(metavar="[FILE]", help="The file to write; an existing file is never overwritten."),
     ] = Path("q.yaml"),
 ) -> None:
-    """Write a q.yaml in which every key stands as a comment, with its default and what it does."""
+    """Write a q.yaml that lists every key as a comment, with its default and its meaning."""
     from quartet_plugin.model.files import write_text_atomic
     from quartet_plugin.tuner.config_template import config_text
 

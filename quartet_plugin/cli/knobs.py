@@ -29,7 +29,7 @@ def knobs_command(
 
     words = invocation(ctx).user_command
     if run is not None and words is not None:
-        raise ConfigError(f"{run}: both a run and a command are given; give one of them")
+        raise ConfigError(f"{run}: both a run and a command are given; give only one")
     rows = knob_rows(None if run is None else _space_of(run, run_dir))
     if words is not None:
         rows = _stated(rows, words)
@@ -39,18 +39,18 @@ def knobs_command(
     for row in rows:
         show(*_lines(row))
     if any(row.state == NOT_ASKED for row in rows):
-        show("", f"{NOT_ASKED}: settings that seldom gain, or by which a checkpoint no longer loads")
+        show("", f"{NOT_ASKED}: settings that rarely help, or with which a checkpoint no longer loads")
 
 
 def _space_of(run: str, run_dir: Path) -> "Space":
-    """The space of a run's search, as its baseline decided it."""
+    """The search space of a run, determined by its baseline."""
     from quartet_plugin.tuner.run_space import space_of_run
 
     return space_of_run(find_run(run, run_dir=run_dir))
 
 
 def _stated(rows: "list[KnobRow]", words: tuple[str, ...]) -> "list[KnobRow]":
-    """The rows with the values that a command's flags state."""
+    """The rows, with the values that the command's flags set."""
     from dataclasses import replace
 
     from quartet_plugin.launchers.megatron_flags import flags_among
@@ -60,7 +60,7 @@ def _stated(rows: "list[KnobRow]", words: tuple[str, ...]) -> "list[KnobRow]":
 
 
 def _stated_value(knob: "Knob", given: Mapping[str, Sequence[str]]) -> str | None:
-    """The value by the flags of a command with the words behind each; None where they do not tell."""
+    """The value that a command's flags set; None if they do not determine it."""
     from quartet_plugin.space.knobs.knob import SettingKnob
 
     if knob.kind == "switch" and knob.flag:

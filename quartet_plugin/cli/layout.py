@@ -30,7 +30,7 @@ def layout_command(
     model: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="A model's usual name, or a HuggingFace config.json or its folder."
+            metavar="NAME", help="The name of a known model, or a HuggingFace config.json or its folder."
         ),
     ],
     pp: Annotated[int, typer.Option(help="Pipeline parallel size.", metavar="N")],
@@ -50,18 +50,21 @@ def layout_command(
     profile: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="A file of `quartet profile`, which corrects the times; needs --cluster."
+            metavar="FILE",
+            help="A file written by `quartet profile`, which corrects the times; needs --cluster.",
         ),
     ] = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(metavar="CLUSTER.json", help="The cluster on which the profile was measured."),
+        typer.Option(
+            metavar="CLUSTER.json", help="The cluster file of the machine on which the profile was measured."
+        ),
     ] = None,
     as_json: JsonSwitch = False,
     hardware: HardwareFolder = None,
     calibration: CalibrationFile = None,
 ) -> None:
-    """Print the best split of a model's layers as Megatron's flag, and what the even split costs."""
+    """Print the best split of a model's layers as Megatron's flag, and compare it with the even split."""
     from quartet_plugin.cli.plan import model_section_of
     from quartet_plugin.cost.constants import fitted
     from quartet_plugin.cost.devices import device_named
@@ -123,7 +126,9 @@ def _constants(calibration: Path | None, *, profile: list[Path], cluster: Path |
             raise UsageError("--cluster: works only with --profile; --device names the device to plan for")
         return constants_of(calibration)
     if cluster is None or calibration is not None:
-        raise UsageError("--profile: needs the --cluster that it was measured on, and no --calibration")
+        raise UsageError(
+            "--profile: needs --cluster, the cluster that it was measured on, and excludes --calibration"
+        )
     from quartet_plugin.calibration.constants_fit import calibrate
     from quartet_plugin.cli.calibrate import of_profile
 
@@ -164,7 +169,7 @@ def _lines(best: "StageLayout", even: "StageLayout", *, chunks: int, pipeline: i
         )
     lines.append(f"iteration {time_of(best.iteration_s)} predicted")
     if even.split == best.split:
-        return [*lines, "the even split is the best of those that were compared"]
+        return [*lines, "the even split is the fastest of those that were compared"]
     excess = even.iteration_s / best.iteration_s - 1
     fullest = max(memory.total for memory in even.memory)
     note = "" if even.fits else ", which does not fit"

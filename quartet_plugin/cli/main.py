@@ -57,7 +57,7 @@ COMMANDS = {
 }
 # In words, because the table of options would cut so long a name on a narrow terminal.
 _CHANGED_SOURCE = (
-    " --accept-changed-source allows custom schedules although functions of Megatron have changed; the "
+    " --accept-changed-source allows custom schedules even if functions of Megatron have changed; the "
     "parity gate then decides."
 )
 # The commands that run the user's own command; every other one refuses words behind --.
@@ -106,12 +106,12 @@ def build_app() -> "typer.Typer":
             bool,
             typer.Option(
                 "--version",
-                help="Print the versions, of the frameworks too.",
+                help="Print the versions of quartet and of the installed frameworks.",
                 callback=_version,
                 is_eager=True,
             ),
         ] = False,
-        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.")] = False,
     ) -> None:
         del version, debug
         if ctx.invoked_subcommand not in _EPILOGS:

@@ -25,14 +25,18 @@ class PartitionFormat(StrEnum):
 
 PartitionName = Annotated[
     str,
-    typer.Argument(metavar="NAME", help="A name of `list`, or a PARTITION.json.", show_default=False),
+    typer.Argument(
+        metavar="NAME",
+        help="A name that `quartet partition list` shows, or a PARTITION.json.",
+        show_default=False,
+    ),
 ]
 # A table's line is for reading back: not even one of a thousand devices is cut.
 MAX_TABLE_LINE = 1_000_000
 
 partition_command = typer.Typer(
     name="partition",
-    help="List, show and check ways to cut a linear layer over devices.",
+    help="List, show and check partitions of a linear layer over devices.",
     no_args_is_help=True,
     callback=refuse_user_command,
 )
@@ -96,7 +100,7 @@ def show_partition(
     from quartet_plugin.partition.files import partition_to_json, partition_to_text, write_partition
 
     if form is PartitionFormat.PNG and output is None:
-        raise UsageError("--format png: a picture is a file; add -o FILE")
+        raise UsageError("--format png: a picture needs a file; add -o FILE")
     partition = checked_partition(name)
     if form is PartitionFormat.PNG and output is not None:
         from quartet_plugin.report.partition_picture import partition_png
@@ -129,9 +133,9 @@ def checked_partition(name: str) -> "Partition":
 @partition_command.command()
 def price(
     hidden: Annotated[int, typer.Option(min=1, max=2**20, metavar="H", help="Hidden size.")],
-    tokens: Annotated[int, typer.Option(min=1, max=2**20, metavar="T", help="Tokens of a microbatch.")],
+    tokens: Annotated[int, typer.Option(min=1, max=2**20, metavar="T", help="Tokens per microbatch.")],
     devices: Annotated[
-        int, typer.Option(min=2, max=1024, metavar="N", help="Devices over which a layer is cut.")
+        int, typer.Option(min=2, max=1024, metavar="N", help="Number of devices that share a layer.")
     ],
     device: Annotated[str, typer.Option(metavar="NAME", help="A device of the library.")] = "H100-SXM-80GB",
     as_json: JsonSwitch = False,
@@ -154,8 +158,8 @@ def price(
 def search(
     hidden: Annotated[int, typer.Option(min=1, max=2**20, metavar="H", help="Hidden size.")],
     heads: Annotated[int, typer.Option(min=1, max=2**16, metavar="A", help="Attention heads.")],
-    batch: Annotated[int, typer.Option(min=1, max=2**16, metavar="B", help="Samples of a microbatch.")],
-    tokens: Annotated[int, typer.Option(min=1, max=2**20, metavar="T", help="Tokens of a sample.")],
+    batch: Annotated[int, typer.Option(min=1, max=2**16, metavar="B", help="Samples per microbatch.")],
+    tokens: Annotated[int, typer.Option(min=1, max=2**20, metavar="T", help="Tokens per sample.")],
     devices: Annotated[int, typer.Option(min=2, max=32, metavar="N", help="Devices: 2, 4, ... 32.")],
     device: Annotated[str, typer.Option(metavar="NAME", help="A device of the library.")] = "H100-SXM-80GB",
     as_json: JsonSwitch = False,

@@ -44,7 +44,7 @@ def plan_command(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="A model by its usual name, such as llama3-8b, or a HuggingFace config.json."
+            metavar="NAME", help="The name of a known model, such as llama3-8b, or a HuggingFace config.json."
         ),
     ] = None,
     cluster: Annotated[
@@ -53,7 +53,7 @@ def plan_command(
     ] = None,
     devices: Annotated[
         str | None,
-        typer.Option(metavar="N,N", help="Numbers of devices; the best plans of all are shown side by side."),
+        typer.Option(metavar="N,N", help="Numbers of devices, such as 32,64; shows the best plan for each."),
     ] = None,
     frontier: Annotated[
         Frontier | None,
@@ -68,14 +68,16 @@ def plan_command(
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="Tokens in the vocabulary, where a command's tokenizer decides it.", metavar="N"),
+        typer.Option(help="Tokens in the vocabulary, if a command's tokenizer determines it.", metavar="N"),
     ] = None,
     tokens: Annotated[
         float | None, typer.Option(metavar="N", help="Tokens that the whole job trains on, such as 15e12.")
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option(metavar="X", help="Price of a device for an hour, by which the job's cost is shown."),
+        typer.Option(
+            metavar="X", help="Price of one device for an hour; the output then shows the job's cost."
+        ),
     ] = None,
     top: Annotated[
         int,
@@ -84,12 +86,12 @@ def plan_command(
         ),
     ] = 1,
     exhaustive: Annotated[
-        bool, typer.Option("--exhaustive", help="Predict every layout, without ruling any out by bounds.")
+        bool, typer.Option("--exhaustive", help="Predict every layout; exclude none by lower bounds.")
     ] = False,
     named_only: Annotated[
         bool,
         typer.Option(
-            "--named-only", help="Use named schedules alone; search no order for the ten best layouts."
+            "--named-only", help="Use named schedules only; search no orders for the ten best layouts."
         ),
     ] = False,
     refused: Annotated[
@@ -99,7 +101,7 @@ def plan_command(
         str | None,
         typer.Option(
             metavar="VERSION",
-            help="Megatron's release that the plans are for. Default: the command's, else the installed one.",
+            help="The release of Megatron to plan for. Default: the command's, otherwise the installed one.",
             show_default=False,
         ),
     ] = None,
@@ -284,7 +286,7 @@ def _show_frontier(
 
 
 def _release(asked: str | None, words: "Sequence[str] | None") -> str:
-    """The release of Megatron that plans are for. Raises UsageError for what is no version."""
+    """The release of Megatron that plans are for. Raises UsageError if the text is not a version."""
     from packaging.version import InvalidVersion, Version
 
     from quartet_plugin.cli.plan_checks import megatron_here
@@ -300,7 +302,7 @@ def _release(asked: str | None, words: "Sequence[str] | None") -> str:
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
-    """The numbers of `--devices`. Raises UsageError for something else."""
+    """The numbers of `--devices`. Raises UsageError if the text is not a list of numbers."""
     if text is None:
         return ()
     parts = text.split(",")
@@ -321,7 +323,7 @@ def _sections(
     tokens: float | None,
     price: float | None,
 ) -> dict[str, Any]:
-    """The sections of the JOB.yaml with those that options say in their place."""
+    """The sections of the JOB.yaml, with the sections that options replace."""
     from quartet_plugin.model.files import shown
     from quartet_plugin.model.sections import load_yaml
 
@@ -377,8 +379,8 @@ def _request(
 
     if job is None and "model" not in sections:
         raise UsageError(
-            "quartet plan: no job; name a JOB.yaml or a --model, or write a training command after --, as "
-            "in: -- torchrun ..."
+            "quartet plan: no job is given; name a JOB.yaml, add --model, or write a command after --, "
+            "as in: -- torchrun ..."
         )
     named = sections.get("cluster")
     if isinstance(named, str):

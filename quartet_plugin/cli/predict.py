@@ -15,7 +15,8 @@ MAX_ROWS_BYTES = 16 * 2**20
 
 def predict_command(
     rows: Annotated[
-        Path, typer.Argument(metavar="ROWS.json", help="A JSON array of runs.", show_default=False)
+        Path,
+        typer.Argument(metavar="ROWS.json", help="A JSON array that describes runs.", show_default=False),
     ],
     output: Annotated[
         Path,

@@ -39,7 +39,7 @@ def probe_command(
         int | None,
         typer.Option(help="Ranks on this machine. Default: its GPUs, or its cores up to 8."),
     ] = None,
-    deadline: Annotated[float, typer.Option(help="Seconds that the measurement may take.")] = 180.0,
+    deadline: Annotated[float, typer.Option(help="Time limit of the measurement, in seconds.")] = 180.0,
 ) -> None:
     """Measure devices, memory and links, and write the cluster file that `quartet plan` reads.
 
@@ -53,13 +53,13 @@ def probe_command(
     chosen = resolve_device(device, environment=os.environ)
     words = invocation(ctx).user_command
     if words is not None and processes is not None:
-        raise UsageError("--processes: the command after -- sets the number, too; drop one of them")
+        raise UsageError("--processes: the command after -- also sets the number; give only one")
     # Of several nodes only one writes.
     if words is None and not output.parent.is_dir():
-        raise ConfigError(f"{output}: the folder {output.parent} is not there; make it first")
+        raise ConfigError(f"{output}: the folder {output.parent} does not exist; create it first")
     cluster = probe(words, device=chosen, num_processes=processes, deadline_s=deadline)
     if cluster is None:
-        show("the cluster file is written where rank 0 runs")
+        show("the cluster file is written on the node of rank 0")
         return
     from quartet_plugin.model.cluster import write_cluster
 
@@ -94,7 +94,7 @@ def probe(
         if target.exists():
             return cluster_of(read_record(Findings, target))
     if words is None:
-        raise InfrastructureError("the probe ended without a result; run it with --debug")
+        raise InfrastructureError("the probe ended without a result; run it again with --debug")
     return None
 
 
@@ -162,18 +162,16 @@ def _launcher(words: Sequence[str]) -> list[str]:
     options = read_options(tuple(words), first_option, program="torchrun")
     if options.end != len(words):
         raise ConfigError(
-            f"command {words[options.end]!r}: the probe takes the script's place; write its options only"
+            f"command {words[options.end]!r}: the probe replaces the script; write torchrun's options only"
         )
     for flag in ("help", "module", "no_python", "run_path"):
         if flag in options.values:
-            raise ConfigError(
-                f"torchrun --{flag.replace('_', '-')}: the probe takes the script's place; leave it out"
-            )
+            raise ConfigError(f"torchrun --{flag.replace('_', '-')}: the probe replaces the script; omit it")
     return list(words)
 
 
 def _run(argv: Sequence[str], *, folder: Path, device: Literal["cpu", "cuda"], deadline_s: float) -> None:
-    """Start `argv`, wait for its end, and leave no process of it behind. Raises InfrastructureError."""
+    """Start `argv`, wait for its end, and leave none of its processes behind. Raises InfrastructureError."""
     from quartet_plugin.launchers.local import LocalLauncher, child_environment
     from quartet_plugin.protocol.environment import ATTEMPT_ID
     from quartet_plugin.trial.processes import descendants, marked_processes, reap
@@ -200,12 +198,10 @@ def _wait(handle: "Handle", *, deadline_s: float) -> int | None:
 
 
 def _failure(code: int | None, *, log: Path, deadline_s: float) -> str:
-    """One line: what went wrong, and the processes' own last words about it."""
+    """One line with the error and the last lines that the processes printed."""
     from quartet_plugin.trial.log import last_lines, read_tail
 
     if code is None:
-        return (
-            f"the probe took longer than {deadline_s:g} s; check the links, or allow it more with --deadline"
-        )
+        return f"the probe took longer than {deadline_s:g} s; check the links, or raise --deadline"
     words = [line.strip() for line in last_lines(read_tail(log)) if "Error" in line]
     return f"the probe failed: {words[0][:300] if words else f'torchrun ended with code {code}'}"

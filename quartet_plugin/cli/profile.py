@@ -33,20 +33,22 @@ def profile_command(
     ] = Path("profile.json"),
     costs: Annotated[
         Path | None,
-        typer.Option(metavar="COSTS.json", help="Also write the cost table that `quartet schedule` reads."),
+        typer.Option(metavar="COSTS.json", help="Also write a cost table for `quartet schedule`."),
     ] = None,
-    iterations: Annotated[int, typer.Option(help="Iterations to measure; two are run before them.")] = 6,
+    iterations: Annotated[
+        int, typer.Option(help="Number of iterations to measure, after two of warm-up.")
+    ] = 6,
     stage: Annotated[
         int | None,
-        typer.Option(metavar="K", help="Run pipeline rank K alone, without communication."),
+        typer.Option(metavar="K", help="Run only pipeline rank K, without communication."),
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(metavar="N", help="With --stage: the ranks of the whole job.")
+        int | None, typer.Option(metavar="N", help="With --stage: the number of ranks of the whole job.")
     ] = None,
     device: DeviceName = "auto",
-    deadline: Annotated[float, typer.Option(help="Seconds that the run may take.")] = 600.0,
+    deadline: Annotated[float, typer.Option(help="Time limit of the run, in seconds.")] = 600.0,
 ) -> None:
-    """Measure a microbatch of every part of the model, forward and backward, inside the command's ranks.
+    """Measure the forward and backward of one microbatch for every part of the model, in the command's ranks.
 
     With --stage and --world-size one process measures one rank of a job larger than this machine.
     """
@@ -91,7 +93,7 @@ def profile_command(
 def played_rank(
     words: Sequence[str], *, stage: int | None, world_size: int | None
 ) -> "SimulatedRankRecord | None":
-    """The rank that stands for pipeline rank `stage`: its first one, by Megatron's order of ranks.
+    """The first rank of pipeline rank `stage` in Megatron's order of ranks, which represents it.
 
     Raises UsageError for options that do not go together or do not fit the command's own flags.
     """
@@ -115,7 +117,7 @@ def played_rank(
 
 
 def _flag(words: Sequence[str], name: str) -> int:
-    """The last value of a flag that counts ranks; 1 where it is not given."""
+    """The last value of a flag that counts ranks; 1 if the flag is missing."""
     value = "1"
     for word, following in zip(words, [*words[1:], None], strict=True):
         if word.startswith(f"{name}="):
@@ -150,7 +152,7 @@ def _profiling(played: "SimulatedRankRecord | None") -> Iterator[None]:
 
 
 def rank_profiles(result: "TrialResult", *, is_played: bool) -> "list[RankProfile]":
-    """The profiles that the ranks of a trial wrote; InfrastructureError with the trial's reason without any.
+    """The profiles that the ranks of a trial wrote; without any, InfrastructureError with the trial's reason.
 
     A rank that runs alone computes with whatever lay in memory, so that its loss may be none.
     """
@@ -179,7 +181,7 @@ def table(ranks: "Sequence[RankProfile]") -> "Costs":
 
 
 def write(measured: "Profile", *, output: Path, costs: Path | None) -> None:
-    """Write the profile, and the table where it is asked for."""
+    """Write the profile, and the cost table if it is requested."""
     from quartet_plugin.calibration.profile import write_profile
     from quartet_plugin.model.files import write_json_atomic
 

@@ -28,17 +28,17 @@ def rehearse_command(
         Path,
         typer.Option(
             metavar="COSTS.json",
-            help="The cost table, which says how long each action sleeps.",
+            help="The cost table: each action sleeps for its time.",
             show_default=False,
         ),
     ],
     steps: Annotated[int, typer.Option(help="Number of steps to rehearse.")] = 5,
-    time_scale: Annotated[float, typer.Option(help="A factor on every time of the cost table.")] = 1.0,
+    time_scale: Annotated[float, typer.Option(help="A factor for all times of the cost table.")] = 1.0,
     hang: Annotated[
-        float, typer.Option(help="Seconds without progress after which the run counts as hung.")
+        float, typer.Option(help="Seconds without progress after which the rehearsal is stopped as hung.")
     ] = 60.0,
 ) -> None:
-    """Run a schedule in real processes, one for each device, whose computations only sleep.
+    """Run a schedule in real processes, one per device, whose computations only sleep.
 
     This finds hangs, and shows the simulator's error. A laptop can rehearse many devices.
     """
@@ -60,7 +60,7 @@ def rehearse_command(
 
 
 def _run(files: list[str], numbers: list[str]) -> dict[str, Any]:
-    """Start the rehearsal in a process of its own, which may import torch; its result."""
+    """Start the rehearsal in a separate process, which may import torch, and return its result."""
     from quartet_plugin.model.files import read_json
 
     with tempfile.TemporaryDirectory(prefix="quartet-") as folder:
@@ -68,7 +68,7 @@ def _run(files: list[str], numbers: list[str]) -> dict[str, Any]:
         done = subprocess.run([sys.executable, "-m", _MODULE, *files, str(target), *numbers], check=False)
         if not target.exists():
             raise InfrastructureError(
-                f"the rehearsal ended with code {done.returncode}; its output above says why"
+                f"the rehearsal ended with code {done.returncode}; its output above gives the reason"
             )
         result: dict[str, Any] = read_json(target)
     if "error" in result:

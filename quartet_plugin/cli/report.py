@@ -29,7 +29,7 @@ def report_command(
         typer.Option("-o", "--output", metavar="FILE", help="The file to write. Default: RUN/report.html."),
     ] = None,
 ) -> None:
-    """Write a run's report.html: winner against baseline, every trial, memory, timelines, costs."""
+    """Write a run's report.html: winner and baseline, every trial, memory, timelines, costs."""
     path = find_run(run, run_dir=run_dir)
     fault = write_report(path, output=output)
     show(f"wrote {output or path / FILE_NAME}")
@@ -40,7 +40,7 @@ def report_command(
 def write_report(
     path: Path, *, output: Path | None = None, storage: "StudyStorage | None" = None
 ) -> StorageError | None:
-    """Write the report of the run in `path`; the fault of its study where that could not be read.
+    """Write the report of the run in `path`; returns the error of its study if it could not be read.
 
     `storage` is where the study is, for a caller that knows its password.
     Raises ConfigError where there is no run or the file cannot be written, StorageError when the disk fails.
@@ -63,7 +63,7 @@ def write_report(
 
 
 def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
-    """The steps of the user's own command and of the winner, simulated; the winner's also as recorded.
+    """The simulated steps of the user's own command and of the winner, and the winner's recorded step.
 
     Without a winner the best single trial stands for it. Only a custom schedule's ranks record a step.
     """
@@ -82,7 +82,7 @@ def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
 
 
 def _own_step(history: "RunHistory") -> "Step":
-    """The step of trial 0, in the seconds that its final rounds measured where there were some."""
+    """The step of trial 0, scaled to the seconds of the final rounds if there were any."""
     row = history.baseline
     plan = None if row is None else row.plan
     measured = history.winner.measurement if history.winner and not history.baseline_note else None
@@ -98,7 +98,7 @@ def _seconds_of(plan: "Plan", row: "TrialRow | None") -> float | None:
 
 
 def _simulated(steps: "list[Step]") -> "list[Picture]":
-    """The pictures of steps on one scale of time, of those that have a pipeline."""
+    """The timelines of the steps that have a pipeline, on one scale of time."""
     from quartet_plugin.report.gantt import timeline
     from quartet_plugin.report.page import Picture
     from quartet_plugin.report.winner import simulated_plan
@@ -168,7 +168,7 @@ def train_lines(history: "RunHistory", *, path: Path) -> list[str]:
 
 
 def parity_words(path: Path) -> str | None:
-    """What the parity gate found of the winner; None where it was not asked."""
+    """The parity gate's result for the winner; None if the gate was not run."""
     from quartet_plugin.model.receipt import read_receipt, receipt_path, worst_of
 
     receipt_file = receipt_path(path / "best" / "plan.json")
@@ -188,7 +188,7 @@ def parity_words(path: Path) -> str | None:
 
 
 def flag_lines(plan: "Plan", *, path: Path) -> list[str]:
-    """What says the same without the plugin, or why nothing does."""
+    """The flags that express the plan without the plugin, or why there are none."""
     from quartet_plugin.cli.export import export, lines, native_path
 
     script = native_path(path)
@@ -200,7 +200,7 @@ def flag_lines(plan: "Plan", *, path: Path) -> list[str]:
 
 
 def report_line(path: Path, *, storage: "StudyStorage | None" = None) -> str:
-    """Write the report at the end of a run, and say where it is; a fault of it never spoils the run."""
+    """Write the report at the end of a run, and say where it is; an error here never fails the run."""
     try:
         write_report(path, storage=storage)
     except Exception as error:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TableFormat(StrEnum):
-    """How trials are printed."""
+    """The output formats of the list of trials."""
 
     TABLE = "table"
     JSON = "json"
@@ -30,7 +30,7 @@ class TableFormat(StrEnum):
 def status_command(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN]", help="A run's folder or name; without one all runs are shown."),
+        typer.Argument(metavar="[RUN]", help="A run's folder or name. Default: all runs."),
     ] = None,
     run_dir: RunsFolder = RUNS,
     as_json: JsonSwitch = False,
@@ -40,11 +40,11 @@ def status_command(
             "--watch",
             metavar="SECONDS",
             min=0.5,
-            help="Show it again after this many seconds, until the run ends.",
+            help="Repeat the output every N seconds until the run ends.",
         ),
     ] = None,
 ) -> None:
-    """Show what a run does now, what it has still to do, and its best plan so far."""
+    """Show the state of a run, the remaining work, and the best plan so far."""
     if watch_s is None:
         _show_status(run, run_dir=run_dir, as_json=as_json)
         return
@@ -100,10 +100,10 @@ def trials_command(
     run_dir: RunsFolder = RUNS,
     form: Annotated[
         TableFormat,
-        typer.Option("-f", "--format", help="Print a table, or data for other programs.", show_default=True),
+        typer.Option("-f", "--format", help="Print a table, or data for programs.", show_default=True),
     ] = TableFormat.TABLE,
 ) -> None:
-    """List every trial: plan, class, outcome, times, memory, prediction, reason of a refusal."""
+    """List every trial: plan, class, outcome, times, memory, prediction, and why a trial was refused."""
     history, _, fault = read_whole(find_run(run, run_dir=run_dir))
     from quartet_plugin.report.trial_table import csv_text, records, table_lines
 
@@ -119,13 +119,13 @@ def trials_command(
         text = yaml.safe_dump(records(history), sort_keys=False, allow_unicode=False, width=110)
         typer.echo(text.rstrip("\n"))
     if fault is not None:
-        raise StorageError(f"{fault}; the list has what the trials' folders hold")
+        raise StorageError(f"{fault}; the list shows the trials found in the folders")
 
 
 def read_whole(
     path: Path, *, storage: "StudyStorage | None" = None
 ) -> "tuple[RunHistory, StudyView | None, StorageError | None]":
-    """The run in `path` with its study; where that cannot be read, what the folder alone says, and the fault.
+    """The run in `path` with its study; if the study cannot be read, the folder's contents and the error.
 
     `storage` is where the study is, for a caller that knows its password.
     """
@@ -144,7 +144,7 @@ def repair_command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name.", show_default=False)],
     run_dir: RunsFolder = RUNS,
 ) -> None:
-    """Cut a damaged journal off before the damage; `tune --resume` restores the rest from folders."""
+    """Truncate a journal before its damage; `tune --resume` restores the rest from the trials' folders."""
     from dataclasses import replace
 
     from quartet_plugin.trial.lease import Lease
@@ -154,4 +154,4 @@ def repair_command(
     storage = replace(open_run(path).storage, say=say)
     with Lease.acquire(path):
         lost = storage.repair()
-    show("go on with `quartet tune --resume`" if lost else "nothing is damaged")
+    show("continue with `quartet tune --resume`" if lost else "nothing is damaged")

@@ -60,10 +60,12 @@ OutputPath = Annotated[
 Placement = Annotated[
     str,
     typer.Option(
-        "--placement", metavar="NAME", help="auto, linear, loop, v, snake, or each stage's device: 0,1,1,0."
+        "--placement",
+        metavar="NAME",
+        help="auto, linear, loop, v, snake, or the device of each stage: 0,1,1,0.",
     ),
 ]
-Chunks = Annotated[str, typer.Option("--chunks", metavar="N", help="Stages on each device, or auto.")]
+Chunks = Annotated[str, typer.Option("--chunks", metavar="N", help="Number of stages per device, or auto.")]
 Split = Annotated[
     str, typer.Option("--split", metavar="COUNTS", help="Layers of each stage: 3,2,2; or auto, or even.")
 ]
@@ -93,19 +95,22 @@ def search(
         Objective,
         typer.Option(
             metavar="NAME",
-            help="The time to minimize: makespan or period. Single orders are refined for makespan alone.",
+            help="The time to minimize: makespan or period. Only makespan refines single orders.",
         ),
     ] = Objective.MAKESPAN,
     time_limit: Annotated[
         float | None,
-        typer.Option(metavar="S", help="Seconds for the whole command.  [default: none, but --evaluations]"),
+        typer.Option(
+            metavar="S",
+            help="Time limit of the whole command, in seconds.  [default: none; --evaluations limits]",
+        ),
     ] = None,
     evaluations: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Number of evaluations; the result then depends on --seed alone.  "
-            "[default: by size, seconds on two idle cores]",
+            help="Number of evaluations; the result then depends only on --seed.  "
+            "[default: by problem size, seconds on two idle cores]",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of all random choices.")] = 0,
@@ -172,11 +177,13 @@ def named(
     output: OutputPath,
     chunks: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Stages on each device; each schedule has its own default."),
+        typer.Option(metavar="N", help="Number of stages per device; the default depends on the schedule."),
     ] = None,
     group: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Microbatches that a chunk runs before the next one (interleaved)."),
+        typer.Option(
+            metavar="N", help="Microbatches that a chunk runs before the next chunk starts (interleaved)."
+        ),
     ] = None,
     overlap: Annotated[
         bool,
@@ -272,7 +279,7 @@ def list_named(
 def simulate(
     costs: CostsPath,
     schedule: SchedulePath,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     trace: Annotated[
         Path | None, typer.Option(metavar="TRACE.json", help="Also write a trace for Perfetto.")
     ] = None,
@@ -327,14 +334,14 @@ def export(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="The form to write: csv, json, text, png or trace.",
+            help="The output format: csv, json, text, png or trace.",
             show_default=False,
         ),
     ],
     costs: Annotated[
         Path | None,
         typer.Option(
-            metavar="COSTS.json", help="The cost table: trace needs it; png has unit times without it."
+            metavar="COSTS.json", help="The cost table: required for trace; without it png uses unit times."
         ),
     ] = None,
 ) -> None:

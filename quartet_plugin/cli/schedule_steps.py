@@ -176,7 +176,7 @@ def write_trace(path: Path, schedule: "Schedule", simulation: "Simulation", cost
     from quartet_plugin.report.summary import describe
 
     layers = schedule.layers_per_stage
-    assert layers is not None, "a simulated schedule has its split"
+    assert layers is not None, "a schedule to simulate needs its split"
     stages = stage_costs(costs, placement=schedule.placement, layers_per_stage=layers)
     value = trace(schedule, simulation, name=describe(schedule), costs=stages)
     write_text_atomic(path, json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")

@@ -49,7 +49,7 @@ def stop_on_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], bool]]
         nonlocal is_announced
         if stop.is_set() and not is_announced:
             is_announced = True
-            tell("stopping after cleaning up; once more to kill at once")
+            tell("stopping after cleaning up; press again to kill at once")
         return is_announced
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -27,7 +27,7 @@ def trace_command(
         int | None, typer.Option(min=0, help="The trial's number. Default: the trial of the best plan.")
     ] = None,
 ) -> None:
-    """Write a trial's measured and simulated actions as one trace, and print the simulator's error.
+    """Write a trial's measured and simulated actions to one trace, and print the simulator's error.
 
     A plan knows only the ratios of its stages' times, so the simulated times are scaled until they sum to the
     measured compute time.
@@ -36,7 +36,7 @@ def trace_command(
 
 
 def attempt_of(folder: Path, *, trial: int | None = None) -> Path:
-    """The attempt's folder that is meant: `folder` itself, a trial's last attempt, or one in a run's folder.
+    """The attempt's folder: `folder` itself, the last attempt of a trial's folder, or one in a run's folder.
 
     Raises ConfigError where nothing was measured, or nothing won and no trial is named.
     """
@@ -66,7 +66,7 @@ def _last_attempt(folder: Path) -> Path:
 
 
 def trace(folder: Path, output: Path) -> list[str]:
-    """Write the trace and return the lines that say how far the two are apart.
+    """Write the trace and return the lines that compare the measured with the simulated step.
 
     Raises ConfigError for a folder without measured actions, PlanError for actions that are no schedule.
     """
@@ -80,7 +80,9 @@ def trace(folder: Path, output: Path) -> list[str]:
     plan = read_plan(folder / "plan.json")
     choice = plan.schedule.custom
     if choice is None:
-        raise ConfigError(f"{folder}: the plan has no custom schedule; Megatron's own records no actions")
+        raise ConfigError(
+            f"{folder}: the plan has no custom schedule; Megatron's own schedules record no actions"
+        )
     sheets = read_actions(folder)
     schedule = schedule_of(sheets, placement=choice.placement, num_microbatches=plan.num_microbatches)
     costs = relative_costs(choice)
@@ -122,7 +124,7 @@ def schedule_of(
 
 
 def measurement_of(sheets: "list[ActionTimes]", simulation: "Simulation") -> "Simulation":
-    """The measured times in the simulator's own form; they count from the first device's begin."""
+    """The measured times in the simulator's form, from the start of the first device on."""
     from dataclasses import replace
 
     import numpy as np

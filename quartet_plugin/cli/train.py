@@ -38,27 +38,27 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 def train_command(
     ctx: typer.Context,
     plan: Annotated[
-        Path | None, typer.Option(help="The plan to train with. Without one the command runs as it is.")
+        Path | None, typer.Option(help="The plan to train with. Default: none, the command runs unchanged.")
     ] = None,
     schedule: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A SCHEDULE.json to train with; all else stays as in the command.",
+            help="A SCHEDULE.json to train with; all other settings stay as in the command.",
         ),
     ] = None,
     device: DeviceName = "auto",
     skip_parity_check: Annotated[
         bool,
         typer.Option(
-            "--skip-parity-check", help="Train although the custom schedule has not passed `quartet check`."
+            "--skip-parity-check", help="Train even if the custom schedule has not passed `quartet check`."
         ),
     ] = False,
     launcher: Annotated[
         str | None,
         typer.Option(
-            help="Start the command once on each node: by slurm in this allocation, or by any "
-            "launcher that tune takes."
+            help="Start the command once on each node: with slurm in this allocation, or with any "
+            "launcher of `quartet tune`."
         ),
     ] = None,
     nodes: Annotated[
@@ -66,7 +66,7 @@ def train_command(
     ] = None,
     site: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The site.yaml, which says what the cluster asks of every job."),
+        typer.Option(metavar="FILE", help="The site.yaml, which has the cluster's settings for every job."),
     ] = None,
     accept_changed_source: AcceptChangedSource = False,
 ) -> int:
@@ -75,14 +75,14 @@ def train_command(
 
     if plan is not None and schedule is not None:
         raise UsageError(
-            "quartet train: --plan and --schedule are both given; a plan has its schedule, so give one"
+            "quartet train: --plan and --schedule are both given; a plan has a schedule, so give only one"
         )
     if accept_changed_source and skip_parity_check:
-        raise UsageError("--accept-changed-source needs the parity gate; leave --skip-parity-check out")
+        raise UsageError("--accept-changed-source needs the parity gate; omit --skip-parity-check")
     pass_on_changed_source(is_accepted=accept_changed_source)
     training = parse_command(user_command(ctx))
     if launcher is None and (nodes, site) != (None, None):
-        raise UsageError("quartet train: --nodes and --site belong to --launcher; name it, or leave them out")
+        raise UsageError("quartet train: --nodes and --site work only with --launcher; add it, or omit them")
     if launcher is not None:
         return _on_nodes(
             training,
@@ -120,7 +120,7 @@ def _on_nodes(
     device: Device,
     skip: bool,
 ) -> int:
-    """The same training on every node; what can be refused here is refused before anything starts."""
+    """The same training on every node; checks that are possible here come before anything starts."""
     from quartet_plugin.cli.train_nodes import train_on_nodes
     from quartet_plugin.launchers.nodes_command import on_nodes
 
@@ -184,11 +184,11 @@ def run_wrapped(
     if reported is not None:
         raise reported
     ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-    raise InfrastructureError(f"the command ended {ended}; its own output above says why")
+    raise InfrastructureError(f"the command ended {ended}; its output above gives the reason")
 
 
 def first_error(folder: Path) -> QuartetError | None:
-    """The first failure that a rank wrote down, those of ranks that only saw a peer go away last.
+    """The first failure that a rank recorded; failures of ranks that only lost a peer come last.
 
     The plugin's refusals keep their exit code; a failure of the user's command is INFRASTRUCTURE.
     """
@@ -215,7 +215,7 @@ def first_error(folder: Path) -> QuartetError | None:
 
 
 class _Signals:
-    """Passes signals on to the command, those included that come while it is being started.
+    """Forwards signals to the command, including signals that arrive while it starts.
 
     A terminal's Ctrl-C reaches the command by itself.
     """

@@ -35,7 +35,7 @@ def train_on_nodes(
     from quartet_plugin.launchers.slurm import SlurmEngine
 
     if launcher == LOCAL:
-        raise UsageError("--launcher local: this machine needs no launcher; leave --launcher and --nodes out")
+        raise UsageError("--launcher local: this machine needs no launcher; omit --launcher and --nodes")
     asked = read_site(site)
     engine = engine_named(launcher, site=asked)
     (nodes,) = engine.divide(num_nodes=num_nodes, at_once=1)
@@ -68,7 +68,7 @@ def _follow(launcher: "NodesLauncher", argv: Sequence[str], *, token: str) -> in
     try:
         folder.mkdir(mode=0o700)
     except OSError as error:
-        raise StorageError(f"{folder}: cannot be made: {error.strerror}") from error
+        raise StorageError(f"{folder}: cannot be created: {error.strerror}") from error
     environment = {**os.environ, ATTEMPT_ID: token}
     output = folder / OUTPUT_NAME
     with stop_on_signals(tell) as should_stop:
@@ -87,7 +87,7 @@ def _follow(launcher: "NodesLauncher", argv: Sequence[str], *, token: str) -> in
             left = handle.end_on_nodes()
         following.show()
     if left:
-        raise InfrastructureError(f"{', '.join(left)}: may still run the training; end it there")
+        raise InfrastructureError(f"{', '.join(left)}: may still be running the training; end it there")
     if is_asked:
         return int(ExitCode.INTERRUPTED)
     return _exit_code(handle, code)
@@ -98,7 +98,7 @@ def _exit_code(handle: "NodesHandle", code: int) -> int:
     if handle.fault is not None:
         raise InfrastructureError(handle.fault)
     if code not in {int(known) for known in ExitCode}:
-        raise InfrastructureError(f"the training ended with exit code {code}; its last lines say why")
+        raise InfrastructureError(f"the training ended with exit code {code}; its last lines give the reason")
     return code
 
 

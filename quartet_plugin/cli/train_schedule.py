@@ -46,9 +46,9 @@ def scheduled_plan(path: Path, *, command: "Command", device: Device, skip: bool
         return target
     check_one_node(command)
     if skip:
-        tell(f"quartet: {path_here(path)}: one step of the command is run to learn its job")
+        tell(f"quartet: {path_here(path)}: running one step of the command to read its job")
     else:
-        tell(f"quartet: {path_here(path)}: no parity receipt for this command; `quartet check` runs first")
+        tell(f"quartet: {path_here(path)}: no parity receipt for this command; running `quartet check` first")
     with parity_gate(target, command=command, device=device, steps=1 if skip else STEPS) as gate:
         plan = _plan_of(written, gate.command_result(is_compared=not skip), path=path)
         write_plan(plan, path=target)

@@ -42,27 +42,29 @@ def tune_command(
     ctx: typer.Context,
     config: Annotated[
         Path | None,
-        typer.Option(help="The q.yaml that says what to search; without one every axis is tuned."),
+        typer.Option(help="The q.yaml with the search's settings. Default: all settings at their defaults."),
     ] = None,
     run_dir: RunsFolder = RUNS,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The run's name; it replaces `run` of the q.yaml.")
+        str | None, typer.Option(metavar="NAME", help="The run's name, which overrides `run` of the q.yaml.")
     ] = None,
     trials: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Number of plans to try; it replaces `study.trials` of the q.yaml."),
+        typer.Option(
+            metavar="N", help="Number of plans to try, which overrides `study.trials` of the q.yaml."
+        ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was stopped.")] = False,
     takeover: Annotated[
-        bool, typer.Option("--takeover", help="Take over a run whose tuner was lost on another host.")
+        bool, typer.Option("--takeover", help="Take over a run whose tuner on another host was lost.")
     ] = False,
     max_minutes: Annotated[
         float | None,
-        typer.Option(help="Minutes after which the search and its final rounds end, roughly."),
+        typer.Option(help="Approximate time limit of the search and its final rounds, in minutes."),
     ] = None,
     prior: Annotated[
         str | None,
-        typer.Option("--from", metavar="RUN", help="Begin with the measurements of another run."),
+        typer.Option("--from", metavar="RUN", help="Start with the measurements of another run."),
     ] = None,
     workers: Annotated[
         int | None,
@@ -73,7 +75,7 @@ def tune_command(
         typer.Option("--join", metavar="RUN", help="Run trials on this host for the tuner of that run."),
     ] = None,
     oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="Let workers share the cores of a CPU run.")
+        bool, typer.Option("--oversubscribe", help="Let the workers of a CPU run share all cores.")
     ] = False,
     launcher: Annotated[
         str | None,
@@ -87,22 +89,22 @@ def tune_command(
     ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option(help="Number of nodes of the later training, where trials run on fewer."),
+        typer.Option(help="Number of nodes of the later training, if trials run on fewer."),
     ] = None,
     site: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="The site.yaml, which says what the cluster asks of every job."),
+        typer.Option(metavar="FILE", help="The site.yaml, which has the cluster's settings for every job."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Tell what would be launched and searched; start nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be launched and searched; start nothing.")
     ] = False,
     accept_changed_source: AcceptChangedSource = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
 ) -> None:
-    """Find a faster plan for the training command that follows `--`, by short trials."""
+    """Find a faster plan for the training command after `--`, with short trials."""
     pass_on_changed_source(is_accepted=accept_changed_source)
     if as_json and not dry_run:
-        raise UsageError("quartet tune --json: needs --dry-run; `quartet status --json` tells of a run")
+        raise UsageError("quartet tune --json: needs --dry-run; `quartet status --json` reports on a run")
     if max_minutes is not None:
         check_seconds("--max-minutes", 60 * max_minutes, least=6.0, most=6e7)
     if joined is not None:
@@ -111,7 +113,7 @@ def tune_command(
         others = (config, max_minutes, prior, name, trials, launcher, trial_nodes, nodes, site)
         if resume or takeover or dry_run or any(other is not None for other in others):
             raise UsageError(
-                "quartet tune --join: takes no option but --workers; the run's tuner has the others"
+                "quartet tune --join: takes no option except --workers; the run's tuner sets the others"
             )
         words = invocation(ctx).user_command
         path = find_run(joined, run_dir=run_dir)
@@ -274,9 +276,7 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         tried = [trial for trial in result.trials if trial.record.repeats is None][1:]
         failed = sum(trial.record.verdict != "measured" for trial in tried)
         note = f" ({failed} could not be measured, see {path_here(run.folder.events_file)})" if failed else ""
-        lines = [
-            f"no better plan was found: {len(tried)} plans were tried{note}, your own command stays as it is"
-        ]
+        lines = [f"no better plan was found: {len(tried)} plans were tried{note}; keep your own command"]
         explained = []
         if result.rankings:
             number = result.rankings[0].trial.number

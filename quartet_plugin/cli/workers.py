@@ -68,15 +68,15 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     run = resume_run(path.absolute(), config=None, command=None)
     if run.config.launcher != LOCAL:
         raise ConfigError(
-            f"--join: launcher {run.config.launcher} starts this run's trials; to run more of them at once, "
-            "give --workers to its tuner"
+            f"--join: launcher {run.config.launcher} starts this run's trials; to run more trials at once, "
+            "start its tuner with --workers"
         )
     command = parse_command(_command_of(run, words, path=path))
     queue = WorkQueue(folder=run.folder.path)
     offer = queue.offer()
     if offer is None:
         raise StorageError(
-            f"{path}: no tuner of this run takes workers; start its tuner with --workers, then join here"
+            f"{path}: the run has no tuner that takes workers; start its tuner with --workers, then join here"
         )
     _check_place(run, command)
     check_start(command, cwd=run.cwd, environment=os.environ)
@@ -104,37 +104,37 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
         finally:
             pool.close()
         if should_stop():
-            raise InterruptedByUserError("stopped; the trials of these workers are handed to others")
+            raise InterruptedByUserError("stopped; other workers take over the trials of these workers")
     say(f"the workers have ended: {pool.last_words}")
 
 
 def _command_of(run: "TuningRun", words: Sequence[str] | None, *, path: Path) -> tuple[str, ...]:
-    """The run's command; what is written of it has its secrets masked."""
+    """The run's command; output and files show it with its secrets masked."""
     from quartet_plugin.protocol.masking import is_masked, is_same_command
 
     if words is not None:
         if not is_same_command(run.command, words):
-            raise ConfigError(f"{path}: the run has another command; give the same one, or none")
+            raise ConfigError(f"{path}: the run has another command; give the same command, or none")
         return tuple(words)
     if is_masked(run.command):
         raise ConfigError(
-            f"{path}: the run's command holds a secret, which is not kept; give the command after --"
+            f"{path}: the run's command contains a secret, which is not stored; give the command after --"
         )
     return run.command
 
 
 def _check_place(run: "TuningRun", command: "Command") -> None:
-    """Whether the command can start here as it does where the run was begun."""
+    """Whether the command can start on this host as on the host where the run was started."""
     if not run.cwd.is_dir():
         raise ConfigError(f"{run.cwd}: not on this host; the run's command starts there: mount it here")
     if command.starter == "other":
         return
     if not command.is_module and not (run.cwd / command.target).exists():
-        raise ConfigError(f"{run.cwd / command.target}: not on this host; mount the folder it is in here")
+        raise ConfigError(f"{run.cwd / command.target}: not on this host; mount its parent folder here")
 
 
 def _refuse_taken(slices: "tuple[DeviceSlice, ...]", queue: "WorkQueue") -> None:
-    """Two workers on one device would measure each other."""
+    """Refuse devices that another worker uses, because their trials would disturb each other."""
     from quartet_plugin.launchers.device_slices import DeviceSlice
     from quartet_plugin.trial.processes import is_running
 
@@ -154,7 +154,7 @@ def work_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
     name: Annotated[str, typer.Option(help="The worker's name.")],
 ) -> None:
-    """Measure plans for a run's tuner, which starts this command and gives the task on its standard input."""
+    """Measure plans for the tuner of a run; the tuner starts this command and passes the task on stdin."""
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.device_slices import DeviceSlice
     from quartet_plugin.protocol.masking import collect_secrets

@@ -22,7 +22,7 @@ _SIDE_EFFECTS = (
     *("wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_breakdown"),
 )
 _REFUSED = {
-    "autotuning": "DeepSpeed's own tuner would start processes of its own",
+    "autotuning": "DeepSpeed's own tuner would start further processes",
     "elasticity": "the number of processes would change",
 }
 
@@ -101,15 +101,15 @@ def check_zero(config: Mapping[str, Any]) -> None:
     stage = zero_stage(config)
     if stage > 1:
         raise PlanError(
-            f"zero_optimization.stage: {stage}; a PipelineModule takes 0 or 1: its gradients stay whole "
-            "until the step's end"
+            f"zero_optimization.stage: {stage}; a PipelineModule supports 0 or 1: its gradients are complete "
+            "until the end of the step"
         )
 
 
 def check_precision(config: Mapping[str, Any], *, has_fp16: bool) -> None:
     """Raise PlanError for a number format that the device does not support; `has_fp16`: it supports fp16."""
     if precision(config) == "fp16" and not has_fp16:
-        raise PlanError("fp16.enabled: true; this device does not compute in fp16: use bf16, or neither")
+        raise PlanError("fp16.enabled: true; this device does not compute in fp16: use bf16 or fp32")
 
 
 def clips_by_first_stage(config: Mapping[str, Any], *, pipeline_parallel: int) -> bool:
@@ -160,7 +160,7 @@ def strip_side_effects(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[
     for name, reason in _REFUSED.items():
         section = config.get(name)
         if isinstance(section, Mapping) and section.get("enabled"):
-            raise ConfigError(f"{name}: {reason}; leave it out")
+            raise ConfigError(f"{name}: {reason}; omit it")
     changed = dict(config)
     removed = [name for name in _SIDE_EFFECTS if changed.pop(name, None)]
     changed["steps_per_print"] = 10**9

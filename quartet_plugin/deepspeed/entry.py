@@ -108,9 +108,7 @@ def _use_device(session: DeepSpeedSession) -> None:
     if device == "cuda" or (device == "auto" and shows_accelerator(os.environ)):
         return
     if device == "auto" and session.files is None and "DS_ACCELERATOR" not in os.environ:
-        line = (
-            "no accelerator is visible here: this trains on the CPU (--quartet-device cpu says it is meant)"
-        )
+        line = "no accelerator is visible here: this trains on the CPU (--quartet-device cpu hides this line)"
         print_notes([line], rank_env=session.rank_env)
     use_cpu()
 

@@ -35,7 +35,7 @@ def built_layers(settings: Settings, shape: ModelShape) -> list[Any]:
     key = f"{SECTION}.layer_builder"
     if name is None:
         raise PlanError(
-            f"shape: {shape.label}; the layers are the script's own: name the function that makes them for "
+            f"shape: {shape.label}; the script builds the layers: name the function that builds them for "
             f"another depth and width as {key} of the ds_config"
         )
     function = _function(name, key=key)
@@ -71,7 +71,7 @@ def _function(name: str, *, key: str) -> Callable[..., Sequence[Any]]:
         raise PlanError(f"{key}: {name}; the module cannot be imported: {error}") from error
     function: Callable[..., Sequence[Any]] | None = getattr(module, attribute, None)
     if not callable(function):
-        place = f"the module {module_name}" if module_name else "the script (above where it makes the model)"
+        place = f"the module {module_name}" if module_name else "the script (above the line of the model)"
         raise PlanError(f"{key}: {name}; {place} defines no such function")
     return function
 

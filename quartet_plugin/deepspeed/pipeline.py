@@ -81,13 +81,13 @@ def pipeline_of_schedule(
     Raises PlanError for an order that is not valid, has no split, or has another number of microbatches.
     """
     if schedule.layers_per_stage is None:
-        raise PlanError("layers_per_stage: missing; a schedule to be run says its split")
+        raise PlanError("layers_per_stage: missing; a schedule to run needs its split")
     if schedule.routes is not None:
         raise PlanError("routes: a schedule with two copies of the model can only be simulated")
     if num_microbatches is not None and schedule.num_microbatches != num_microbatches:
         raise PlanError(
             f"num_microbatches: the schedule is for {schedule.num_microbatches}, the ds_config asks for "
-            f"{num_microbatches} (gradient_accumulation_steps); make one for that"
+            f"{num_microbatches} (gradient_accumulation_steps); make a schedule for that number"
         )
     placement = tuple(schedule.placement)
     _check_ends(placement)
@@ -100,8 +100,8 @@ def pipeline_of_schedule(
 def _check_ends(placement: Sequence[int]) -> None:
     if placement[-1] not in (0, max(placement)):
         raise PlanError(
-            f"placement: the last stage is on device {placement[-1]}; DeepSpeed reads labels on the first "
-            "and on the last device alone"
+            f"placement: the last stage is on device {placement[-1]}; DeepSpeed reads labels only on the "
+            "first and the last device"
         )
 
 

@@ -57,7 +57,7 @@ class GroupRendezvous(Rendezvous):
         try:
             dist.all_gather_object(values, value)
         except RuntimeError as error:
-            raise InfrastructureError(f"no word about {name} from every rank: {error}") from error
+            raise InfrastructureError(f"no answer about {name} from every rank: {error}") from error
         return values
 
 
@@ -178,6 +178,6 @@ def _check_clipping(
     if affected[0] != affected[1] or on_first_before != on_first_after or before != after:
         raise PlanError(
             "gradient_clipping: in fp32 with ZeRO 0 DeepSpeed clips all stages by the first stage's norm "
-            "alone, so this plan would train something else; set zero_optimization.stage 1 or "
+            "alone, so this plan would train another model; set zero_optimization.stage 1 or "
             "gradient_clipping 0"
         )

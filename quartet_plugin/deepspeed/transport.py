@@ -56,7 +56,7 @@ class ValueSpec:
         for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
             words += [_DTYPES.index(dtype), len(shape), *shape]
         if len(words) > _META_WORDS:
-            raise ValueError(f"{len(self.shapes)} tensors between two stages are more than can be described")
+            raise ValueError(f"{len(self.shapes)} tensors between two stages are too many to describe")
         return torch.tensor(words + [0] * (_META_WORDS - len(words)), dtype=torch.int64)
 
     @classmethod

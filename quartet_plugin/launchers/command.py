@@ -40,7 +40,7 @@ _MACHINE_COUNTS = ("auto", "cpu", "gpu", "xpu")
 _RUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _LAUNCHER_MODULES = ("accelerate.", "deepspeed.launcher.", "nvidia_resiliency_ext.")
 _ADVICE = {
-    "sbatch": "it only queues a job; write the command that the job script starts, or bash and the script",
+    "sbatch": "it only queues a job; write the command that the job script starts, or `bash` and the script",
     "ipython": "use python",
 }
 
@@ -73,7 +73,7 @@ class Command:
 
     @property
     def program(self) -> str:
-        """What starts the processes: torchrun or a python."""
+        """The program that starts the processes: torchrun or a python."""
         is_env = self.words[0].rpartition("/")[2] == "env"
         return self.words[1 + len(self.environment) if is_env else 0]
 
@@ -133,7 +133,7 @@ def parse_command(words: Sequence[str], *, environment: Mapping[str, str] | None
     if is_starter(program):
         return _python(words, first + 1, assignments, known)
     if not program:
-        raise ConfigError(f"command {words[first]!r}: no program; write the command that starts the training")
+        raise ConfigError(f"command {words[first]!r}: names no program; write what starts the training")
     if program in _ADVICE:
         raise ConfigError(f"command {words[first]!r}: not supported: {_ADVICE[program]}")
     return _other(words, first, assignments)

@@ -172,8 +172,8 @@ def divide(
     if num_slices * each > num_devices or each < needed:
         most = num_devices // max(needed, size or 1)
         of_each = f"{needed} a trial" if size is None else f"{size} a worker, as the run's others have"
-        fix = f"ask for at most {most}" if most else "use a host with more"
-        more = ", or add --oversubscribe, with which times say little" if device == "cpu" else ""
+        fix = f"use at most {most} workers" if most else "use a host with more"
+        more = ", or add --oversubscribe, with which times are not meaningful" if device == "cpu" else ""
         raise ConfigError(
             f"--workers {num_slices}: {num_devices} {kind} here, and {of_each} are needed; {fix}{more}"
         )
@@ -189,29 +189,29 @@ def _refuse_fixed_places(
 ) -> None:
     """Raise ConfigError for what two trials at once would fight for, and for what cannot be counted."""
     if command.num_nodes != 1:
-        raise ConfigError("--workers: a trial of several nodes is not divided; give the command one node")
+        raise ConfigError("--workers: devices of several nodes cannot be divided; use one node")
     if command.starter == "other":
         raise ConfigError(
-            f"--workers: the devices and ports of {command.program!r} are not known before it runs; write "
-            "the command from torchrun on, or leave --workers out"
+            f"--workers: the devices and ports of {command.program!r} are not known before it runs; start "
+            "the command with torchrun, or omit --workers"
         )
     if command.num_processes is None and device == "cpu":
         raise ConfigError(
-            "--workers: the command's number of processes is left to the machine; write it as a number"
+            "--workers: the command does not give its number of processes; write it as a number"
         )
     is_standalone = "--standalone" in command.words[: command.before]
     is_standalone |= environment.get("PET_STANDALONE", "0") not in ("", "0")
     if num_slices > 1 and command.port_flag is None and command.starter != "python" and not is_standalone:
         raise ConfigError(
-            f"--workers {num_slices}: the command names the port that its processes meet at, and trials at "
-            "once would take it from each other; leave the port out"
+            f"--workers {num_slices}: the command sets the rendezvous port, which trials at the same time "
+            "cannot share; omit the port"
         )
 
 
 def _cores() -> tuple[int, ...]:
     """The cores that this process may use, the threads of one core side by side."""
     if not hasattr(os, "sched_getaffinity"):
-        raise ConfigError("--workers: this system cannot keep processes on cores of their own; leave it out")
+        raise ConfigError("--workers: this system cannot bind processes to cores; omit it")
     return tuple(sorted(os.sched_getaffinity(0), key=_core_position))
 
 

@@ -71,9 +71,7 @@ def _check_settings(site: Site) -> None:
     """Raises ConfigError for settings of a launcher that is not installed, or has a section of its own."""
     for name in site.engines:
         if name in _OURS or name == LOCAL:
-            raise ConfigError(
-                f"site.yaml: engines.{name}: a launcher of this package has a section of its own"
-            )
+            raise ConfigError(f"site.yaml: engines.{name}: a launcher of this package has its own section")
         if name not in engine_names():
             near = nearest_word(name, known=engine_names())
             raise ConfigError(f"site.yaml: engines.{name}: no launcher of this name is installed{near}")

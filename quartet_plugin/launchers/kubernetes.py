@@ -116,7 +116,7 @@ def engine(site: Site) -> KubernetesEngine:
     """The engine of the name `kubernetes`. Raises ConfigError where its client is not installed."""
     if find_spec("kubernetes") is None:
         raise ConfigError(
-            "launcher: kubernetes; its client is not installed here: pip install 'quartet-plugin[kubernetes]'"
+            "launcher: kubernetes; its client is not installed: pip install 'quartet-plugin[kubernetes]'"
         )
     return KubernetesEngine(site)
 
@@ -124,7 +124,7 @@ def engine(site: Site) -> KubernetesEngine:
 def _asked(site: Site) -> KubernetesSite:
     if site.kubernetes is None:
         raise ConfigError(
-            "launcher: kubernetes; the site says nothing of it: write kubernetes: {volumes: [...]} into a "
+            "launcher: kubernetes; there is no section for it: write kubernetes: {volumes: [...]} into a "
             "site.yaml and give it with --site"
         )
     return site.kubernetes

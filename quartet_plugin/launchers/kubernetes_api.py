@@ -1,4 +1,4 @@
-"""What is asked of Kubernetes, through its official client: jobs by name, pods and their logs.
+"""Requests to Kubernetes through its official client: jobs by name, pods and their logs.
 
 Where the API server does not answer (it is being restarted), a question is repeated for `PATIENCE_S`.
 """

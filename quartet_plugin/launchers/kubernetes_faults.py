@@ -1,4 +1,4 @@
-"""What the states of jobs and pods say: whether Kubernetes, and no plan, has ended an attempt."""
+"""Faults in the states of jobs and pods: whether Kubernetes, not the plan, has ended an attempt."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,12 +31,12 @@ _TAKEN = (
 
 
 def terminal_condition(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The condition by which a TrainJob or PyTorchJob has ended; None as long as it has not."""
+    """The condition with which a TrainJob or PyTorchJob has ended; None while it has not."""
     return _true(content, "Failed") or _true(content, "Complete") or _true(content, "Succeeded")
 
 
 def is_suspended(content: Mapping[str, Any]) -> bool:
-    """Whether the job is suspended, as Kueue does with what waits, and with what it preempts."""
+    """Whether the job is suspended, as Kueue does with waiting and preempted jobs."""
     spec = content.get("spec", {})
     return bool(spec.get("suspend") or spec.get("runPolicy", {}).get("suspend"))
 

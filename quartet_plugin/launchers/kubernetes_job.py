@@ -46,7 +46,7 @@ class KubernetesJob:
 
     @property
     def pid(self) -> int:
-        """No process of it is this machine's."""
+        """None of its processes runs on this machine."""
         return 0
 
     @property
@@ -56,7 +56,7 @@ class KubernetesJob:
 
     @property
     def fault(self) -> str | None:
-        """What Kubernetes has done to the job, in words."""
+        """Why Kubernetes has ended the job, for the user."""
         self._look(is_forced=True)
         return self._fault
 
@@ -138,9 +138,7 @@ class KubernetesJob:
         fault = next((words for pod in pods if (words := pod_fault(pod)) is not None), None)
         if job_content is None:
             self._is_over = True
-            fault = (
-                None if self._is_ending else "Kubernetes has no such job any more: somebody has deleted it"
-            )
+            fault = None if self._is_ending else "Kubernetes no longer has the job: it was deleted"
         elif (condition := terminal_condition(job_content)) is not None:
             self._is_over = True
             if condition.get("reason") in ENDED:
@@ -158,7 +156,7 @@ class KubernetesJob:
             self._add_logs(pods)
 
     def _add_logs(self, pods: Sequence[Mapping[str, Any]]) -> None:
-        """What pods have printed that never came to the command: nothing else says it."""
+        """The output of pods that failed before the command started, which no other file has."""
         assert self._reference is not None
         for pod in pods:
             name = str(pod["metadata"]["name"])

@@ -118,7 +118,7 @@ def _deadline(asked: KubernetesSite) -> dict[str, int]:
 
 
 def _pod_spec(asked: KubernetesSite) -> dict[str, Any]:
-    """What both kinds say of a pod, its containers left out."""
+    """The pod settings that both kinds of jobs share, without containers."""
     spec: dict[str, Any] = {
         "terminationGracePeriodSeconds": _GRACE_S,
         "volumes": [
@@ -159,7 +159,7 @@ def _mounts(asked: KubernetesSite) -> list[dict[str, Any]]:
 
 
 def _resources(asked: KubernetesSite) -> dict[str, Any]:
-    """Requests and limits alike: a measurement shares with nobody."""
+    """Equal requests and limits, because a measurement must not share resources."""
     amounts = {name: str(value) for name, value in asked.resources.items()}
     if asked.gpus_per_node is not None:
         amounts[GPU] = str(asked.gpus_per_node)

@@ -1,4 +1,4 @@
-"""`kubernetes:` of `site.yaml`: where the jobs of trials run, and what they ask of the cluster."""
+"""`kubernetes:` of `site.yaml`: where the jobs of trials run, and their resources."""
 
 import re
 from pathlib import Path, PurePosixPath
@@ -64,9 +64,9 @@ class KubernetesVolume(Section):
     host: MountPath | None = Field(
         default=None, description="or a path that every node of the cluster has mounted"
     )
-    path: MountPath = Field(description="where pods and tuner see it")
+    path: MountPath = Field(description="the path at which pods and tuner mount it")
     read_only: Annotated[bool, Field(strict=True)] = Field(
-        default=False, description="whether pods only read it"
+        default=False, description="whether pods mount it read-only"
     )
 
     @model_validator(mode="after")
@@ -81,7 +81,7 @@ class KubernetesSite(Section):
 
     namespace: Label = Field(default="default", description="the namespace of the jobs")
     context: Context | None = Field(
-        default=None, description="of the kubeconfig; without it the current one, or the pod's own account"
+        default=None, description="context of the kubeconfig; default: the current one, or the pod's account"
     )
     kind: Literal["trainjob", "pytorchjob"] = Field(default="trainjob", description="trainjob or pytorchjob")
     runtime: Name = Field(default="torch-distributed", description="the ClusterTrainingRuntime of TrainJobs")
@@ -90,27 +90,27 @@ class KubernetesSite(Section):
     )
     queue: Label | None = Field(default=None, description="the LocalQueue of Kueue")
     volumes: Annotated[tuple[KubernetesVolume, ...], Field(max_length=100, strict=False)] = Field(
-        default=(), description="shared folders; the run's folder and the command's must lie in them"
+        default=(), description="shared folders, which must contain the folders of the run and of the command"
     )
     gpus_per_node: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None, description=f"{GPU} of each node"
     )
     resources: Annotated[dict[Key, str | int], Field(max_length=100), AfterValidator(_resources)] = Field(
-        default={}, description="what else a trial takes of each node: cpu, memory, rdma/ib"
+        default={}, description="further resources of each node for a trial: cpu, memory, rdma/ib"
     )
     node_selector: Annotated[dict[str, str], Field(max_length=100), AfterValidator(_labels)] = Field(
-        default={}, description="labels of the nodes that may be taken"
+        default={}, description="labels of the nodes that may be used"
     )
     tolerations: Annotated[tuple[Key, ...], Field(max_length=100, strict=False)] = Field(
-        default=(), description="keys of the taints that are tolerated"
+        default=(), description="keys of the taints to tolerate"
     )
-    service_account: Name | None = Field(default=None, description="the account of the pods")
-    pull_secret: Name | None = Field(default=None, description="the secret that the image is pulled with")
+    service_account: Name | None = Field(default=None, description="the service account of the pods")
+    pull_secret: Name | None = Field(default=None, description="the secret for pulling the image")
     user: Annotated[int, Field(ge=0, le=2**31)] | None = Field(
         default=None, description="the user id of the pods, which owns the run's folder"
     )
     minutes: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
-        default=None, description="time limit of the job of one trial, while it runs"
+        default=None, description="time limit of the job of one running trial"
     )
 
     @model_validator(mode="after")
@@ -118,7 +118,7 @@ class KubernetesSite(Section):
         if self.kind == "pytorchjob" and self.image is None:
             raise ValueError("a pytorchjob has no runtime that names an image: write image: too")
         if self.gpus_per_node is not None and GPU in self.resources:
-            raise ValueError(f"{GPU} is asked for twice: by gpus_per_node and by resources")
+            raise ValueError(f"{GPU} is requested twice: by gpus_per_node and by resources")
         return self
 
     def mounts(self, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""How a trial's processes start on this machine, and what is checked before."""
+"""The start of a trial's processes on this machine, and the checks before it."""
 
 import os
 import resource
@@ -55,16 +55,16 @@ def check_one_node(command: Command) -> None:
     flag = "deepspeed --num_nodes" if is_deepspeed else "torchrun --nnodes"
     unknown = "left to a host file or --include" if is_deepspeed else "a range"
     raise ConfigError(
-        f"{flag}: {command.num_nodes or unknown}; this command starts processes on this node alone, and a "
-        "part of the nodes would be another job. A plan for several nodes comes from `quartet plan` and a "
-        "JOB.yaml that describes them; to train with it, put `quartet train --plan PLAN.json --` before the "
+        f"{flag}: {command.num_nodes or unknown}; this command starts processes on this node only, and a "
+        "part of the nodes would be another job. For a plan for several nodes, describe them in a JOB.yaml "
+        "for `quartet plan`; to train with it, put `quartet train --plan PLAN.json --` before the "
         "command on every node"
     )
 
 
 def _find_program(program: str, *, path: str | None) -> None:
     if shutil.which(program, path=os.defpath if path is None else path) is None:
-        raise ConfigError(f"command {program!r}: not found; activate the environment it is in")
+        raise ConfigError(f"command {program!r}: not found; activate the environment that contains it")
 
 
 def free_port() -> int:
@@ -83,7 +83,7 @@ def open_output(path: Path) -> int:
     try:
         return os.open(path, flags, 0o600)
     except OSError as error:
-        raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
+        raise StorageError(f"{path}: cannot be created: {error.strerror}") from error
 
 
 class LocalLauncher:

@@ -24,7 +24,7 @@ _MAX_DIGITS = 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedCounts:
-    """The counts of a command that its flags alone decide; None where only a started process knows."""
+    """The counts that a command's flags determine; None where only a started process knows them."""
 
     num_layers: int | None = None
     tensor_parallel: int | None = None

@@ -119,25 +119,25 @@ NAMED = {
 _DESTS = {flag: dest for dest, flag in NAMED.items()}
 # What makes a job that the planner cannot describe.
 UNREADABLE = {
-    "yaml_cfg": "the model's sizes are not in flags",
-    "use_checkpoint_args": "the model's sizes are not in flags",
-    "heterogeneous_layers_config_path": "its layers are not all alike",
-    "heterogeneous_layers_config_encoded_json": "its layers are not all alike",
-    "hybrid_layer_pattern": "its layers are not all alike",
-    "hybrid_override_pattern": "its layers are not all alike",
-    "is_hybrid_model": "its layers are not all alike",
-    "experimental_attention_variant": "the cost model has no such attention",
-    "linear_attention_freq": "the cost model has no such attention",
-    "decoder_num_layers": "the cost model has no encoders",
-    "moe_latent_size": "the cost model has no latent experts",
-    "use_megatron_fsdp": "the cost model plans no sharded parameters",
-    "use_torch_fsdp2": "the cost model plans no sharded parameters",
-    "use_custom_fsdp": "the cost model plans no sharded parameters",
+    "yaml_cfg": "the model's sizes are not given by flags",
+    "use_checkpoint_args": "the model's sizes are not given by flags",
+    "heterogeneous_layers_config_path": "its layers are not all equal",
+    "heterogeneous_layers_config_encoded_json": "its layers are not all equal",
+    "hybrid_layer_pattern": "its layers are not all equal",
+    "hybrid_override_pattern": "its layers are not all equal",
+    "is_hybrid_model": "its layers are not all equal",
+    "experimental_attention_variant": "the cost model does not support this attention",
+    "linear_attention_freq": "the cost model does not support this attention",
+    "decoder_num_layers": "the cost model does not support encoders",
+    "moe_latent_size": "the cost model does not support latent experts",
+    "use_megatron_fsdp": "the cost model does not support sharded parameters",
+    "use_torch_fsdp2": "the cost model does not support sharded parameters",
+    "use_custom_fsdp": "the cost model does not support sharded parameters",
     "fp4": "the planner's precisions are bf16, fp16, fp8 and fp32",
-    "cpu_offloading_num_layers": "the cost model has no offloading",
+    "cpu_offloading_num_layers": "the cost model does not support offloading",
     "rampup_batch_size": "a plan is for one global batch size",
     "step_batch_size_schedule": "a plan is for one global batch size",
-    "perform_rl_step": "the cost model has no reinforcement learning",
+    "perform_rl_step": "the cost model does not support reinforcement learning",
 }
 # Values that switch off what their flag is about.
 _OFF = (["0"], ["none"])
@@ -163,9 +163,7 @@ def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
         if flag_of(dest) != flag:
             dest = ""
         if dest in UNREADABLE and list(given) not in _OFF:
-            raise ConfigError(
-                f"{flag}: {UNREADABLE[dest]}; leave it out, or tune the command with `quartet tune`"
-            )
+            raise ConfigError(f"{flag}: {UNREADABLE[dest]}; omit it, or tune the command with `quartet tune`")
         if dest in FOR_SETTINGS:
             unread.append(flag)
         if flag in NEGATED:
@@ -186,7 +184,7 @@ def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
 
 
 def arguments_in(words: Sequence[str]) -> Namespace:
-    """The arguments of a command by its flags alone, as far as their text tells: to find features by."""
+    """The arguments of a command as far as its flags determine them, for finding features."""
     values = {**NUMBERS, **TEXTS, **dict.fromkeys(SWITCHES, False)}
     for flag, given in flags_among(words):
         text = given[0] if given else ""
@@ -197,7 +195,7 @@ def arguments_in(words: Sequence[str]) -> Namespace:
 
 def _value(flag: str, given: Sequence[str]) -> str:
     if not given:
-        raise ConfigError(f"{flag}: no value behind it")
+        raise ConfigError(f"{flag}: its value is missing")
     return given[0]
 
 

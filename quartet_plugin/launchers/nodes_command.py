@@ -15,18 +15,18 @@ def on_nodes(command: Command, *, num_nodes: int) -> Command:
     """
     if command.starter == "deepspeed":
         raise ConfigError(
-            "deepspeed: reaches its nodes by itself; under a launcher write the command with torchrun, which "
-            "is started once on each node"
+            "deepspeed: connects to its nodes itself; with a launcher write the command with torchrun, which "
+            "the launcher starts once on each node"
         )
     if command.starter == "python" and num_nodes > 1:
         raise ConfigError(
-            f"trial.nodes: {num_nodes}; the command starts one process: write it with torchrun, which is "
-            "started once on each node"
+            f"trial.nodes: {num_nodes}; the command starts one process: write it with torchrun, which the "
+            "launcher starts once on each node"
         )
     if command.num_nodes not in (1, num_nodes):
         fixed = "a range of nodes" if command.num_nodes is None else f"--nnodes {command.num_nodes}"
         raise ConfigError(
-            f"torchrun: {fixed}, and trial.nodes is {num_nodes}; leave --nnodes out: the launcher gives it"
+            f"torchrun: {fixed}, and trial.nodes is {num_nodes}; omit --nnodes: the launcher sets it"
         )
     if command.num_nodes == num_nodes and num_nodes > 1:
         return command

@@ -40,7 +40,7 @@ class Placement:
 
     @property
     def share_words(self) -> str:
-        """What a trial has of the training, for the user."""
+        """The part of the training that a trial runs, for the user."""
         return (
             f"a trial has {self.num_nodes} of {self.num_full_nodes} nodes, and as much of the replicas and "
             "of the global batch; where one replica needs more nodes, a trial runs a part of its stages"
@@ -62,13 +62,13 @@ class Placement:
             return replace(on_nodes(command, num_nodes=self.num_nodes), batch_divisor=self.batch_divisor)
         if self.num_nodes != 1:
             raise ConfigError(
-                f"trial.nodes: {self.num_nodes}; this machine is one node: name a launcher that has nodes "
+                f"trial.nodes: {self.num_nodes}; this machine is one node: choose a launcher that has nodes "
                 "(launcher: slurm)"
             )
         if self.num_full_nodes is not None:
             raise ConfigError(
-                f"nodes: {self.num_full_nodes}; this machine is one node: name a launcher that has nodes "
-                "(launcher: slurm), or leave it out"
+                f"nodes: {self.num_full_nodes}; this machine is one node: choose a launcher that has nodes "
+                "(launcher: slurm), or omit nodes"
             )
         check_one_node(command)
         return command

@@ -26,7 +26,7 @@ class Handle(Protocol):
         """
 
     def kill(self) -> None:
-        """End the launcher itself at once; what it started may live on."""
+        """Kill the launcher itself; processes that it started may survive."""
 
 
 @runtime_checkable

@@ -35,7 +35,7 @@ class RayRun(HeldRun):
 
     @property
     def fault(self) -> str | None:
-        """What Ray has lost, or why it had no nodes."""
+        """The nodes that Ray lost, or why it had none."""
         reason: str | None = self.read(FAULT_FILE).get("reason")
         return reason
 

@@ -124,8 +124,8 @@ class RayAttempt:
         if able < number and not self._request["grows"]:
             asked = " and ".join(f"{count:g} {name}" for name, count in bundle.items())
             raise RayLostError(
-                f"Ray has {able} nodes of {asked} or more, and the trial needs {number}; ask for fewer, or "
-                "write ray: {grows: true} where Ray adds nodes"
+                f"Ray has {able} nodes of {asked} or more, and the trial needs {number}; request fewer, or "
+                "write ray: {grows: true} if Ray adds nodes on demand"
             )
         group = placement_group([bundle] * number, strategy="STRICT_SPREAD")
         ready = group.ready()
@@ -159,7 +159,7 @@ class RayAttempt:
         try:
             places: list[dict[str, str]] = ray.get([actor.place.remote() for actor in actors])
         except ray.exceptions.RayError as error:
-            raise RayLostError(f"Ray has lost a node: {type(error).__name__}") from error
+            raise RayLostError(f"Ray lost a node: {type(error).__name__}") from error
         return places
 
     def _watch(self, actors: Sequence[Any], addresses: Sequence[str]) -> int:
@@ -214,7 +214,7 @@ def connect(address: str | None) -> None:
 
 
 def resources_of(request: Mapping[str, Any]) -> dict[str, float]:
-    """What a request takes of each node."""
+    """The resources per node of a request."""
     asked = {"CPU": request["cpus_per_node"], "GPU": request["gpus_per_node"]}
     return {name: float(number) for name, number in asked.items() if number}
 

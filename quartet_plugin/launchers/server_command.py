@@ -92,7 +92,7 @@ def server_command(argv: Sequence[str], *, env: Mapping[str, str], cwd: Path) ->
         return f"the interpreter of {command.program!r} is not known"
     options = _python_options(command)
     if options is None:
-        return "options of python are not taken over by a trial server"
+        return "a trial server does not support options of python"
     on_cpu = _option(command.arguments, DEVICE_FLAG) == "cpu"
     has_agent = command.starter == "torchrun"
     num_ranks = (command.num_processes or 0) if has_agent else 0

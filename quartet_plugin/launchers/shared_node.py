@@ -83,7 +83,7 @@ class NodePart:
         """The command's exit code, which the exit file holds too."""
         signal.signal(signal.SIGTERM, self._stop)
         if not self._begin():
-            print("shared_node: this node of the attempt has been started before", flush=True)
+            print("shared_node: this node of the attempt was already started", flush=True)
             return BEGUN_BEFORE_EXIT
         names = self._meet()
         code = STOPPED_EXIT if names is None else self._run_command(names)
@@ -183,7 +183,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _name(kind: str) -> str:
-    """What the other nodes reach this one by: its address, or its host's name."""
+    """The address by which other nodes reach this node, or its host name."""
     host = socket.gethostname()
     if kind == "address":
         with contextlib.suppress(OSError):
@@ -192,7 +192,7 @@ def _name(kind: str) -> str:
 
 
 def _kept_environment() -> dict[str, str]:
-    """The node's variables without those by which its engine tells its own ranks."""
+    """The node's variables without those with which its engine identifies its own ranks."""
     return {name: value for name, value in os.environ.items() if not name.startswith(OF_THE_RANKS)}
 
 
@@ -231,7 +231,7 @@ def _copy(inner: int, outer: int, path: Path) -> None:
 
 
 def node_index(variables: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The index of this node, from the first variable that is set of those by which engines tell it."""
+    """The index of this node, from the first variable of an engine that is set."""
     return next((int(environment[name]) for name in variables if name in environment), 0)
 
 

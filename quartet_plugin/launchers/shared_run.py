@@ -46,7 +46,7 @@ def plain_node_words(stdout: Path, *, python: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SharedFolder:
-    """The folder beside the attempt's output where nodes and launcher meet."""
+    """The folder beside the attempt's output through which nodes and launcher communicate."""
 
     stdout: Path
 

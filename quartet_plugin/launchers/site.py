@@ -118,7 +118,7 @@ class SshSite(Section):
     """The hosts that `ssh` reaches without being asked anything; `config` is in the form of ssh_config(5)."""
 
     hosts: Annotated[tuple[Plain, ...], Field(min_length=1, max_length=10_000, strict=False)] = Field(
-        description="their names, in the order of the ranks"
+        description="host names, in the order of the ranks"
     )
     config: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
         default=None, description="a file of ssh's options, for users, ports and keys"
@@ -129,27 +129,27 @@ class RaySite(Section):
     """A Ray that runs already, and what a trial asks of each of its nodes."""
 
     address: Plain | None = Field(
-        default=None, description="its address, as HOST:PORT; without it RAY_ADDRESS, or the Ray of this host"
+        default=None, description="its address, as HOST:PORT; default: RAY_ADDRESS, or the Ray of this host"
     )
     gpus_per_node: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        default=None, description="GPUs of each node that a trial takes"
+        default=None, description="GPUs per node for a trial"
     )
     cpus_per_node: Annotated[int, Field(ge=1, le=100_000)] = Field(
-        default=1, description="CPUs of each node that a trial takes"
+        default=1, description="CPUs per node for a trial"
     )
     grows: Annotated[bool, Field(strict=True)] = Field(
-        default=False, description="whether Ray adds nodes when they are asked for; if so, a trial waits"
+        default=False, description="whether Ray adds nodes on demand; if so, a trial waits for them"
     )
 
 
 class NemoRunSite(Section):
-    """What NeMo-Run starts trials with; `slurm` takes its options from the section of that name."""
+    """The executor with which NeMo-Run starts trials; `slurm` takes its options from the section `slurm`."""
 
     executor: Annotated[str, AfterValidator(_executor)] = Field(
         default="local", description="local, slurm, or FILE.py:FUNCTION, which returns an executor"
     )
     python: Annotated[str, AfterValidator(_program)] | None = Field(
-        default=None, description="the python that has NeMo-Run, if it is another than the tuner's"
+        default=None, description="the python with NeMo-Run, if it is not the tuner's"
     )
 
 
@@ -169,9 +169,9 @@ class Site(Section):
     engines: Engines = Field(
         default={}, description="settings of launchers of other packages, by the launcher's name"
     )
-    environment: Variables = Field(default={}, description="variables of every trial")
+    environment: Variables = Field(default={}, description="environment variables of every trial")
     python: Annotated[str, AfterValidator(_program)] | None = Field(
-        default=None, description="the python of the nodes, if it is another"
+        default=None, description="the python on the nodes, if it differs from the tuner's"
     )
 
 

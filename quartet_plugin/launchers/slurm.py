@@ -63,7 +63,7 @@ class SlurmStep:
     def fault(self) -> str | None:
         """The step's nodes that Slurm has lost, in words."""
         lost = slurm.lost_nodes(self._nodes) if self._nodes else []
-        return f"Slurm has lost {', '.join(lost)}" if lost else None
+        return f"Slurm lost {', '.join(lost)}" if lost else None
 
     def poll(self) -> int | None:
         """The exit code of srun; of a step that another process started only that it has ended."""
@@ -114,7 +114,7 @@ class SlurmLauncher:
         return len(self.nodes)
 
     def words(self, argv: Sequence[str], *, attempt_id: str, cwd: Path, stdout: Path) -> list[str]:
-        """See `NodesLauncher`: one task a node with all of the node, beside other steps."""
+        """See `NodesLauncher`: one task per node with the whole node, in parallel with other steps."""
         del stdout
         number = str(len(self.nodes))
         return [

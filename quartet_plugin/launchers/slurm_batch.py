@@ -50,7 +50,7 @@ class SlurmJob:
 
     @property
     def pid(self) -> int:
-        """No process of it is this machine's."""
+        """None of its processes runs on this machine."""
         return 0
 
     @property

@@ -1,4 +1,4 @@
-"""What is asked of Slurm: its own programs, their words as lists, their output read strictly.
+"""Requests to Slurm: its programs, with arguments as lists, and strict parsers of their output.
 
 Formats are those of the manual pages of Slurm 22.05 and later. Where the controller does not answer (it is
 being restarted), a question is repeated for `PATIENCE_S`.
@@ -57,13 +57,13 @@ def allocation(environment: Mapping[str, str]) -> Allocation:
     job, listed = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_JOB_NODELIST", "")
     if not _JOB_ID.fullmatch(job) or not listed:
         raise ConfigError(
-            "launcher: slurm; SLURM_JOB_ID is not set: run it inside of an allocation (salloc, or a script "
-            "for sbatch), or take launcher: slurm-batch, which queues a job for each trial"
+            "launcher: slurm; SLURM_JOB_ID is not set: run it inside an allocation (salloc, or a script "
+            "for sbatch), or use launcher: slurm-batch, which queues a job for each trial"
         )
     if environment.get("SLURM_HET_SIZE", "1") not in ("", "0", "1"):
         raise ConfigError(
             f"launcher: slurm; job {job} is heterogeneous ({environment['SLURM_HET_SIZE']} components): its "
-            "nodes are not alike; take an allocation of one component"
+            "nodes differ; use an allocation of one component"
         )
     return Allocation(job=job, nodes=hostnames(listed))
 

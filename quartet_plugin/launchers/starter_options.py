@@ -128,6 +128,6 @@ def _spelling(word: str, *, program: Starter) -> tuple[tuple[str, ...], str | No
         else:
             return tuple(f"-{letter}" for letter in word[1:]), None
     raise ConfigError(
-        f"command {program} {word}: not an option that is known here, so the script cannot be found behind "
-        f"it; see {program} --help"
+        f"command {program} {word}: not a known option, so the script after it cannot be found; "
+        f"see {program} --help"
     )

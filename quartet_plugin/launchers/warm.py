@@ -176,7 +176,7 @@ class WarmHandle:
         self._ended_at_s: float | None = None
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs. 1 where nobody has seen how it ended."""
+        """The exit code, negative for a signal; None while it runs, 1 if its end was not observed."""
         if self._exit_code is None:
             try:
                 self._exit_code = self._server.exit_code(self.pid)
@@ -224,7 +224,7 @@ class WarmHandle:
 
 
 class WarmLauncher:
-    """Starts commands on this machine from a trial server, where that is the same as starting them anew."""
+    """Starts commands on this machine from a trial server, if that is equivalent to a new process."""
 
     num_nodes = 1
     engine: str | None = None
@@ -288,7 +288,7 @@ class WarmLauncher:
                 return None
             self.close()
             if answer is None:
-                return "the tuner is to stop"
+                return "the tuner was told to stop"
             if answer.unsafe is None or len(left_out) >= _MAX_LEFT_OUT:
                 return self._refusals.setdefault(command, answer.refusal or "")
             left_out.append(answer.unsafe)
@@ -330,7 +330,7 @@ class WarmLauncher:
             else:
                 if answer.pid is not None and descriptor is not None:
                     return WarmHandle(answer.pid, descriptor, server)
-                self._reason = f"the trial server refuses: {answer.refusal}"
+                self._reason = f"the trial server refused: {answer.refusal}"
             self.close()
             self.prepare(argv, env=env, cwd=cwd)
         return None

@@ -76,7 +76,7 @@ _FIXED_SHAPE = (
     "position_embedding",
 )
 _REFUSED = {
-    "yaml_cfg": "the configuration is not in flags",
+    "yaml_cfg": "the configuration is not given by flags",
     "use_checkpoint_args": "the model's flags come from a checkpoint",
     "step_batch_size_schedule": "a plan is for one global batch size",
     "rampup_batch_size": "a plan is for one global batch size",
@@ -93,7 +93,7 @@ def apply_plan(
     rank_env: RankEnv,
     on_cpu: bool,
 ) -> tuple[list[str], Wrapper]:
-    """The command's words with the plan in them; RANK is set, and one rank tells what was changed.
+    """The command's words with the plan's values; sets RANK, and one rank prints the changes.
 
     Also returns a wrapper of Megatron's tokenizer builder that checks the vocabulary, which is known only
     then. Raises AgreedRefusalError on all ranks when the plan does not fit on one of them.

@@ -103,7 +103,7 @@ class Flags:
         raise PlanError(f"{dest}: this Megatron has no flag that sets it to {value!r}")
 
     def words_for(self, values: Mapping[str, Any]) -> list[str]:
-        """The words that set these values: one word for a switch, a flag and what it takes otherwise."""
+        """The words that set these values: one word for a switch, otherwise a flag and its values."""
         words: list[str] = []
         for dest, value in values.items():
             words.append(self.flag_of(dest, value))

@@ -158,7 +158,7 @@ def _reason_not_to_keep(model: Any, *, folder: Path) -> str | None:
 
     args = get_args()
     if not can_save_weights():
-        return "this release of Megatron saves weights in another way"
+        return "this release of Megatron saves weights in another format"
     graphs = getattr(args, "cuda_graph_impl", "none") or "none"
     is_captured = graphs != "none" or any(
         getattr(args, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")

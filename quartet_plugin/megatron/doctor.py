@@ -64,7 +64,7 @@ def report() -> dict[str, Any]:
     try:
         known_flags = set(parser_destinations())
     except (Exception, SystemExit) as error:
-        return {**content, "fault": f"{ARGUMENTS.path}: cannot be asked for its flags ({error})"}
+        return {**content, "fault": f"{ARGUMENTS.path}: its flags cannot be read ({error})"}
     axes = [_axis(axis, known_flags) for axis in Axis]
     return {**content, "axes": [*axes, _custom_schedules(faults), _measuring(tree)]}
 
@@ -143,7 +143,7 @@ def _flags(names: Iterable[str]) -> str:
 def _custom_schedules(faults: Mapping[str, str]) -> dict[str, str]:
     changed = [seam.path for seam in CUSTOM_SCHEDULE if seam.path in faults]
     if not changed:
-        return _row(CUSTOM_SCHEDULES, WORKS, "every function that they replace is as known")
+        return _row(CUSTOM_SCHEDULES, WORKS, "every function that they replace is unchanged")
     names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     if accepts_changed_source():
         return _row(

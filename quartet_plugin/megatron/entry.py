@@ -301,7 +301,7 @@ def _runtime(session: Session, plan: "Plan | None", args: argparse.Namespace) ->
 
 
 def _partition(plan: "Plan | None", prepared: "Prepared | None") -> "dict[Seam, Wrapper]":
-    """What lets models be built with a plan's tensor partition; nothing without one."""
+    """The context in which models are built with a plan's tensor partition; without one it does nothing."""
     if plan is None or plan.layout.tensor_partition is None:
         return {}
     from quartet_plugin.megatron.partition.install import PartitionedModels
@@ -326,8 +326,8 @@ def _guard(
     if not has_known_parameters(*CHECKPOINTS):
         if plan is not None and getattr(values, "load", None):
             raise SeamError(
-                f"--load: {LOAD.path} takes other values than in any known release, so nothing can refuse to "
-                "load a checkpoint onto other stages; train without --load"
+                f"--load: {LOAD.path} has other parameters than in any known release, so loading checkpoints "
+                "onto other stages cannot be refused; train without --load"
             )
         return {}
     if plan is None:

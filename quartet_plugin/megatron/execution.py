@@ -1,4 +1,4 @@
-"""What this rank did, read from the parts that Megatron has built and from what ran in them."""
+"""The record of this rank's execution, from the parts that Megatron built and the actions that ran."""
 
 import importlib
 from collections.abc import Sequence

@@ -68,8 +68,8 @@ def _with_smaller_batch(
     growing = next((name for name in _GROWING_BATCH if getattr(values, name, None)), None)
     if growing is not None:
         raise ConfigError(
-            f"{flags.flag_of(growing)}: the batch grows in training, so a trial with fewer replicas has no "
-            "batch of its own; leave the flag out while tuning"
+            f"{flags.flag_of(growing)}: the batch grows during training, so the batch of a trial with fewer "
+            "replicas is undefined; omit the flag while tuning"
         )
     batch = values.global_batch_size
     if batch is None or divisor == 1:
@@ -77,8 +77,8 @@ def _with_smaller_batch(
     if batch % divisor:
         fewer = "" if divisor == num_nodes_divisor else f" ({num_nodes_divisor} times fewer nodes)"
         raise ConfigError(
-            f"--global-batch-size {batch}: must be a multiple of {divisor}, by which a trial has fewer "
-            f"replicas than the training{fewer}; raise trial.nodes"
+            f"--global-batch-size {batch}: must be a multiple of {divisor}, the ratio of the training's "
+            f"replicas to the trial's{fewer}; raise trial.nodes"
         )
     smaller = {"global_batch_size": batch // divisor}
     edited, _ = flags.edit(words, remove=set(smaller), append=flags.words_for(smaller))
@@ -106,7 +106,7 @@ def _stage_divisor(flags: Flags, words: Sequence[str], *, divisor: int, num_proc
     unlike = next((name for name in _UNLIKE_STAGES if getattr(values, name, None)), None)
     if unlike is not None:
         raise ConfigError(
-            f"{flags.flag_of(unlike)}: {cut}, and this command's are not all alike; raise trial.nodes "
+            f"{flags.flag_of(unlike)}: {cut}, and this command's are not all equal; raise trial.nodes "
             "until a replica fits"
         )
     virtual = next((name for name in _VIRTUAL if getattr(values, name, None)), None)

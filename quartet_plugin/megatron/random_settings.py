@@ -12,7 +12,7 @@ _ROUTER = {"moe_input_jitter_eps": None, "moe_router_force_load_balancing": Fals
 
 @dataclass(slots=True)
 class RandomSettings:
-    """What draws at random in a built model: the objects that have the settings, and their values."""
+    """The sources of randomness in a built model: the objects with the settings, and their values."""
 
     _values: list[tuple[Any, str, Any]]
 

@@ -47,10 +47,10 @@ DEFAULTS: dict[str, Any] = {"distributed_timeout_minutes": 60, "eval_interval": 
 # Random at every forward pass, and off unless given.
 _NOISE = ("moe_input_jitter_eps",)
 _REFUSED = {
-    "use_checkpoint_args": "the model comes from a checkpoint, which no trial loads; write its flags out",
-    "use_mp_args_from_checkpoint_args": "the layout comes from a checkpoint; write its flags out",
-    "yaml_cfg": "the configuration is not in flags; write it as flags",
-    "skip_train": "nothing is trained; leave it out",
+    "use_checkpoint_args": "the model comes from a checkpoint, which trials do not load; give its flags",
+    "use_mp_args_from_checkpoint_args": "the layout comes from a checkpoint; give its flags",
+    "yaml_cfg": "the configuration is not given by flags; write it as flags",
+    "skip_train": "it trains nothing; omit it",
 }
 # Flags of a start from weights alone; in a conversion they would drop the iteration or the optimizer.
 _STATE = ("finetune", "no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng")

@@ -40,7 +40,7 @@ def source_faults(read: ReadFunction, seams: Iterable[Seam] = CUSTOM_SCHEDULE) -
 
 
 def has_known_parameters(*seams: Seam) -> bool:
-    """Whether all of these functions are Megatron's own and take what they take in some known release."""
+    """Whether all of these functions are Megatron's own, with the parameters of some known release."""
     try:
         return all(seam.parameters_fault(known_function(seam)) is None for seam in seams)
     except SeamError:
@@ -74,7 +74,7 @@ def changed_source_reason(changed: Sequence[str]) -> str | None:
     others = f" and {len(more)} more" if more else ""
     return (
         f"changed source ({first}{others}): `quartet doctor` shows the difference, --accept-changed-source "
-        "tries custom schedules under the parity gate"
+        "allows custom schedules under the parity gate"
     )
 
 
@@ -90,7 +90,7 @@ def require_known_sources(seams: Iterable[Seam] = CUSTOM_SCHEDULE) -> None:
     others = f" (and {len(more)} more)" if more else ""
     raise SeamError(
         f"{first}{others}; native schedules and all other axes work; `quartet doctor` shows the difference, "
-        "--accept-changed-source gives custom schedules back under the parity gate"
+        "--accept-changed-source allows custom schedules under the parity gate"
     )
 
 

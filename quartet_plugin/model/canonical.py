@@ -28,7 +28,7 @@ def canonical_json(value: Any) -> str:
             f"canonical JSON: text with {error.object[error.start]!a}: must be UTF-8, so no lone surrogate"
         ) from error
     except RecursionError as error:
-        raise ConfigError("canonical JSON: the value nests too deep, or holds itself") from error
+        raise ConfigError("canonical JSON: the value is nested too deeply, or contains itself") from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"canonical JSON: {error}") from error
     return text

@@ -119,7 +119,7 @@ class Cluster:
         names = [node.name for node in self.nodes]
         twice = next((name for index, name in enumerate(names) if name in set(names[:index])), None)
         if twice is not None and len(set(names)) != len(names):
-            raise ConfigError(f"nodes: {twice!r} appears twice; give every node a name of its own")
+            raise ConfigError(f"nodes: {twice!r} appears twice; give every node a unique name")
         if self.num_slots > MAX_SLOTS:
             raise ConfigError(f"nodes: {self.num_slots} devices together; must be at most {MAX_SLOTS}")
         _check_links(self)

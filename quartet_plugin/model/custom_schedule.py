@@ -101,7 +101,7 @@ class CustomSchedule:
                 f"schedule.custom.named: {self.named[:40]!r}; a schedule's name, and no family beside it"
             )
         if self.named is None and self.family is None and self.orders is None:
-            raise PlanError("schedule.custom: nothing makes the order; give named, family or orders")
+            raise PlanError("schedule.custom: the order is missing; give named, family or orders")
         if self.group is not None and (self.named is None or not 1 <= self.group <= 65_536):
             raise PlanError(
                 f"schedule.custom.group: {self.group}; from 1 to 65536, for a named schedule only"

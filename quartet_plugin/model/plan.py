@@ -119,7 +119,8 @@ class Baseline:
 class MadeFor:
     """The job that a plan fits: the user's model, batch and configuration, the framework and the cluster.
 
-    `batching_features` of the job are those by which another micro-batch or DP can change the objective.
+    `batching_features` of the job are those by which another micro-batch or DP may change the
+    training objective.
     `job` is what the job's file says besides, in a plan that was made without a run. `mtp_layers` predict
     further tokens, after the last layer and before the head; None for a model without them.
     """
@@ -421,7 +422,7 @@ def read_plan(path: Path) -> Plan:
         if stated != actual:
             raise PlanError(
                 f"{path}: digest {stated[:12]!r} does not match its content ({actual[:12]}); "
-                "the file was edited or damaged: make it again with `quartet tune`"
+                "the file was edited or damaged: create it again with `quartet tune`"
             )
         return parse(Plan, data, where=str(path))
     except PlanError:

@@ -59,7 +59,7 @@ class TensorPartition:
 
     def __post_init__(self) -> None:
         if {block.form for block in self.blocks.values()} == {"stock"}:
-            raise ConfigError("tensor_partition: both blocks are stock; leave it out")
+            raise ConfigError("tensor_partition: both blocks are stock; omit it")
 
     @property
     def blocks(self) -> dict[str, BlockPartition]:

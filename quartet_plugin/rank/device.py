@@ -53,7 +53,7 @@ def peak_memory_bytes() -> int:
 
 
 def device_memory() -> DeviceMemory | None:
-    """What the CUDA device held; None on the CPU, and before CUDA is used."""
+    """The peak memory of the CUDA device; None on the CPU, and before CUDA is used."""
     torch = sys.modules.get("torch")
     if torch is None or device_name() == _CPU or not torch.cuda.is_initialized():
         return None
@@ -67,7 +67,7 @@ def device_memory() -> DeviceMemory | None:
 
 
 def keep_peak_memory() -> None:
-    """Remember the peak so far: `reset_peak_memory` then leaves out only what is needed after this call."""
+    """Store the peak so far: `reset_peak_memory` then ignores only memory that is used after this call."""
     memory = device_memory()
     if memory is None:
         _kept[_CPU] = peak_memory_bytes()

@@ -16,8 +16,8 @@ USAGE = "python -m quartet_plugin.megatron [-m MODULE | SCRIPT] ARGS..."
 _DEVICES = ("auto", "cpu", "cuda")
 _HELP = {
     "plan": ("FILE", "apply this plan: shape, layout, split, schedule and rank mapping"),
-    "device": ("{auto,cpu,cuda}", "where to train; without a GPU auto takes the CPU, in trials alone"),
-    "trial": ("FILE", "a trial.json: measure a few iterations, write them beside it and stop"),
+    "device": ("{auto,cpu,cuda}", "the device to train on; without a GPU auto uses the CPU, in trials only"),
+    "trial": ("FILE", "a trial.json: measure a few iterations, write the results beside it, and stop"),
 }
 
 

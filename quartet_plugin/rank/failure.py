@@ -85,7 +85,7 @@ def message_of(error: BaseException) -> str:
         for frame, _ in _innermost(error):
             if frame.f_code.co_name == "error" and frame.f_globals.get("__name__") == "argparse":
                 return str(frame.f_locals.get("message", error))
-        return f"the script ended itself with exit code {error.code}"
+        return f"the script ended with exit code {error.code}"
     return str(error).strip() or type(error).__name__
 
 
@@ -96,7 +96,7 @@ def show_script_error(kind: type[BaseException], error: BaseException, trace: Tr
 
 
 def _script_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's own first frame on; all of it where no script was run."""
+    """The traceback from the script's first frame on; the whole traceback if no script was run."""
     entry = trace
     while entry is not None and entry.tb_frame.f_code.co_name != "run_program":
         entry = entry.tb_next

@@ -63,7 +63,7 @@ class RankFileWriter:
         self._thread = threading.Thread(target=self._write_heartbeats, name="quartet-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Write the first heartbeat and go on in the background."""
+        """Write the first heartbeat, and continue in the background."""
         self._write_heartbeat(self._progress())
         self._thread.start()
 

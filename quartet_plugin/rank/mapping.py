@@ -112,17 +112,17 @@ def _match(plan: Plan, processes: Sequence[Process]) -> tuple[dict[Slot, int], s
             hosts = _listed([node.host for node in plan.made_for.nodes])
             return {}, (
                 f"mapping: made on {hosts}, now on {_listed([host for _, host in sorted(present)])}: "
-                "the ranks stay in the launcher's order; tune here for this cluster's own"
+                "the ranks keep the launcher's order; tune on this cluster for an order of its nodes"
             )
         left.remove(key)
         for local, number in present[key].items():
             at_slot[Slot(node=index, local=local)] = number
     if set(at_slot) != set(plan.mapping.slots):
-        return {}, "mapping: the local ranks here are not the plan's: the ranks stay in the launcher's order"
+        return {}, "mapping: the local ranks here are not the plan's: the ranks keep the launcher's order"
     if processes[at_slot[plan.mapping.slots[0]]].group_rank != processes[0].group_rank:
         return {}, (
             f"mapping: the launcher's first host is {processes[0].host}, where RANK 0 must be, not "
-            f"{plan.made_for.nodes[0].host}: the ranks stay in the launcher's order"
+            f"{plan.made_for.nodes[0].host}: the ranks keep the launcher's order"
         )
     return at_slot, None
 
@@ -150,14 +150,14 @@ def _check_features(
     values: Mapping[str, Any] = vars(args)
     if values.get("non_persistent_ckpt_type") == "local" and values.get("replication"):
         raise PlanError(
-            "mapping: --replication of local checkpoints needs the launcher's order of ranks; leave it out"
+            "mapping: --replication of local checkpoints needs the launcher's order of ranks; omit it"
         )
     if values.get("async_save") and values.get("use_persistent_ckpt_worker"):
         moved = [r for n, r in enumerate(assignment.rank_of) if r % size != processes[n].local_rank]
         if moved:
             raise PlanError(
-                "mapping: --use-persistent-ckpt-worker takes the rank for the device; "
-                f"rank {moved[0]} would write from another one: leave the flag out"
+                "mapping: --use-persistent-ckpt-worker uses the rank as the device; "
+                f"rank {moved[0]} would write from another one: omit the flag"
             )
     whole = all(
         len(set(node_of_rank[first : first + size])) == 1 for first in range(0, len(node_of_rank), size)
@@ -171,8 +171,8 @@ def _check_features(
         used.append("num_distributed_optimizer_instances")
     if used and not whole:
         raise PlanError(
-            f"mapping: --{used[0].replace('_', '-')} takes consecutive ranks for one node, and the plan's "
-            "order mixes nodes; leave the flag out"
+            f"mapping: --{used[0].replace('_', '-')} treats consecutive ranks as one node, and the plan's "
+            "order mixes nodes; omit the flag"
         )
 
 

@@ -95,7 +95,7 @@ def watch() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Begins the training where one of `names` is loaded; to be looked for alone changes nothing."""
+    """Starts the training when one of `names` is loaded; a mere search for a module has no effect."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
@@ -136,7 +136,7 @@ def begin_training(module: str) -> NoReturn:
     adapter, framework = _ADAPTERS[module]
     _leave_record(argv, framework=framework)
     if other is not None:
-        _refuse(f"process {other} is this rank of another training of the same command")
+        _refuse(f"process {other} is the same rank of another training of this command")
     words = wrapped(argv, adapter=adapter, flags=read_shared(StartFile, start).flags)
     environment = {name: value for name, value in os.environ.items() if name != START}
     environment[STARTED] = str(start.parent)

@@ -46,11 +46,11 @@ class RankEnv:
 
 
 class AgreedRefusalError(PlanError):
-    """A refusal that every rank has come to; launch rank 0 alone prints it."""
+    """A refusal that all ranks share; only launch rank 0 prints it."""
 
 
 class Rendezvous:
-    """All-gathers words among the ranks of a launch, before and beside the framework's process group."""
+    """All-gathers words among the ranks of a launch, independently of the framework's process group."""
 
     def __init__(self, rank_env: RankEnv, store: Any = None) -> None:
         self._rank_env = rank_env
@@ -69,7 +69,7 @@ class Rendezvous:
             return cls(rank_env, _store_of_files(rank_env))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             raise AgreedRefusalError(
-                f"a plan for {rank_env.world_size} processes must be agreed on through torchrun's store; "
+                f"a plan for {rank_env.world_size} processes must be shared through torchrun's store; "
                 "start the script with torchrun"
             )
         import torch.distributed as dist
@@ -102,7 +102,7 @@ class Rendezvous:
         except RuntimeError as error:
             absent = [rank for rank, key in enumerate(keys) if not self._is_there(key)]
             raise InfrastructureError(
-                f"no word about {name} from {listed_ranks(absent)} within {EXCHANGE_TIMEOUT_S:g} s: "
+                f"no answer about {name} from {listed_ranks(absent)} within {EXCHANGE_TIMEOUT_S:g} s: "
                 f"{first_line(error)}"
             ) from error
 
@@ -173,7 +173,7 @@ def agree_on_plan(path: Path, *, rendezvous: Rendezvous) -> Plan:
 
 
 def _short(word: str) -> str:
-    """A digest's first digits; a fault as it is."""
+    """A digest's first digits; an error message unchanged."""
     return word[:19] if word.startswith("digest ") else word
 
 

@@ -150,7 +150,7 @@ class Installation:
         for change in self._applied:
             if vars(change.holder).get(change.name) is not change.replacement:
                 raise SeamError(
-                    f"{change.holder.__name__}.{change.name}: changed since; the latest change must go first"
+                    f"{change.holder.__name__}.{change.name}: was changed since; undo the latest change first"
                 )
         while self._applied:
             change = self._applied.pop()

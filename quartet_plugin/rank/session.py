@@ -56,8 +56,8 @@ class Session:
         """Raise ConfigError for a trial that is to have fewer replicas than the command's training."""
         if self.files is not None and self.files.spec.batch_divisor is not None:
             raise ConfigError(
-                f"nodes: trials with fewer nodes than the training are there for Megatron-LM, not for "
-                f"{framework}; leave it out, or set trial.nodes to it"
+                f"nodes: trials with fewer nodes than the training are supported for Megatron-LM, not for "
+                f"{framework}; omit it, or set trial.nodes to it"
             )
 
     def run(
@@ -140,7 +140,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def print_notes(notes: Iterable[str], *, rank_env: RankEnv) -> None:
-    """Print lines for the user, on launch rank 0 alone."""
+    """Print lines for the user, only on launch rank 0."""
     if rank_env.launch_rank == 0:
         for note in notes:
             print(f"quartet: {terminal_line(note)}", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ _NOTICE = 2
 
 @record
 class StepResult:
-    """What one training step computed; `loss` is None on ranks that have none."""
+    """The results of one training step; `loss` is None on ranks that have none."""
 
     loss: Any
     skipped: bool
@@ -165,11 +165,11 @@ class StepMeter(ABC):
 
     @abstractmethod
     def _job(self) -> dict[str, Any]:
-        """The job that the framework made of the command; asked for on RANK 0 alone."""
+        """The job that the framework built from the command; only RANK 0 calls this."""
 
     @abstractmethod
     def _execution(self) -> Execution | None:
-        """What this rank did in the steps so far; None where the framework does not show it."""
+        """The record of this rank's steps so far; None if the framework does not provide it."""
 
 
 def _default_store() -> Any:

@@ -1,4 +1,4 @@
-"""What each axis of the winner gave: a line for a terminal and a section of the report."""
+"""The gain of each axis of the winner: lines for a terminal and a section of the report."""
 
 from quartet_plugin.model.axis_gains import FILE_NAME, AxisGain, AxisGains
 from quartet_plugin.model.history import RunHistory
@@ -47,8 +47,8 @@ def axis_section(history: RunHistory) -> str:
         ["axis", "gives", "best plan with the axis as in your command"], rows, label=_HEADING
     )
     note = markup.note(
-        "The winner over the best plan known that has the axis as your own command has it, both predicted "
-        "by the cost model as the trials calibrated it. Axes help one another: their gains do not multiply "
+        "The winner over the best known plan that keeps your command's value of the axis, both predicted by "
+        "the cost model as the trials calibrated it. Axes interact: their gains do not multiply "
         "to the speedup, and none is a share of it."
     )
     note += "".join(markup.note(f"{words[0].upper()}{words[1:]}.") for words in _without_row(history))
@@ -89,7 +89,7 @@ def _why_none(history: RunHistory) -> str:
     if _has_winner(history):
         return f"no figures: best/{FILE_NAME} is missing or cannot be read"
     if history.state == "finished":
-        return "no plan was proven faster than the baseline, so no axis gave anything"
+        return "no plan was proven faster than the baseline, so there are no gains to show"
     return "the search has not ended; the figures are computed at its end"
 
 

@@ -30,8 +30,8 @@ _NO_BETTER = "no better plan was found"
 _STATES = {
     "running": "running",
     "finished": "finished",
-    "stopped": "stopped; `quartet batch JOBS.yaml --resume` goes on",
-    "lost": "its process has ended without a word; `quartet batch JOBS.yaml --resume` goes on",
+    "stopped": "stopped; `quartet batch JOBS.yaml --resume` continues it",
+    "lost": "its process ended unexpectedly; `quartet batch JOBS.yaml --resume` continues it",
     "elsewhere": "held on another host",
 }
 
@@ -107,7 +107,7 @@ def ended_words(job: JobResult) -> str:
 
 
 def outcome_words(job: JobResult) -> str:
-    """What a job that is done has come to: speedup and plan, measured, or predicted."""
+    """The result of a finished job: speedup and plan, measured or predicted."""
     if job.kind == "plan":
         seconds = (
             "" if job.predicted_s is None else f"{iteration_words(job.predicted_s)} s/iteration predicted, "

@@ -36,29 +36,29 @@ LEAST_SHOWN = 0.0005
 APART = 1.25
 _GIB = float(2**30)
 _MEANING = {
-    "compute": "matrix products, attention, elementwise kernels, head",
+    "compute": "matrix multiplications, attention, elementwise kernels, head",
     "recompute": "forwards repeated in the backward",
     "tp_comm": "tensor-parallel collectives",
     "cp_comm": "context-parallel exchange",
     "ep_comm": "experts' exchange",
-    "pp_comm": "waiting for own sends",
-    "pp_bubble": "the busiest rank's waiting for other stages",
+    "pp_comm": "time in which a rank waits for its sends",
+    "pp_bubble": "time in which the busiest rank waits for other stages",
     "fsdp_comm": "sharded parameters",
     "dp_comm": "gradients and updated parameters",
     "ends_comm": "gradients of the embedding's copies",
     "optimizer": "the optimizer's step",
     "step_overhead": "between steps: data, logging",
     "straggler": "the slowest of many nodes",
-    "action": "the work of each action beside its layers",
-    "residual": "the trials' measured time beyond the other terms",
+    "action": "work of each action besides its layers",
+    "residual": "measured time that no other term explains",
 }
 # Of the parts of `compute`.
 _PART_MEANING = {
-    "gemm": "matrix products of the layers",
-    "attention": "scores and their products with values",
+    "gemm": "matrix multiplications of the layers",
+    "attention": "attention scores, and their products with the values",
     "elementwise": "norms, activations, additions: bound by memory",
-    "launch": "the host's start of each kernel",
-    "head": "the product with the vocabulary, and the loss",
+    "launch": "starting kernels on the host",
+    "head": "the output layer, and the loss",
 }
 
 
@@ -133,7 +133,7 @@ class Explanation:
 
     @property
     def word(self) -> str:
-        """What the seconds are called: `fitted` by a run's trials, or `predicted`."""
+        """The name of the seconds: `fitted` by a run's trials, or `predicted`."""
         return "predicted" if self.num_trials is None else "fitted"
 
     def as_data(self) -> dict[str, object]:
@@ -215,7 +215,7 @@ def show(explanation: Explanation, *, console: "Console") -> None:
 
 
 def _grounds(explanation: Explanation) -> list[tuple[str, str]]:
-    """The measured times beside the predicted ones, and what calibrated these."""
+    """The measured and predicted times, and the trials that calibrated the predictions."""
     lines = []
     if explanation.measured_s is not None:
         words = _measured_words(explanation.measured_s, explanation.iteration_s, word=explanation.word)
@@ -249,10 +249,10 @@ def _saved(explanation: Explanation, other: BaselineTerms) -> list[tuple[str, st
 
 
 _FITTED_TO_ROUNDS = (
-    "the fit, residual included, has seen single trials, not the final rounds that gave the measured times"
+    "the fit, residual included, used single trials, not the final rounds that gave the measured times"
 )
 _FITTED_TO_TRIALS = (
-    "the fit, residual included, has seen this trial and all others, so that a sum need not be a trial's time"
+    "the fit, residual included, used all trials, so the sum may differ from the time of this one"
 )
 
 
@@ -380,12 +380,12 @@ def _closing(explanation: Explanation) -> list[str]:
     bubbles = (0.0 if explanation.baseline is None else explanation.baseline.bubble_fraction,)
     if max(explanation.bubble_fraction, *bubbles) > 0.0:
         lines.append(
-            "          from a pipeline's first action to its last; pp_bubble: the busiest rank's waiting"
+            "          idle, from a pipeline's first action to its last; pp_bubble: the busiest rank waits"
         )
     lines += _residual_lines(explanation)
     other = explanation.runner_up
     if other is None:
-        lines.append("next best predicted layout: none, no other is legal and fits")
+        lines.append("next best predicted layout: none; no other layout is legal and fits in memory")
     else:
         by = 100 * (other.equal_work_s / explanation.iteration_s - 1)
         verdict = f"{by:.1f} % slower" if by >= 0 else f"{-by:.1f} % faster than this plan"
@@ -416,8 +416,8 @@ def _residual_lines(explanation: Explanation) -> list[str]:
         return []
     of_whole = f"{1e3 * by_residual:+,.0f} of {1e3 * whole:+,.0f} ms"
     return [
-        f"residual  {of_whole} is explained by no named term: trials of like plans took so much longer or "
-        "shorter than the other terms say"
+        f"residual  {of_whole} is explained by no named term: trials of similar plans took longer or shorter "
+        "than the sum of the other terms by this amount"
     ]
 
 

@@ -51,7 +51,7 @@ def iteration_times(history: RunHistory) -> str | None:
         _ends_of([measured.iteration_s for _, _, measured in rows]), start=_NAMES_END + 12, end=HALF - 20
     )
     bottom = _TOP + _ROW_HEIGHT * len(rows)
-    parts = [x_axis(x, bottom, top=_TOP - 8, words="seconds an iteration (less is better)", count=4)]
+    parts = [x_axis(x, bottom, top=_TOP - 8, words="seconds per iteration (lower is better)", count=4)]
     for index, (name, style, measured) in enumerate(rows):
         y = _TOP + _ROW_HEIGHT * (index + 0.5)
         words = f"{name}: {iteration_spread(measured)} s"
@@ -76,7 +76,7 @@ def speedups(history: RunHistory) -> str | None:
     )
     bottom = _TOP + _ROW_HEIGHT * (len(finalists) + 1)
     parts = [
-        x_axis(x, bottom, top=_TOP - 8, words="speedup (more is better)", unit="x", count=4),
+        x_axis(x, bottom, top=_TOP - 8, words="speedup (higher is better)", unit="x", count=4),
         element("line", x1=x(1.0), x2=x(1.0), y1=_TOP - 8, y2=bottom, cls="reference"),
         text(_NAMES_END, _TOP + _ROW_HEIGHT / 2 + 4, "your own command", cls="label", anchor="end"),
     ]
@@ -89,7 +89,7 @@ def speedups(history: RunHistory) -> str | None:
             for ratio in finalist.comparison.round_ratios
         ]
         parts.append(_whisker(x, interval, y, style=style, words=f"{name}: {speedup_spread(interval)}"))
-    return drawing(HALF, bottom + 44, *parts, label="Best plans' speedup over the baseline")
+    return drawing(HALF, bottom + 44, *parts, label="Speedup of the best plans over the baseline")
 
 
 def _style_of(finalist: Finalist, history: RunHistory) -> str:
@@ -115,7 +115,7 @@ def _whisker(scale: Scale, interval: Interval, y: float, *, style: str, words: s
 
 
 def progress(history: RunHistory, *, width: float = WIDTH) -> str | None:
-    """Every trial's objective over the baseline's, in order, with the best so far."""
+    """Objective of every trial over the baseline's, in order of trials, with the best so far."""
     rows = [row for row in history.trials if row.verdict]
     ratios = {row.number: ratio for row in rows if (ratio := history.versus_baseline(row)) is not None}
     if len(ratios) < 2:
@@ -147,7 +147,9 @@ def progress(history: RunHistory, *, width: float = WIDTH) -> str | None:
         parts.append(text(x(winner) + 11, y(ratios[winner]) - 8, "winner", cls="label"))
     for row in rows:
         parts.append(_point(row, ratios.get(row.number), x, y, strip, is_best=row.number == best))
-    return drawing(width, strip + 54, *parts, label="Every trial's objective over the baseline's, in order")
+    return drawing(
+        width, strip + 54, *parts, label="Objective of every trial over the baseline's, in order of trials"
+    )
 
 
 def _best_so_far(ratios: Mapping[int, float], x: Scale, y: Scale) -> str:
@@ -192,7 +194,7 @@ def importance(shares: Mapping[str, float]) -> str | None:
     height = 24.0 * len(ranked)
     x = Scale(low=0.0, high=max(max(share for _, share in ranked), 1e-9) * 1.15, start=200, end=HALF - 10)
     parts = [x_axis(Scale(low=0, high=100 * x.high, start=x.start, end=x.end), height + 8, top=2,
-                    words="share of the spread it explains", unit=" %", count=4)]  # fmt: skip
+                    words="share of the variance that it explains", unit=" %", count=4)]  # fmt: skip
     for index, (name, share) in enumerate(ranked):
         y = 24.0 * index + 4
         parts.append(text(192, y + 13, clean(name, limit=30), cls="label", anchor="end"))
@@ -217,7 +219,7 @@ def predicted_measured(history: RunHistory) -> str | None:
     x = Scale.over(values, start=64, end=HALF - 12, is_log=is_log)
     y = Scale.over(values, start=300, end=12, is_log=is_log)
     parts = [
-        x_axis(x, 300, top=12, words="measured, seconds an iteration", count=5),
+        x_axis(x, 300, top=12, words="measured seconds per iteration", count=5),
         y_axis(y, 64, right=HALF - 12, words="predicted, s"),
         element("line", x1=x.start, y1=y.start, x2=x.end, y2=y.end, cls="reference"),
     ]
@@ -238,7 +240,9 @@ def prediction_words(history: RunHistory) -> str:
     errors = [abs(predicted / measured - 1) for predicted, measured in pairs]
     words = f"{len(rows)} plans; median error {100 * statistics.median(errors):.0f} %"
     agreement = _kendall(pairs[:_MAX_PAIRS])
-    return words if agreement is None else f"{words}; of all pairs {100 * agreement:.0f} % in the right order"
+    if agreement is None:
+        return words
+    return f"{words}; {100 * agreement:.0f} % of all pairs of plans in the right order"
 
 
 def prediction_lines(history: RunHistory) -> list[str]:

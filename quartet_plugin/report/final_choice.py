@@ -33,7 +33,7 @@ def choice_paragraph(plan: Plan) -> str:
 
 def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
     if choice.runner_up is None or choice.gain is None:
-        return "none: no other plan was measured in the final rounds"
+        return "none; no other plan was measured in the final rounds"
     number = choice.runner_up
     is_ahead = choice.gain < 1.0
     first, second = (number, winner) if is_ahead else (winner, number)
@@ -41,15 +41,15 @@ def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
     name = f"trial {number}{', another model' if choice.is_runner_up_other_model else ''}"
     parts = [f"{name}: trial {first} is {gain:.3f}x as fast as trial {second}"]
     if choice.chance_better is None:
-        parts[0] += f", by their speedups: they share {choice.num_rounds} rounds only"
+        parts[0] += f", by the ratio of their speedups: they share only {choice.num_rounds} rounds"
     else:
         chance = 1.0 - choice.chance_better if is_ahead else choice.chance_better
         parts[0] += (
             f", the median ratio of the same {choice.num_rounds} rounds, "
-            f"faster at all with a chance of {100 * chance:.0f} %"
+            f"faster at all with probability {100 * chance:.0f} %"
         )
         if chance >= 1.0 - 0.5**choice.num_rounds:
-            parts[0] += f", the most that {choice.num_rounds} rounds can say"
+            parts[0] += f", the highest that {choice.num_rounds} rounds can give"
     if not choice.is_runner_up_win and choice.chance_better is None:
         rounds = f"{choice.num_rounds} round{'' if choice.num_rounds == 1 else 's'}"
         parts.append(f"trial {number} left after {rounds}, before it could be proven")
@@ -57,10 +57,10 @@ def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
         words = f"trial {number} is not proven faster than your own command"
         if choice.proof_level is not None:
             words += (
-                f": a proof asks for a chance of luck of {100 * choice.proof_level:.2g} % or less, "
-                "a 95 % interval above 1.00x for 2.5 %"
+                f": a proof requires an error probability of at most {100 * choice.proof_level:.2g} %; "
+                "a 95 % interval above 1.00x corresponds to 2.5 %"
             )
         parts.append(words)
     elif is_ahead and choice.is_runner_up_other_model:
-        parts.append("too little, or too unsure, for another model")
+        parts.append("the gain is too small or too uncertain to prefer another model")
     return "; ".join(parts)

@@ -58,7 +58,7 @@ def speedup_words(ratio: float, *, drift: float = 1.0) -> str:
 
 
 def speedup_sentence(ratio: float, *, drift: float = 1.0) -> str:
-    """The same where there is no table: what it is compared with stands beside it."""
+    """The same without a table, so the words include the baseline."""
     again = "" if drift == 1.0 else f" as measured again, at {speedup_words(drift)} of its first speed"
     return f"{speedup_words(ratio)} the baseline{again}"
 

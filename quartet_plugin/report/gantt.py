@@ -32,7 +32,7 @@ Box = tuple[float, float, float, float]
 
 
 def timeline(schedule: Schedule, simulation: "Simulation", *, label: str, span_s: float = 0.0) -> str | None:
-    """Devices down, time across, gaps for waiting; None for what is too large to draw or takes no time.
+    """Devices as rows, time across, gaps for idle time; None if the step is too large to draw or empty.
 
     The width stands for `span_s` seconds, at least the makespan, so that several drawings have one scale.
     """

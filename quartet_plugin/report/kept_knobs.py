@@ -20,8 +20,8 @@ _SEARCHED: tuple[Knob, ...] = (
     MAPPING,
     *(knob for knob in LAYOUT_KNOBS if knob.default == "stock"),
 )
-_NOTHING = "none of split, schedule, mapping and knobs asked for, where they matter to the winner"
-_FOLLOWS = "split and schedule follow from PP 1: a plan of one stage chooses neither"
+_NOTHING = "the winner changes every searched axis of which a trial measured another value"
+_FOLLOWS = "split and schedule follow from PP 1: a plan with one stage has neither"
 
 
 def kept_lines(history: RunHistory) -> list[str]:
@@ -111,7 +111,7 @@ def _pair_words(
     *,
     command: object,
 ) -> str:
-    """The best trial that changed the knob beside the best one that differs from it in the knob alone."""
+    """The best trial that changed the knob, and the best trial that differs from it only in the knob."""
     as_command = [(trial, plan) for trial, plan in measured if knob.value_of(plan) == command]
     pairs = [
         (changed, kept)
@@ -120,7 +120,7 @@ def _pair_words(
         if _differs_alone(knob, changed[1], kept[1])
     ]
     if not pairs:
-        return f"no two measured plans differ in it alone; {len(others)} of {len(measured)} changed it"
+        return f"no two measured plans differ only in this; {len(others)} of {len(measured)} plans changed it"
     (other, plan), (twin, _) = max(pairs, key=lambda pair: (_speed(pair[0]), _speed(pair[1])))
     share = 100 * (other.value or 0.0) / (twin.value or math.inf)
     words = f"with {knob.text(knob.value_of(plan))}, trial {other.number}"

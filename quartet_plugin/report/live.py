@@ -170,7 +170,7 @@ class LiveTable:
         position: LaunchPosition | None = None,
         measured_share: float | None = None,
     ) -> None:
-        """Show the launch below the table, and what share of the time so far measured."""
+        """Show the launch below the table, and the share of the time so far in measured iterations."""
         self._drop(label)
         self._measured_share = measured_share
         self._running[label] = Running(
@@ -242,7 +242,7 @@ class LiveTable:
         return names
 
     def _under_way(self) -> list[str]:
-        """The running launch in one line; several launches by their labels alone."""
+        """The running launch in one line; for several launches only their labels."""
         running, now_s = list(self._running.values()), self._clock()
         if len(running) <= 1:
             return [launch.sentence(now_s=now_s) for launch in running]
@@ -270,7 +270,7 @@ class LiveTable:
 
 
 def share_words(measured_share: float) -> str:
-    """The share of the time so far that went into measured iterations, not into starts, gate or waiting."""
+    """The share of the time so far that was spent in measured iterations, not in starts, gate or waiting."""
     return f"{100 * measured_share:.0f} % of the time so far spent in measured iterations"
 
 

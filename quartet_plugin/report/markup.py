@@ -58,7 +58,7 @@ def scrolled(svg: str, *, label: str) -> str:
 
 
 def _region(label: str) -> str:
-    """The attributes by which a keyboard reaches what is moved sideways, and a screen reader names it."""
+    """The attributes that let a keyboard scroll a part sideways and a screen reader name it."""
     return f'role="region" tabindex="0" aria-label="{text(label)}"'
 
 

@@ -18,7 +18,7 @@ _CLOCK_S, _STORAGE_S = 1.0, 1.0
 SLOW_FACTOR = 1.15
 # NCCL below the first version without a fault, the fault, and where it is described.
 BROKEN_NCCL: tuple[tuple[tuple[int, int], str], ...] = (
-    ((2, 12), "all-gathers corrupt data where an NVLink is down (NVIDIA/nccl#596)"),
+    ((2, 12), "all-gathers corrupt data if an NVLink is down (NVIDIA/nccl#596)"),
 )
 _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
@@ -59,7 +59,7 @@ def _nodes(facts: NodeFacts, expected: Sequence[str]) -> CheckRow:
             check="nodes",
             state="fail",
             finding=f"{len(facts)} of {len(expected)} answered; nothing of {_listed(missing)}",
-            fix="this folder and this python must be there under the same paths (mount, module, container)",
+            fix="the node needs this folder and this python under the same paths (mount, module, container)",
         )
     return CheckRow(check="nodes", state="ok", finding=f"{len(facts)} answered")
 
@@ -73,7 +73,7 @@ def _packages(facts: NodeFacts) -> CheckRow:
             check="packages",
             state="fail",
             finding="; ".join(f"{name}: {_groups(versions[name])}" for name in differing),
-            fix="install the same versions on all nodes: ranks of different releases do not agree",
+            fix="install the same versions on all nodes: ranks of different releases cannot train together",
         )
     lacking = [name for name in ("quartet-plugin", "torch") if name not in names]
     finding = ", ".join(f"{name} {next(iter(versions[name]))}" for name in names)
@@ -99,7 +99,7 @@ def _devices(facts: NodeFacts) -> CheckRow:
             check="devices",
             state="fail",
             finding=_groups(groups),
-            fix="trials need nodes of equal size: leave the others out, or give them back",
+            fix="trials need nodes of equal size: exclude or release the others",
         )
     finding = next(iter(groups))
     if not any(node["devices"] for node in facts.values()):
@@ -133,7 +133,7 @@ def _speed(facts: NodeFacts) -> CheckRow:
             check="speed",
             state="warn",
             finding=_listed(slow),
-            fix="look for other programs, heat and power limits there, or leave the node out (--exclude)",
+            fix="check it for other programs, heat and power limits, or exclude the node (--exclude)",
         )
     worst = max(seconds.values()) / usual_s - 1.0
     return CheckRow(check="speed", state="ok", finding=f"the slowest takes {100 * worst:.0f} % longer")
@@ -166,7 +166,7 @@ def _links(facts: NodeFacts) -> CheckRow:
             check="links",
             state="warn",
             finding="; ".join(filter(None, (_listed(down), _groups(groups) if len(groups) > 1 else ""))),
-            fix="a port that is down makes its node slow: ask the site, or leave the node out",
+            fix="a port that is down makes its node slow: ask the administrators, or exclude the node",
         )
     return CheckRow(check="links", state="ok", finding=next(iter(groups)))
 
@@ -199,7 +199,7 @@ def _clock(facts: NodeFacts) -> CheckRow:
             check="clock",
             state="warn",
             finding=f"{finding} ({worst})",
-            fix="let the nodes follow one clock (chrony, ntp): timelines and leases compare their times",
+            fix="synchronize the nodes' clocks (chrony, ntp): timelines and leases compare their times",
         )
     return CheckRow(check="clock", state="ok", finding=finding)
 
@@ -283,7 +283,7 @@ def _nccl(facts: NodeFacts) -> CheckRow:
 
 _CHECKS: tuple[Callable[[NodeFacts], CheckRow], ...] = (
     _packages,
-    _same("python", lambda node: str(node["python"]), fix="take one python on all nodes"),
+    _same("python", lambda node: str(node["python"]), fix="use the same python on all nodes"),
     _devices,
     _speed,
     _same(
@@ -293,7 +293,9 @@ _CHECKS: tuple[Callable[[NodeFacts], CheckRow], ...] = (
     ),
     _links,
     _same(
-        "network", lambda node: _up(node["interfaces"]), fix="NCCL_SOCKET_IFNAME names the one that all have"
+        "network",
+        lambda node: _up(node["interfaces"]),
+        fix="set NCCL_SOCKET_IFNAME to the interface that all nodes have",
     ),
     _port,
     _clock,
@@ -301,7 +303,7 @@ _CHECKS: tuple[Callable[[NodeFacts], CheckRow], ...] = (
     _disk,
     _limits,
     _nccl,
-    _same("programs", lambda node: ", ".join(node["programs"]), fix="one image on all nodes"),
+    _same("programs", lambda node: ", ".join(node["programs"]), fix="use use use one image on all nodes"),
     _same(
         "variables", lambda node: ", ".join(node["nccl_variables"]), fix="NCCL_* must be equal on all nodes"
     ),

@@ -39,6 +39,6 @@ def noise_words(history: RunHistory) -> str:
     if spread[name] < NOISY_RATIO:
         return words + "the machine was quiet"
     return words + (
-        "the machine was busy. The final rounds compare in turns and stand, with their interval; of single "
-        "trials, and of what is fitted to them (axes, shapes, explain), take the order, not the size"
+        "the machine was busy. The final rounds take turns, so their result and its interval are valid; of "
+        "single trials, and of values fitted to them (axes, shapes, explain), trust the order, not the size"
     )

@@ -1,4 +1,4 @@
-"""What a winner of another model (class D) costs, how to keep the model, and its best measured plan."""
+"""The cost of a winner of another model (class D), how to keep the model, and its best measured plan."""
 
 import math
 
@@ -8,11 +8,11 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.formatting import clean, iteration_words, speedup_sentence, speedup_spread
 
 _COST = (
-    "another model (class D): checkpoints of your own model do not fit it, and whether it learns as well "
+    "another model (class D): it cannot load checkpoints of your own model, and how well it learns "
     "was not measured"
 )
 _KEEP = "a search without `scaling` keeps your own model"
-NO_PAYBACK = "no number of iterations pays it back: the winner's are of another model"
+NO_PAYBACK = "no payback time is given: an iteration of another model is not comparable"
 
 
 def other_model_words(history: RunHistory) -> tuple[str, ...]:
@@ -28,11 +28,11 @@ def other_model_lines(history: RunHistory) -> list[str]:
 
 
 def plan_model_lines(plan: Plan) -> list[str]:
-    """The same of a plan alone, which does not know the other trials of its run."""
+    """The same for a single plan, without the other trials of its run."""
     if not plan.is_other_model:
         return []
     run = plan.provenance.run
-    others = f"; `quartet status {run}` names the best plan of it" if plan.measurement is not None else ""
+    others = f"; `quartet status {run}` names its best plan" if plan.measurement is not None else ""
     return _lines((_COST, _KEEP + others))
 
 

@@ -119,7 +119,9 @@ def _verdict_on_search(history: RunHistory) -> str:
         verdict = f"<strong>No better plan was found:</strong> {baseline} stays as it is."
         return f'<p class="verdict none">{verdict}</p>'
     state = {"running": "runs", "elsewhere": "runs on another host"}.get(history.state, "was stopped")
-    return f'<p class="verdict open"><strong>The search {state}:</strong> this is what is known so far.</p>'
+    return (
+        f'<p class="verdict open"><strong>The search {state}:</strong> the page shows the results so far.</p>'
+    )
 
 
 def _predicted(winner: Plan) -> str:
@@ -198,9 +200,7 @@ def _card(name: str, iteration_s: float, speed: Measurement | TrialRow) -> tuple
 def _intervals(history: RunHistory) -> str:
     drawn = [svg for svg in (figures.iteration_times(history), figures.speedups(history)) if svg is not None]
     if not drawn:
-        return markup.section(
-            "Best against baseline", markup.note("No plan was measured again in turns with the baseline.")
-        )
+        return markup.section("Best against baseline", markup.note("The final rounds measured no plan."))
     caption = (
         "Dots are medians over the final rounds. Bars of seconds are the range of the launches (of more than "
         "five the 95 % interval), bars of speedups the test's 95 % interval; the short marks are single "
@@ -220,7 +220,7 @@ def _regret(history: RunHistory) -> str:
         lines.append(regret_words(history.regret, compared_with=base, checks=history.controls))
     if history.limits:
         limits = "; ".join(clean(line, limit=200) for line in history.limits)
-        lines.append(f"The space was too large to predict all of it: {limits}.")
+        lines.append(f"The space was too large to predict every plan: {limits}.")
     return markup.section("What may have been missed", "\n".join(map(markup.note, lines)))
 
 
@@ -327,7 +327,7 @@ def _train(history: RunHistory, extras: Extras) -> str:
         parts.append(f"<p>{markup.text(extras.parity)}</p>")
     if extras.flags:
         parts += [
-            "<p>Without the plugin, as far as the framework's own settings say it:</p>",
+            "<p>Without the plugin, as far as the framework's own settings express the plan:</p>",
             markup.pre(extras.flags),
         ]
     return markup.section("Train with the best plan", "".join(parts))

@@ -1,4 +1,4 @@
-"""The report's tables: every trial, those without a time, what was left out, where it all comes from."""
+"""The report's tables: every trial, trials without a time, features left out in trials, and the sources."""
 
 from collections.abc import Sequence, Set
 
@@ -128,7 +128,7 @@ def left_out(history: RunHistory) -> str:
     if others:
         items.append("Features of the job that keep no further axis: " + ", ".join(others))
     if history.config.get("search", {}).get("scaling") is None:
-        items.append("Width and depth were not searched: another shape is another model.")
+        items.append("Width and depth were not searched, because another shape is another model.")
     items.append(f"Knobs beside these, and why each is kept: quartet knobs {history.name}")
     return markup.section(
         "What was left out", "<ul>" + "".join(f"<li>{markup.text(item)}</li>" for item in items) + "</ul>"
@@ -157,7 +157,8 @@ def provenance(history: RunHistory, fault: str | None) -> str:
     return markup.section(
         "Where it comes from", markup.table(("", ""), rows, label="Where it comes from") + unread
     ) + (
-        "<footer>Made by quartet_plugin. This file is complete: it loads nothing and runs no script.</footer>"
+        "<footer>Made by quartet_plugin. This file is self-contained: it loads nothing and runs no script."
+        "</footer>"
     )
 
 

@@ -37,8 +37,8 @@ def difference_words(plan: Plan) -> tuple[str, ...]:
 
 
 def difference_sentence(plan: Plan) -> str:
-    """What differs from the user's own command, joined by semicolons."""
-    return "; ".join(difference_words(plan)) or "nothing differs from your own command"
+    """The differences from the user's own command, joined by semicolons."""
+    return "; ".join(difference_words(plan)) or "no setting differs from your own command"
 
 
 def difference_lines(plan: Plan) -> list[str]:

@@ -26,7 +26,7 @@ _GIB = 2.0**30
 
 
 def job_line(job: PlanRequest) -> str:
-    """What is planned: model, sequences, batch, precision and devices."""
+    """The planned job: model, sequences, batch, precision and devices."""
     shape, machines = job.shape, job.machines
     experts = "" if job.experts is None else f", {job.experts.num_experts} experts"
     model = f"{shape.num_layers} layers of hidden size {shape.hidden_size:,}{experts}"
@@ -118,17 +118,17 @@ def reason_words(ranked: Ranked, best: Ranked) -> str:
 
 
 def mapping_words(ranked: Ranked) -> str:
-    """The stock rank order that the mapping is, or the best one's seconds, beside which it stands."""
+    """The stock rank order if the mapping equals one, otherwise the seconds of the best stock order."""
     stock = min((ranked.stock_s or {}).items(), key=lambda item: item[1], default=None)
     if stock is None:
-        return "mapping solved; no stock order is legal"
+        return "mapping solved; no stock order of the ranks is legal"
     if stock[1] <= ranked.iteration_s * (1 + _LEAST_SHARE):
-        return f"mapping solved: no order is faster than the stock order {stock[0]}"
+        return f"mapping solved: no order of the ranks is faster than the stock order {stock[0]}"
     return f"mapping solved: the stock order {stock[0]} takes {stock[1]:.4g} s"
 
 
 def plain_line(plain: Plain, best: Ranked) -> str:
-    """What the plans are compared with, and how much faster the best plan is."""
+    """The baseline of the plans, and how much faster the best plan is."""
     name = "your own" if plain.is_users else "plain"
     fault = "" if plain.fits else " (does not fit in memory by this model)"
     gain = plain.iteration_s / best.equal_work_s

@@ -1,4 +1,4 @@
-"""What a search cost, in device-hours, and after how many iterations with its winner that is paid back."""
+"""The cost of a search in device-hours, and after how many iterations with its winner it is paid back."""
 
 from dataclasses import dataclass
 
@@ -95,12 +95,12 @@ def unstable_words(history: RunHistory) -> str:
     if not num:
         return f"none of {num_measured} measured launches"
     words = f"{num} of {num_measured} measured launches, those of the gate included: their iteration times "
-    words += "vary too much; each was made once more, and what is unstable again counts by its median"
+    words += "vary too much; each was repeated once, and if it was unstable again its median counts"
     return words + ("; the machine was too busy" if num >= BUSY_SHARE * num_measured else "")
 
 
 def time_words(expense: SearchExpense) -> str:
-    """What the launches' seconds went into, with the share that measured, and what lay between launches."""
+    """The launches' seconds by phase, the share of measured iterations, and the time between launches."""
     measured = f"measured {duration(expense.measured_s)} ({100 * expense.measured_share:.0f} %)"
     parts = (
         ("warm-up", expense.warmup_s),

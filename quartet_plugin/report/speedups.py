@@ -1,4 +1,4 @@
-"""A plan's speedup as it was predicted before its launch, beside the measured one."""
+"""A plan's speedup as predicted before its launch, to compare with the measured one."""
 
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.formatting import speedup_spread

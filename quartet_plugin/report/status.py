@@ -42,7 +42,7 @@ from quartet_plugin.space.plan_label import plan_label
 # What a regret compares untried plans with.
 WINNER, COMMAND, STAND_IN = "the winner", "your own command", "the stock plan that fits"
 _SCOPE = (
-    "untried plans alone are covered: a tried plan that was no finalist was measured once, and may be "
+    "only untried plans are covered: a tried plan that was not a finalist was measured once, and may be "
     "faster than that single trial"
 )
 # The chance of a better plan from which on more trials are advised.
@@ -51,8 +51,8 @@ LIKELY = 0.5
 _STATES = {
     "running": "running",
     "finished": "finished",
-    "stopped": "stopped; `quartet tune --resume` goes on",
-    "lost": "its tuner has ended without a word; `quartet tune --resume` goes on",
+    "stopped": "stopped; `quartet tune --resume` continues it",
+    "lost": "its tuner ended unexpectedly; `quartet tune --resume` continues it",
     "elsewhere": "held on another host",
 }
 
@@ -233,7 +233,7 @@ def _holder_words(holder: LeaseHolder | None) -> str:
 
 
 def regret_base(history: RunHistory) -> str:
-    """What the regret of a run compares untried plans with, in words."""
+    """The plan or command with which the regret of a run compares untried plans, in words."""
     if history.winner is not None and history.winner.measurement is not None:
         return WINNER
     return STAND_IN if history.winner is not None else COMMAND
@@ -259,7 +259,7 @@ def regret_lines(regret: Regret, *, compared_with: str, checks: Sequence[DriftMe
 def regret_words(regret: Regret, *, compared_with: str, checks: Sequence[DriftMeasurement] = ()) -> str:
     """The same estimate as one paragraph."""
     if regret.num_untried == 0:
-        return "Every plan of the space was tried, so no other is left to be faster."
+        return "Every plan of the space was tried, so no untried plan can be faster."
     likely = clean(regret.likely or "", limit=200)
     figure, basis = _figure(regret, compared_with), _basis(regret)
     doubt = "".join(f" {words[:1].upper()}{words[1:]}." for words in _doubt(compared_with, checks))
@@ -287,15 +287,15 @@ def _doubt(compared_with: str, checks: Sequence[DriftMeasurement]) -> list[str]:
     if abs(math.log(farthest.ratio)) <= math.log1p(LEAST_DRIFT):
         return []
     return [
-        "the figure rests on the first measurement of your own command, which later ran at "
-        f"{speedup_words(farthest.ratio)} of it: the gain may differ by as much"
+        "the regret is based on the first measurement of your own command, which later ran at "
+        f"{speedup_words(farthest.ratio)} of it: the regret may be wrong by as much"
     ]
 
 
 def _basis(regret: Regret) -> str:
     how = {
         "calibrated cost model": "predicted by the cost model as the trials calibrated it",
-        "measured trials": "judged by the plans that were measured and how alike they are",
+        "measured trials": "predicted from the measured plans and their similarity",
     }.get(regret.source, regret.source)
     untried, measured = regret.num_untried, regret.num_measured
     return (

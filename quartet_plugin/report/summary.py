@@ -38,7 +38,7 @@ def schedule_summary(
     figures = [
         ("schedule", describe(schedule)),
         ("makespan", seconds(makespan)),
-        ("period", f"{seconds(simulation.period_s)} a step when steps follow without a barrier"),
+        ("period", f"{seconds(simulation.period_s)} a step if steps follow without a barrier"),
         ("bubble", f"{bubble_words(simulation.bubble_fraction)} of all device time"),
     ]
     if lower_bound_s is not None:
@@ -114,4 +114,4 @@ def compared_with_bound(makespan: float, bound: float) -> str:
 
 def _against(makespan: float, named_s: float) -> str:
     gain = 100 * (1 - makespan / named_s) if named_s > 0 else 0.0
-    return f"{gain:.1f} % saved" if gain > 0.005 else "nothing found is better"
+    return f"{gain:.1f} % saved" if gain > 0.005 else "no schedule found is shorter"

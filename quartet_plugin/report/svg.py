@@ -49,7 +49,7 @@ def title(words: str) -> str:
 
 
 def drawing(width: float, height: float, *parts: str, label: str) -> str:
-    """The drawing; `label` says in words what it shows."""
+    """The drawing; `label` describes it for screen readers."""
     return element(
         "svg",
         *parts,
@@ -96,7 +96,7 @@ class Scale:
         return cls(low=low - margin * span, high=high + margin * span, start=start, end=end)
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value; what is outside stays at the end."""
+        """The pixel of a value; values outside the axis are clamped to its ends."""
         if self.is_log:
             part = math.log(max(value, 1e-300) / self.low) / math.log(self.high / self.low)
         else:

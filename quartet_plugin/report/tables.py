@@ -30,9 +30,9 @@ from quartet_plugin.space.plan_label import plan_label, split_words
 ChangeClass = Literal["A", "B", "C", "D"]
 
 CLASS_MEANING: dict[ChangeClass, str] = {
-    "A": "the same training, summed in another order",
-    "B": "the same training, reductions rounded otherwise",
-    "C": "can change the objective",
+    "A": "the same training, sums in another order",
+    "B": "the same training, other rounding in reductions",
+    "C": "may change the training objective",
     "D": "another model of the same budget",
 }
 OBJECTIVE_WORDS: dict[Objective, str] = {
@@ -155,7 +155,7 @@ def _origin(plan: Plan) -> str:
 
 
 def _node_words(nodes: Sequence[NodeInfo]) -> str:
-    """A few nodes by name; of many the first and the last, with what they are."""
+    """The names of a few nodes; of many nodes the first, the last, and their kind."""
     if len(nodes) <= MAX_NODES:
         return ", ".join(f"{node.host} ({node.node_class})" for node in nodes)
     classes = ", ".join(dict.fromkeys(node.node_class for node in nodes))
@@ -195,7 +195,7 @@ def _mfu_lines(plan: Plan, measured: Comparison) -> list[str]:
 
 
 def _job_lines(plan: Plan) -> list[str]:
-    """What the plan's job says beside shape and batch; nothing of a plan that a run made."""
+    """The further settings of a planned job, besides shape and batch; nothing for a plan from a run."""
     job = plan.made_for.job
     if job is None:
         return []

@@ -84,7 +84,7 @@ class Scalars:
                 file.write(content)
         except OSError as error:
             self._is_broken = True
-            self._observer.message(f"{self._file}: cannot be written: {error.strerror}; the run goes on")
+            self._observer.message(f"{self._file}: cannot be written: {error.strerror}; the run continues")
 
 
 def event(

@@ -96,7 +96,7 @@ def throughput(
 def job_cost(
     tokens_per_s: float, *, num_devices: int, num_tokens: float | None, price_per_device_hour: float | None
 ) -> JobCost | None:
-    """What training on `num_tokens` tokens takes; None where nobody says how many."""
+    """The time and price of training on `num_tokens` tokens; None if the number is unknown."""
     if num_tokens is None:
         return None
     seconds = num_tokens / tokens_per_s

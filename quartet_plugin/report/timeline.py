@@ -105,9 +105,7 @@ def timeline_png(
     scale, unit = (1.0, "units of a device's forward") if unit_times else _unit(simulation.makespan_s)
     bars = _bars(schedule, simulation, scale)
     if not len(bars.start) or simulation.makespan_s <= 0:
-        raise ConfigError(
-            "the schedule takes no time, so there is nothing to draw; give it actions and costs"
-        )
+        raise ConfigError("the schedule takes no time, so there is nothing to draw; add actions and costs")
     page = _Page.of(bars, num_devices=schedule.num_devices, makespan=simulation.makespan_s / scale)
     figure = Figure(figsize=page.inches, dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)

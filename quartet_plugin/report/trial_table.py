@@ -35,8 +35,8 @@ NUMBER_HEADS = (
     MEMORY_HEAD,
 )
 _GAIN_NOTE = (
-    "expected gain: over the best plan known when it was proposed, chance included; the planner tries the "
-    "plan with the largest. None where the exploring sampler chose."
+    "expected gain: over the best plan known when it was proposed, weighted by probability; the planner "
+    "tries the plan with the largest. Empty if the exploring sampler chose the plan."
 )
 _HEAD = (">trial", "class", "plan", "outcome", *(f">{head}" for head in NUMBER_HEADS))
 
@@ -144,7 +144,7 @@ def drift_note_of(history: RunHistory) -> str | None:
 
 
 def notes_of(history: RunHistory) -> list[str]:
-    """What marks in the column of speedups and the column of expected gains mean, where they are used."""
+    """The meaning of marks in the columns of speedups and expected gains, if there are any."""
     drift = drift_note_of(history)
     has_gains = any(row.expected_gain is not None for row in history.trials)
     return [*([] if drift is None else [drift]), *([_GAIN_NOTE] if has_gains else [])]

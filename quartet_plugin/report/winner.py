@@ -38,7 +38,7 @@ def simulated_plan(plan: Plan, *, iteration_s: float) -> "tuple[Schedule, Simula
     schedule = _scheduled(plan, _num_drawn(plan))
     simulation = simulate(schedule, relative.scaled(unit_s=iteration_s / makespan))
     origin = (
-        "are those the plan carries"
+        "are those stored in the plan"
         if custom is not None
         else "are in proportion to FLOPs (`quartet explain` has the fitted ones)"
     )

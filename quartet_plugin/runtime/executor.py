@@ -165,7 +165,7 @@ class Executor:
             instruction = step.action if isinstance(step, _ActionStep | _PairStep) else step
             error.add_note(f"quartet: device {self.device} was at {instruction}")
             raise
-        assert not values, f"results that nobody read: {list(values)[:8]}"
+        assert not values, f"results that no action read: {list(values)[:8]}"
         self.num_runs += 1
 
     def _end(self, transport: Transport) -> None:

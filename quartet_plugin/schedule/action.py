@@ -94,7 +94,7 @@ class OverlappedPair(NamedTuple):
         if forward.kind is not ActionKind.F or backward.kind not in (ActionKind.I, ActionKind.B):
             return (
                 f"{forward} and {backward}: a pair is one forward, then one full backward or input gradient; "
-                "write other actions one after the other"
+                "write other actions separately"
             )
         if forward.microbatch == backward.microbatch:
             return (

@@ -84,7 +84,7 @@ def lower_bound(
                 time_limit_s=time_limit_s,
                 max_nodes=max_nodes,
             ),
-            "work that no placement or split spreads better",
+            "total work divided by the number of devices",
         )
     if layers_per_stage is not None:
         return _fixed(costs, placement, layers_per_stage)

@@ -166,7 +166,7 @@ def generated(choice: ScheduleChoice, *, layout: Layout, num_microbatches: int) 
             group=custom.group,
         )
     family, limits = family_of(custom), custom.profile.memory_limit_bytes
-    assert family is not None, "a custom schedule is named, written or of the family"
+    assert family is not None, "a custom schedule needs a name, orders or a family"
     return generate(
         family,
         relative_costs(custom).ratios,

@@ -18,7 +18,7 @@ from numba.core.event import Event, Listener, install_listener
 # What a process waits for another's compilation of the kernel that it needs, before it compiles it too.
 OTHERS_LIMIT_S = 60.0
 _POLL_S = 0.05
-COMPILING = "compiling the planner's kernels: up to a minute, once in each installation"
+COMPILING = "compiling the planner's kernels (once per installation, up to a minute)"
 
 
 @cache

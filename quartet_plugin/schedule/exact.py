@@ -90,7 +90,7 @@ def exact_optimum(
         if proven or clock() - started > time_limit_s:
             break
     if best is None:
-        reason = "no order fits" if proven else "none was found in time that fits"
+        reason = "no order fits" if proven else "no order that fits was found within the time limit"
         raise InfeasibleError(f"memory_limit_bytes: {reason} the device limits; raise them or the time limit")
     schedule = _schedule(best.actions, costs, full_backward, placement, layers_per_stage)
     makespan_s = simulate(schedule, stages, memory_limit_bytes=costs.memory_limit_bytes).makespan_s

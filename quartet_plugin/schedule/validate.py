@@ -334,4 +334,4 @@ def _missing_input(flat: _Flat, device: int, done: list[int]) -> tuple[int, int,
             cell = flat.where(source)[0]
             if cell[1] >= done[cell[0]]:
                 return code, source, cell
-    raise AssertionError("a device that is stuck waits for an input")
+    raise AssertionError("a blocked device waits for an input")

@@ -41,8 +41,8 @@ STAGES_KEPT = {
 # A trial has a part of the training's stages.
 FEWER_STAGES = "fewer_stages"
 
-# Features with which micro-batch, or DP, can change the objective (class C), since a loss is a mean over
-# microbatches, which then hold other tokens or samples. The axes they lock are tuned with change class C.
+# Features with which micro-batch, or DP, may change the training objective (class C), since a loss is a
+# mean over microbatches, which then hold other tokens or samples. Change class C tunes the axes they lock.
 _BATCHING = frozenset(
     {
         "moe_microbatch_loss",
@@ -138,12 +138,12 @@ _LOCKS: dict[str, frozenset[Axis]] = {
 
 
 def batching_features(features: Iterable[str]) -> tuple[str, ...]:
-    """The features by which another micro-batch or DP can change the objective."""
+    """The features by which another micro-batch or DP may change the training objective."""
     return tuple(sorted(_BATCHING & set(features)))
 
 
 def objective_axes(features: Iterable[str]) -> frozenset[Axis]:
-    """The axes, of micro-batch and degrees, on which another value can change the objective."""
+    """The axes, of micro-batch and degrees, on which another value may change the training objective."""
     return frozenset(axis for feature in batching_features(features) for axis in _LOCKS[feature])
 
 

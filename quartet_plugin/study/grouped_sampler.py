@@ -77,7 +77,7 @@ class GroupedSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as un
     def _sample(
         self, space: Mapping[str, BaseDistribution], trials: Sequence[FrozenTrial], *, direction: Any
     ) -> dict[str, Any]:
-        """The sampler's proposal from one group's part of the finished trials alone."""
+        """The sampler's proposal from the finished trials, restricted to one group of parameters."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             inner = optuna.create_study(direction=direction, sampler=self._inner(space))

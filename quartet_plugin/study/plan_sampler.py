@@ -49,7 +49,7 @@ def suggest_plan(trial: Any, space: Space) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPoint:
-    """The relative parameters of a trial with their distributions, and the texts kept beside them."""
+    """The relative parameters of a trial with their distributions, and the texts stored with them."""
 
     params: Params
     texts: dict[str, str]
@@ -93,7 +93,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         self._lock = Lock()
 
     def reseed_rng(self) -> None:
-        """The planner draws nothing; the explorer is seeded anew."""
+        """Seed the explorer again; the planner draws no random numbers."""
         self._explorer.reseed_rng()
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
@@ -161,7 +161,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         return None
 
     def _scorer_of(self, study: Study) -> PlanScorer:
-        """What is known of one study."""
+        """The state of the sampler for one study."""
         if study._study_id not in self._scorers:
             objective = "tokens_per_s" if self._objective == "iteration_s" else self._objective
             predictor = PlanPredictor(self._machine_model, num_iterations=1)

@@ -21,10 +21,10 @@ NUM_STARTUP_TRIALS = 8
 
 _PACKAGES: dict[SamplerName, tuple[str, ...]] = {"gp": ("scipy", "torch"), "qmc": ("scipy",)}
 _REFUSED = {
-    "cmaes": "keeps its state in the study as pickled code, which is never read here",
-    "grid": "needs a grid, and the choices of a plan depend on each other",
-    "bruteforce": "cannot list the weights of a pipeline's ends, which are any number",
-    "partialfixed": "is what literals in `search` are for",
+    "cmaes": "stores its state in the study as pickled code, which quartet never reads",
+    "grid": "needs a grid, but the choices of a plan depend on each other",
+    "bruteforce": "cannot enumerate the end loads, which are real numbers",
+    "partialfixed": "fixes values, as single values in `search` do",
     "nsga3": "is for several objectives; a study has one",
     "nsgaiii": "is for several objectives; a study has one",
 }

@@ -55,10 +55,10 @@ def check_address(text: str) -> str:
         raise ConfigError(f"not a URL; {rule}") from error
     scheme = parts.scheme.lower()
     if scheme in ("redis", "rediss"):
-        raise ConfigError("Optuna keeps pickled objects in Redis, and they are never read; " + rule)
+        raise ConfigError("Optuna stores pickled objects in Redis, which quartet never reads; " + rule)
     if scheme == "grpc":
         if not host or port is None or parts.username or parts.path.strip("/") or parts.query:
-            raise ConfigError("a proxy is named by host and port alone, as in grpc://127.0.0.1:13000")
+            raise ConfigError("a proxy is given by host and port only, as in grpc://127.0.0.1:13000")
         return text
     if scheme not in ("postgresql", "postgresql+psycopg"):
         near = "" if scheme else nearest_word(text, known=(SQLITE, JOURNAL))
@@ -210,17 +210,17 @@ class StudyStorage:
                     raise StorageError(f"{path}: not a study: {error}") from error
 
     def _journal_cure(self, content: bytes, num_valid: int) -> str:
-        """What becomes of a journal that is damaged behind its valid bytes."""
+        """How a journal that is damaged after its valid bytes is repaired, for the user."""
         if self.remake == "folders" or _is_torn(content, num_valid):
-            return "`quartet tune --resume` cuts it off"
+            return "`quartet tune --resume` truncates the file there"
         if self.remake == "log":
             return self._file_cure()
-        return f"{_NO_REPLAY}; `quartet repair {self.folder}` keeps what is before it"
+        return f"{_NO_REPLAY}; `quartet repair {self.folder}` keeps the records before it"
 
     def _file_cure(self) -> str:
-        """What becomes of a file of which nothing can be used."""
+        """How an unreadable file is repaired, for the user."""
         if self.remake == "nothing":
-            return f"{_NO_REPLAY}; put a copy back, or begin another run with --from {self.folder}"
+            return f"{_NO_REPLAY}; put a copy back, or start another run with --from {self.folder}"
         words = _REMAKE_WORDS[self.remake]
         return f"`quartet tune --resume` puts it aside and makes the study again from {words}"
 
@@ -295,8 +295,8 @@ class StudyStorage:
             while waited_s < end_s:
                 if self.should_stop():
                     raise InterruptedByUserError(
-                        "stopped while the study's storage was lost; everything measured is kept: "
-                        "the same command with --resume goes on"
+                        "stopped while the study's storage was lost; all measurements are kept: "
+                        "the same command with --resume continues"
                     )
                 slice_s = min(0.5, end_s - waited_s)
                 self.sleep(slice_s)
@@ -416,7 +416,7 @@ def _whereabouts(content: bytes, num_valid: int) -> str:
 
 
 def _is_torn(content: bytes, num_valid: int) -> bool:
-    """Whether what follows the valid records is one record alone, or the beginning of one."""
+    """Whether the bytes after the valid records are a single record, or the beginning of one."""
     return content.find(b"\n", num_valid) in (-1, len(content) - 1)
 
 

@@ -64,6 +64,6 @@ def recorded_params(frozen: Any) -> Params:
 
 
 def parted(params: Params) -> tuple[dict[str, str | int | float], dict[str, str]]:
-    """What a sampler chooses, and the texts that are kept as a trial's attributes."""
+    """The parameters that a sampler chooses, and the texts that are stored as a trial's attributes."""
     texts = {name: str(params[name]) for name in TEXTS if name in params}
     return {name: value for name, value in params.items() if name not in texts}, texts

@@ -196,7 +196,7 @@ class TuneStudy:
         return [self._finished[number] for number in sorted(self._finished)]
 
     def _read_finished(self) -> None:
-        """Read the finished trials once; from then on this object knows them, since nobody else writes."""
+        """Read the finished trials once; afterwards this object tracks them, as it is the only writer."""
         for frozen in self._optuna_trials():
             if frozen.state.is_finished():
                 self._finished[frozen.number] = self._finished_trial(frozen)
@@ -267,7 +267,7 @@ class TuneStudy:
         return False
 
     def tell(self, proposal: Proposal, record: TrialRecord) -> TrialRecord:
-        """Record what came of a proposal; the record as it is kept, with the proposal's prediction.
+        """Record the result of a proposal; returns the stored record, with the proposal's prediction.
 
         Telling a finished trial again changes nothing.
 
@@ -374,7 +374,7 @@ class _SameChoices(FixedParams):
 
 
 def labels_of(plan: Plan) -> dict[str, str]:
-    """The labels of a plan's parts, which Optuna's tools show beside a trial."""
+    """The labels of a plan's parts, which Optuna's tools show with a trial."""
     return {
         "shape": plan.shape_label,
         "layout": plan.layout.label,

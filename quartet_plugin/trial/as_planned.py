@@ -43,7 +43,7 @@ def difference_from(
     ran: list[tuple[RankReport, Execution]] = []
     for report in reports:
         if report.execution is None:
-            return f"rank {report.rank} left no record of what it ran"
+            return f"rank {report.rank} recorded no plan that it ran"
         ran.append((report, report.execution))
     ran.sort(key=lambda pair: pair[1].position)
     order = _order_of_ranks(plan, ran)
@@ -73,7 +73,7 @@ def ran_modules(reports: Iterable[RankReport]) -> tuple[str, ...] | None:
 
 
 def _modules(reports: Sequence[RankReport], expected: Sequence[str], *, has_partition: bool) -> str | None:
-    """The modules that ran in one of plan and command alone."""
+    """The modules that ran only in the plan, or only in the command."""
     ran = ran_modules(reports)
     if ran is None:
         return None
@@ -88,7 +88,7 @@ def _modules(reports: Sequence[RankReport], expected: Sequence[str], *, has_part
         parts.append(f"{', '.join(sorted(more)[:5])} ran")
     if fewer:
         parts.append(f"{', '.join(sorted(fewer)[:5])} did not run")
-    return f"modules: {' and '.join(parts)}, otherwise than in your own command"
+    return f"modules: {' and '.join(parts)}, unlike in your own command"
 
 
 def _order_of_ranks(plan: Plan, ran: Sequence[tuple[RankReport, Execution]]) -> str | None:

@@ -175,12 +175,12 @@ def _make_folder(request: TrialRequest, *, number: int) -> Path:
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if parent.is_symlink():
-            raise StorageError(f"{parent}: a link; a trial's folder must be a folder of its own")
+            raise StorageError(f"{parent}: is a symbolic link; a trial needs a real folder")
         free_bytes = shutil.disk_usage(parent).free
         if free_bytes < request.min_free_bytes:
             raise StorageError(
                 f"{parent}: {free_bytes >> 20} MiB free; a trial needs {request.min_free_bytes >> 20}: "
-                "delete old runs or name a run folder on another disk"
+                "delete old runs, or choose a run folder on another disk"
             )
         while True:
             folder = parent / f"{PREFIX}{number}"
@@ -190,7 +190,7 @@ def _make_folder(request: TrialRequest, *, number: int) -> Path:
             except FileExistsError:
                 number += 1
     except OSError as error:
-        raise StorageError(f"{parent}: cannot be made: {error.strerror}; free the disk") from error
+        raise StorageError(f"{parent}: cannot be created: {error.strerror}; free the disk") from error
 
 
 def attempt_number(folder: Path) -> int:

@@ -87,7 +87,7 @@ def _query(program: str, query: str, num_fields: int) -> list[list[str]]:
     if done.returncode:
         words = " ".join((done.stdout + done.stderr).split())[:200]
         raise InfrastructureError(
-            f"{TOOL} fails with code {done.returncode}: {words}; mend the device, then --resume"
+            f"{TOOL} fails with code {done.returncode}: {words}; repair the device, then --resume"
         )
     rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
     return [[word.strip() for word in row] for row in rows if len(row) == num_fields]
@@ -143,8 +143,8 @@ class DeviceGuard:
             changes = {"missing": missing, "new": added}
             parts = [f"{change} {', '.join(names)}" for change, names in changes.items() if names]
             raise InfrastructureError(
-                f"the devices are not those that the run began with: {'; '.join(parts)}; bring them back and "
-                "--resume, or begin another run"
+                f"the devices are not those that the run started with: {'; '.join(parts)}; restore them and "
+                "--resume, or start another run"
             )
         self._known, self._before = known, now
 
@@ -154,7 +154,7 @@ class DeviceGuard:
             then = self._before.get(device.uuid)
             if then is not None and device.num_errors > then.num_errors:
                 count = device.num_errors - then.num_errors
-                return f"{device}: {count} memory errors that were not corrected"
+                return f"{device}: {count} uncorrectable memory errors"
         return None
 
     def await_release(self, environment: Mapping[str, str]) -> None:
@@ -167,10 +167,10 @@ class DeviceGuard:
         while held := self._held(environment):
             if self.clock() >= end:
                 device, num_bytes = held[0]
-                pids = ", ".join(map(str, sorted(device.holders))) or "no process that can be seen"
+                pids = ", ".join(map(str, sorted(device.holders))) or "no visible process"
                 raise InfrastructureError(
                     f"{device}: {num_bytes >> 20} MiB are still held {self.release_s:g} s after the trial "
-                    f"ended, by {pids}; end that or reset the device, then --resume"
+                    f"ended, by {pids}; end that process or reset the device, then --resume"
                 )
             self.sleep(_POLL_S)
 

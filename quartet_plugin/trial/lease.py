@@ -136,9 +136,9 @@ def _refuse_living(folder: Path, holder: Holder, *, takeover: bool, expiry_s: fl
     age_s = _age_s(folder)
     if takeover and age_s > expiry_s:
         return
-    fix = "wait for it, stop it, work for it with --join, or name another run folder"
+    fix = "wait for it, stop it, run trials for it with --join, or choose another run folder"
     if age_s > expiry_s:
-        fix = "end it, or add --takeover if it cannot run any more"
+        fix = "end it, or add --takeover if it can no longer run"
     elif takeover:
         fix = f"it can be taken over {expiry_s - age_s:.0f} s from now unless it renews"
     raise StorageError(f"{folder}: another tuner holds this run: {holder}, renewed {age_s:.0f} s ago; {fix}")
@@ -169,7 +169,7 @@ def _create(folder: Path, holder: Holder) -> None:
     except FileExistsError as error:
         raise StorageError(f"{folder}: another tuner has just taken this run") from error
     except OSError as error:
-        raise StorageError(f"{folder / LOCK_NAME}: cannot be made: {error.strerror}") from error
+        raise StorageError(f"{folder / LOCK_NAME}: cannot be created: {error.strerror}") from error
     finally:
         draft.unlink(missing_ok=True)
 
@@ -199,5 +199,5 @@ def _lock(descriptor: int, folder: Path) -> None:
             if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 return  # a file system without locks: the exclusive creation and the checks remain
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES) or time.monotonic() > end:
-                raise StorageError(f"{folder}: its lock cannot be had: {error.strerror}") from error
+                raise StorageError(f"{folder}: its lock cannot be acquired: {error.strerror}") from error
             time.sleep(0.02)

@@ -151,7 +151,7 @@ def _classify(evidence: Evidence) -> Verdict:
     if first is not None and first.kind != "network":
         return _reported(evidence, first)
     if has_address_in_use(evidence.log) or (first and has_address_in_use(first.message)):
-        return _verdict(evidence, Cause.PORT, "a network port is in use already")
+        return _verdict(evidence, Cause.PORT, "a network port is already in use")
     death = _death(evidence)
     if death is not None:
         return death
@@ -170,7 +170,7 @@ def _verdict(evidence: Evidence, cause: Cause, reason: str) -> Verdict:
 
 
 def device_fault(verdict: Verdict, fault: str) -> Verdict:
-    """The verdict where a device failed during the attempt: nothing of it says anything about the plan."""
+    """The verdict if a device failed during the attempt: the attempt gives no information about the plan."""
     reason = reason_line(f"{fault}; the attempt's own end: {verdict.reason}", limit=_MAX_REASON)
     return Verdict(
         cause=Cause.DEVICE,
@@ -194,7 +194,7 @@ def _reported(evidence: Evidence, err: RankFailure) -> Verdict:
         excess = max(1, *(e.wanted_bytes for e in evidence.snapshot.errs.values() if e.kind == err.kind))
         reason = (
             f"out of memory on rank {err.launch_rank} in phase {err.phase}: "
-            f"{excess / 2**20:,.0f} MiB more than there were, after {err.peak_memory_bytes / 2**20:,.0f} MiB"
+            f"{excess / 2**20:,.0f} MiB more than were free, after {err.peak_memory_bytes / 2**20:,.0f} MiB"
         )
     else:
         excess = 0
@@ -225,7 +225,7 @@ def _death(evidence: Evidence) -> Verdict | None:
     if code > 0:
         return _verdict(evidence, Cause.EXIT, f"{who} ended with exit code {code} and no report")
     if code == -signal.SIGKILL:
-        why = "the kernel ran out of memory" if evidence.num_oom_kills else "was the host's memory full?"
+        why = "the host ran out of memory" if evidence.num_oom_kills else "perhaps the host ran out of memory"
         return _verdict(evidence, Cause.KILLED, f"{who} was killed (SIGKILL): {why}")
     if code == -signal.SIGTERM:
         return _verdict(evidence, Cause.LAUNCHER, f"{who} was ended by SIGTERM from outside")
@@ -244,9 +244,7 @@ def _silent(evidence: Evidence) -> Verdict:
     snapshot = evidence.snapshot
     if not snapshot.beats and not snapshot.reports:
         code = "" if evidence.exit_code is None else f" (exit code {evidence.exit_code})"
-        return _verdict(
-            evidence, Cause.NOTHING, f"the command ended{code} before any rank of a training began"
-        )
+        return _verdict(evidence, Cause.NOTHING, f"the command ended{code} before any rank started to train")
     missing = sorted(set(snapshot.beats) - set(snapshot.reports))
     if missing and evidence.exit_code != 0:
         return _verdict(evidence, Cause.EXIT, f"rank {missing[0]} ended without a report")
@@ -261,7 +259,7 @@ def _measured(evidence: Evidence) -> Verdict:
     spec = evidence.spec
     odd = [report.launch_rank for report in reports if report.plan_key != spec.plan_key]
     if odd:
-        return _verdict(evidence, Cause.FORMAT, f"rank {odd[0]} ran another plan than it was given")
+        return _verdict(evidence, Cause.FORMAT, f"rank {odd[0]} did not run the plan that it was given")
     if spec.plan_key is not None:
         difference = (
             "its plan cannot be read"
@@ -283,7 +281,7 @@ def _measured(evidence: Evidence) -> Verdict:
         return _verdict(evidence, cause, reason)
     measured = _with_numbers(_verdict(evidence, Cause.MEASURED, "measured"), reports, spec)
     if min(measured.iteration_s) <= 0:
-        return _verdict(evidence, Cause.FORMAT, "an iteration took 0 s; the ranks' clocks cannot be right")
+        return _verdict(evidence, Cause.FORMAT, "an iteration took 0 s; the ranks' clocks must be wrong")
     if is_short or any(report.ended_early == "slower" for report in reports):
         reason = f"cut short after {len(measured.iteration_s)} iterations: clearly slower than the best"
         return replace(measured, reason=reason, is_cut=True)

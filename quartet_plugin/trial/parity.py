@@ -157,7 +157,7 @@ class ParityGate:
         """The receipt; with `is_stock` the plan is stock under its layout, and may round as one does."""
         job = reference.job
         if job is None:
-            raise ParityUnavailableError("the reference run left no job description; look at its stdout.log")
+            raise ParityUnavailableError("the reference run wrote no job description; see its stdout.log")
         precision: Precision = job.precision
         tolerance = tolerance_for(
             precision, tensor_parallel_differs=job.layout.tensor_parallel != plan.layout.tensor_parallel
@@ -350,17 +350,17 @@ def _refusal(result: TrialResult, *, is_plan: bool) -> QuartetError:
     """The error for a run without a series; its class says whether reference, plan or machine failed."""
     where = f"{result.reason}; see {result.folder / 'stdout.log'}"
     if not is_plan and _is_broken(result):
-        return InfrastructureError(f"parity: stock's own run was broken: {where}")
+        return InfrastructureError(f"parity: the stock run failed: {where}")
     if not is_plan:
-        return ParityUnavailableError(f"parity: stock itself does not run: {where}")
+        return ParityUnavailableError(f"parity: stock does not run: {where}")
     if result.outcome is Outcome.HARNESS:
         kind = SeamError if "SeamError" in result.reason else PlanError
         return kind(f"parity: the plan does not run: {where}")
     if result.outcome is Outcome.NOT_AS_PLANNED:
-        return NotAsPlannedError(f"parity: not as planned: {where}")
+        return NotAsPlannedError(f"parity: it did not run as planned: {where}")
     if result.outcome is Outcome.INFEASIBLE:
         return InfeasibleError(f"parity: the plan does not run: {where}")
-    return InfrastructureError(f"parity: the plan's run was broken: {where}")
+    return InfrastructureError(f"parity: the plan's run failed: {where}")
 
 
 def _is_broken(result: TrialResult) -> bool:

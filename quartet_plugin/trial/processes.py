@@ -110,7 +110,7 @@ def descendants(pids: Iterable[int], *, without: Collection[int] = ()) -> set[Id
 
 
 def marked_processes(attempt_id: str) -> set[Identity]:
-    """Every running process of this user that inherited the attempt's id, whoever its parent is now."""
+    """Every running process of this user that inherited the attempt's id, whatever its current parent."""
     others = (process for process in psutil.process_iter() if process.pid != os.getpid())
     identities = {identify(process) for process in others if _carries(process, attempt_id)}
     return {identity for identity in identities if identity is not None and is_running(identity)}
@@ -157,7 +157,7 @@ class ProcessRegistry:
 
     @property
     def identities(self) -> frozenset[Identity]:
-        """Every process recorded so far, ended or not."""
+        """Every recorded process, running or ended."""
         return frozenset(self._known)
 
     @property

@@ -46,11 +46,11 @@ class AdoptedHandle:
         return None if self.pid else _UNKNOWN_EXIT
 
     def terminate(self) -> None:
-        """Send SIGTERM to the launcher alone."""
+        """Send SIGTERM to the launcher only."""
         send_signal(self._launchers, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to the launcher alone."""
+        """Send SIGKILL to the launcher only."""
         send_signal(self._launchers, signal.SIGKILL)
 
 
@@ -120,7 +120,7 @@ def _finish(folder: Path, *, stop: Stop | None, clock: Callable[[], float], poll
     end = monitor.run()
     verdict = classify(end.evidence)
     if not alive and verdict.outcome is Outcome.INFRA:
-        verdict = replace(verdict, reason=f"the tuner was killed meanwhile; {verdict.reason}")
+        verdict = replace(verdict, reason=f"the tuner was killed during the trial; {verdict.reason}")
     return write_result(folder, attempt.spec, with_survivors(verdict, end), wall_s=ran_s + end.wall_s)
 
 

@@ -142,7 +142,7 @@ def apply_retry_policy(
         return verdict, False
     if verdict.cause is Cause.PORT:
         if not can_move_port:
-            return replace(verdict, reason=f"{verdict.reason}; name another port in the command"), False
+            return replace(verdict, reason=f"{verdict.reason}; choose another port in the command"), False
         return verdict, sum(past.cause is Cause.PORT for past in earlier) < MAX_PORTS
     if is_baseline and verdict.cause is Cause.ERROR:
         return verdict, False
@@ -175,12 +175,12 @@ def should_stop(stop: Stop | None) -> bool:
 
 
 def with_survivors(verdict: Verdict, end: AttemptEnd) -> Verdict:
-    """Name the processes that could not be ended: they may hold a device and disturb every later trial."""
+    """Name the processes that could not be killed: they may hold a device and disturb every later trial."""
     left = [str(process.pid) for process in sorted(end.survivors)]
     if not left and not end.left_on_nodes:
         return verdict
     names = ", ".join([*left, *end.left_on_nodes])
-    return replace(verdict, reason=f"{verdict.reason}; processes that could not be ended: {names}")
+    return replace(verdict, reason=f"{verdict.reason}; processes that could not be killed: {names}")
 
 
 def _with_engine_fault(verdict: Verdict, end: AttemptEnd) -> Verdict:

@@ -52,7 +52,7 @@ class Subreaper:
             _set_subreaper(self._was_subreaper)
 
     def expect(self, pid: int) -> None:
-        """Leave a child that this process has started to whoever waits for it."""
+        """Do not reap a child that this process has started; another part of the program waits for it."""
         self._known.add(pid)
         self._launcher = pid
 

@@ -27,7 +27,7 @@ class Expiry:
     is_wall: bool = False
 
     def __str__(self) -> str:
-        """What to tell the user."""
+        """The message for the user."""
         if self.is_wall:
             return f"the trial's deadline of {self.limit_s:g} s passed in phase {self.phase}"
         who = "no rank has" if self.rank is None else f"rank {self.rank} has not"
@@ -81,14 +81,14 @@ class Watchdog:
         self._progressed += seconds
 
     def _extend(self, now: float) -> None:
-        """Let the deadline be later by what a first step takes because it goes on."""
+        """Extend the deadline by the time that a first step takes while it makes progress."""
         limit_s = self.timeouts.first_step_limit_s(self._expected_s)
         for phase, iteration, since in self._moved.values():
             if _is_first_step(phase, iteration) and self._progressed >= since:
                 self._extension_s = max(self._extension_s, now - since - limit_s)
 
     def _learn(self, before: tuple[Phase, int, float] | None, iteration: int, now: float) -> None:
-        """Measure the longest step of this attempt where no prediction of it was made."""
+        """Measure the longest step of this attempt if there was no prediction."""
         if before is not None and iteration > before[1] and self.predicted_s is None:
             self._longest_step_s = max(self._longest_step_s, (now - before[2]) / (iteration - before[1]))
 

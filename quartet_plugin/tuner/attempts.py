@@ -1,4 +1,4 @@
-"""A trial's folder read back: the attempt that counts, what it measured, and where a running one is."""
+"""Reads a trial's folder: the attempt that counts, its measurements, and the progress of a running one."""
 
 import contextlib
 import socket
@@ -40,7 +40,7 @@ class AttemptState:
     num_iterations: int = 0
 
     def row(self, number: int) -> TrialRow:
-        """The trial's row by its folder alone."""
+        """The trial's row from its folder only."""
         result = self.result
         row = TrialRow(
             number=number,
@@ -131,7 +131,7 @@ def _where_it_is(launch: AttemptState, *, faults: list[str]) -> AttemptState:
 
 
 def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
-    """The holder of the run's lease; None where nobody does, or where lock.json says nothing."""
+    """The holder of the run's lease; None if no process holds it, or if lock.json cannot be read."""
     path = folder / LOCK_NAME
     with contextlib.suppress(FileNotFoundError, QuartetError):
         holder = read_shared(Holder, path, max_bytes=64 * 1024)

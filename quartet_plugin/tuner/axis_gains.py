@@ -1,4 +1,4 @@
-"""What each axis of the winner gave, by the calibrated model: it over the best plan without the axis.
+"""The gain of each axis of the winner, by the calibrated model: over the best plan without the axis.
 
 A plan without an axis has the command's own value of that axis, and any value of the others. The best of
 these plans is what a search that keeps the axis would propose, by the same model.

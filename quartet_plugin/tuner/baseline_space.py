@@ -1,4 +1,4 @@
-"""What trial 0 opens: the space around the user's own command, with what it leaves out said."""
+"""The search space that trial 0 determines from the user's own command, and messages on what it excludes."""
 
 from collections.abc import Iterator
 
@@ -23,13 +23,13 @@ def check_baseline(context: TuningContext, result: TrialResult) -> None:
         context.observer.message(f"  | {line}")
     if result.outcome is Outcome.HARNESS:
         raise SeamError(f"your own command could not be measured: {result.reason}")
-    advice = "make it run by itself first; nothing is searched"
+    advice = "make it run without quartet first; nothing was searched"
     if result.outcome is Outcome.INFEASIBLE and result.wall_s >= context.run.config.trial.deadline_s:
-        advice = "raise trial.deadline_s, or make it start faster; nothing is searched"
+        advice = "raise trial.deadline_s, or make it start faster; nothing was searched"
     if result.reason.startswith("hang:"):
-        advice = "if it only starts slowly, raise trial.deadline_s; nothing is searched"
+        advice = "if it only starts slowly, raise trial.deadline_s; nothing was searched"
     if result.outcome is Outcome.WRONG:
-        advice = "the training itself diverges: repair that first; nothing is searched"
+        advice = "the training itself diverges: fix that first; nothing was searched"
     raise InfrastructureError(f"your own command failed: {result.reason}; {advice}")
 
 
@@ -80,7 +80,7 @@ def _show_limits(context: TuningContext, space: Space, job: TrainingJob) -> None
     if job.neutralised:
         say(f"left out in trials: {', '.join(job.neutralised)}")
     if context.run.config.search.scaling is not None and space.shapes == (job.shape,):
-        say("scaling: no other shape is inside the tolerance and the band")
+        say("scaling: no other shape lies within the tolerance and the band")
 
 
 def _order_limits(space: Space) -> Iterator[str]:

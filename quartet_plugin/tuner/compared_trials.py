@@ -27,12 +27,12 @@ from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.trial_backend import ParityCheck, trial_weights
 from quartet_plugin.tuner.trial_launcher import TrialLaunch, TrialLauncher
 
-_NOT_KEPT = "trial 0 kept no weights"
-_WITH_WORKERS = "trials run beside each other"
+_NOT_KEPT = "trial 0 stored no weights"
+_WITH_WORKERS = "trials run at the same time"
 
 
 def parity_check_of(plan: Plan, *, context: TuningContext) -> ParityCheck:
-    """What the backend needs for a check of a plan in this run."""
+    """The inputs of the backend for a parity check of a plan in this run."""
     run = context.run
     return ParityCheck(
         plan=plan,
@@ -94,7 +94,7 @@ def launch_baseline(launcher: TrialLauncher, launch: TrialLaunch, *, num_left: i
     is_torn = trial_weights(weights).exists() and kept_by(trial_weights(weights)) is None
     if not is_torn and TOO_SHORT not in result.reason:
         return result
-    context.observer.message(f"trial 0 is launched again and keeps no weights: {result.reason}")
+    context.observer.message(f"trial 0 is launched again and stores no weights: {result.reason}")
     return launcher.launch(replace(launch, start=None), num_left=num_left)
 
 
@@ -157,7 +157,7 @@ class ComparedTrials:
 
     @property
     def has_weights(self) -> bool:
-        """Whether trial 0's weights are there, whole: looked at anew each time."""
+        """Whether trial 0's weights exist completely; checked at every call."""
         return kept_by(self.weights) == self.attempt_id
 
     def why_apart(self, plan: Plan, *, has_depth_proxy: bool = False) -> str | None:
@@ -168,11 +168,11 @@ class ComparedTrials:
         if self.reason is not None:
             return self.reason
         if plan.shape != plan.made_for.shape:
-            return "the plan has another shape than the weights"
+            return "the plan's model has another shape than the stored weights"
         if has_depth_proxy:
-            return "a model with fewer layers is timed first"
+            return "a model with fewer layers is measured first"
         if not self.has_weights:
-            return "the weights that trial 0 kept are gone"
+            return "the weights that trial 0 stored are missing"
         if self.load_s > max(self.start_s, self.iterations_s):
             return (
                 f"reading the weights takes {self.load_s:.3g} s, more than a trial's start "

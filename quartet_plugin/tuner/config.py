@@ -84,13 +84,17 @@ class TrialConfig(Section):
     """
 
     warmup: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = Field(
-        default="auto", description="iterations that are not measured; auto: until times are steady"
+        default="auto", description="warm-up iterations, not measured; auto: until times are steady"
     )
     measure: Literal["auto"] | Annotated[int, Field(ge=1, le=10_000)] = Field(
-        default="auto", description="iterations that are measured; auto: until the time is sure, at most 10"
+        default="auto",
+        description="measured iterations; auto: until the median is certain to 2 %, at most 10",
     )
     cut_above: float = Field(
-        default=1.5, ge=1.05, le=1000.0, description="a trial this many times slower than the best ends early"
+        default=1.5,
+        ge=1.05,
+        le=1000.0,
+        description="a trial that is this many times slower than the best is stopped early",
     )
     deadline_s: float = Field(
         default=600.0, gt=0.0, le=86_400.0, description="seconds after which a trial is killed"
@@ -102,7 +106,7 @@ class TrialConfig(Section):
         default=1, ge=1, le=10_000, description="nodes of each trial, with a launcher that has nodes"
     )
     crop: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=10_000)] = Field(
-        default="auto", description="layers on each stage of a smaller model that is tried first, or none"
+        default="auto", description="layers per stage of a smaller model that is tried first, or none"
     )
 
     @property
@@ -148,31 +152,39 @@ class StudyConfig(Section):
     (0: none).
     """
 
-    trials: int = Field(default=20, ge=1, le=100_000, description="plans that are tried")
+    trials: int = Field(default=20, ge=1, le=100_000, description="number of plans to try")
     patience: int = Field(
-        default=0, ge=0, le=100_000, description="end after this number of trials without a gain; 0: never"
+        default=0, ge=0, le=100_000, description="stop after this many trials without a gain; 0: never"
     )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="the same seed proposes the same plans")
-    sampler: Sampler = Field(default=DEFAULT, description="Optuna's sampler beside the cost model")
+    sampler: Sampler = Field(
+        default=DEFAULT, description="Optuna's sampler, used together with the cost model"
+    )
     storage: Storage = Field(default=SQLITE, description=FORMS)
     tensorboard: bool = Field(default=False, description="also write the trials for TensorBoard")
     top_k: int = Field(
-        default=3, ge=1, le=20, description="finalists, measured again in turns with your command"
+        default=3,
+        ge=1,
+        le=20,
+        description="number of finalists, which are launched in turns with your command",
     )
     rounds: int = Field(
         default=5,
         ge=3,
         le=100,
-        description="final rounds; fewer if these decide, at most three times as many",
+        description="number of final rounds; fewer if they decide earlier, at most three times as many",
     )
     control: int = Field(
-        default=10, ge=0, le=100_000, description="trials until your own command runs again; 0: never"
+        default=10,
+        ge=0,
+        le=100_000,
+        description="trials between two measurements of your own command; 0: never again",
     )
     starts: Literal["auto", "none"] = Field(
         default="auto", description="auto: the cost model proposes plans; none: the sampler alone"
     )
     explore: int = Field(
-        default=5, ge=0, le=100_000, description="N: every N-th plan comes from the sampler; 0: none"
+        default=5, ge=0, le=100_000, description="N: the sampler proposes every N-th plan; 0: none"
     )
     objective: Literal["auto", "tokens_per_s", "model_flops_per_s_per_device"] = Field(
         default="auto", description="what is maximized; auto: tokens/s, or model FLOP/s if shapes differ"
@@ -196,10 +208,13 @@ class TuneConfig(Section):
         default=None, description="the run's name; without it the script's"
     )
     search: SearchConfig = Field(
-        default=SearchConfig(), description="auto tunes an axis, a value fixes it, a list is searched"
+        default=SearchConfig(),
+        description="auto tunes an axis, a value fixes it, a list gives the values to try",
     )
     trial: TrialConfig = Field(default=TrialConfig(), description="how each trial runs")
-    study: StudyConfig = Field(default=StudyConfig(), description="how many trials, and the final rounds")
+    study: StudyConfig = Field(
+        default=StudyConfig(), description="the number of trials, and the final rounds"
+    )
     machine: MachineConfig = Field(default=MachineConfig(), description="files that describe the machine")
     launcher: Annotated[str, Field(min_length=1, max_length=100)] = Field(
         default=LOCAL,
@@ -210,13 +225,13 @@ class TuneConfig(Section):
     )
     confirm: Literal["auto", "none"] = Field(
         default="auto",
-        description="auto: compare the winner on `nodes` nodes too, if they are there",
+        description="auto: compare the winner on `nodes` nodes too, if they are available",
     )
     site: FileName | None = Field(
-        default=None, description="the site.yaml, which says what the cluster asks of every job"
+        default=None, description="the site.yaml, which has the cluster's settings for every job"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="cpu rehearses a GPU command; auto: cuda where there is one"
+        default="auto", description="cpu rehearses a GPU command; auto: cuda if there is a GPU"
     )
 
     def with_options(self, *, run: str | None, trials: int | None) -> "TuneConfig":

@@ -1,4 +1,4 @@
-"""A q.yaml that shows every key with its default and what it does, all of it as comments."""
+"""A q.yaml that lists every key with its default and its meaning, as comments."""
 
 from collections.abc import Iterator
 from typing import Any

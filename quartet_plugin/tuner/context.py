@@ -95,7 +95,7 @@ class TimeBudget:
         return self._measured_s / max(self._launched_s, self.clock() - self._began)
 
     def expect_shorter(self, by_s: float) -> None:
-        """Later launches will be shorter by `by_s` than those so far."""
+        """Expect later launches to be shorter by `by_s` than the launches so far."""
         self._walls = [max(0.0, wall_s - by_s) for wall_s in self._walls]
 
     def share(self) -> None:
@@ -132,7 +132,7 @@ class TimeBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningContext:
-    """The collaborators of one tuning run; every part of it takes them from here.
+    """The shared objects of one tuning run, which all its parts use.
 
     `command` is the user's, with its secrets. `fence` is called before every write and raises where another
     tuner has taken the run.
@@ -182,7 +182,7 @@ class TuningContext:
         """The error of a run that was asked to stop, which is logged."""
         self.events.add("interrupted")
         return InterruptedByUserError(
-            "stopped; everything measured is kept: the same command with --resume goes on"
+            "stopped; all measurements are kept: the same command with --resume continues"
         )
 
     def show_progress(self, progress: Progress) -> None:

@@ -63,7 +63,7 @@ from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker_pool import WorkerPool, end_earlier
 
 _OTHER_MODELS = (
-    "models of several shapes compete: a speedup is in model FLOP/s per device; "
+    "models of several shapes are compared: a speedup is in model FLOP/s per device; "
     "s/iteration and tokens/s are each model's own"
 )
 
@@ -72,7 +72,7 @@ class Coordinator:
     """Runs one tuning run, from its baseline to its winner.
 
     `prior` is the folder of another run, whose measurements a study that begins is given. With `slices` of
-    this host trials run beside each other, a worker on each (docs/workers.md). `make_room` frees disk space
+    this host trials run at the same time, a worker on each (docs/workers.md). `make_room` frees disk space
     that was kept for the last words. `full_size` is how launches at full size start where trials have fewer
     replicas, or why none can.
     """
@@ -305,9 +305,7 @@ class Coordinator:
         speedups: dict[int, float] = {}
         rank_words = "the predicted throughput with all replicas"
         if means is not None:
-            rank_words = (
-                "the speedup that all measurements together give" if means else "their trials' speedup"
-            )
+            rank_words = "the speedup estimated from all measurements" if means else "their trials' speedup"
             reference = means.get(BASELINE, baseline.value)
             speedups = {number: value / reference for number, value in {**values, **means}.items()}
         words = finalist_words(ranked, finalists=finalists, speedups=speedups, rank_words=rank_words)
@@ -355,7 +353,7 @@ class Coordinator:
         self._say(f"workers on this host: {len(self._slices)}, on {labels}")
         if len(self._slices) > 1 and first.device == "cpu" and not first.num_nodes:
             self._say(
-                "workers of one machine share its memory bandwidth: times are noisier than those of one "
+                "workers on one machine share its memory bandwidth: times are noisier than those of one "
                 "alone; the baseline and the final rounds are measured alone"
             )
 

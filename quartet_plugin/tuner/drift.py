@@ -108,13 +108,12 @@ class DriftMonitor:
         span = f"({1.0 / limit:.2f}x to {limit:.2f}x)"
         if not check.is_within_chance:
             context.observer.message(
-                f"{words}, beyond chance {span}: the machine has changed; "
-                "what comes now is compared with that"
+                f"{words}, beyond chance {span}: the machine has changed; later trials are compared with that"
             )
             return ratio
         if abs(math.log(ratio)) > math.log1p(LEAST_DRIFT):
             context.observer.message(
-                f"{words}, within chance {span}: what comes now is still compared with the first measurement"
+                f"{words}, within chance {span}: later trials are still compared with the first measurement"
             )
         return 1.0
 

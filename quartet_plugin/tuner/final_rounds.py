@@ -23,7 +23,7 @@ from quartet_plugin.tuner.winner_choice import CLEAR_GAIN, FinalistResult
 type RoundResults = dict[int, dict[int, TrialResult]]
 
 # What "proven" means; the figure is the sequential test's, measured by `python -m benchmarks.final_rounds`.
-PROOF_WORDS = "by a test that is wrong in less than 2 % of searches"
+PROOF_WORDS = "by a test that errs in less than 2 % of searches"
 
 
 def proven_finalists(
@@ -152,7 +152,7 @@ class FinalRounds:
             if test.is_over:
                 break
             if num_done >= MIN_ROUNDS and not context.budget.fits(num_launches=1 + len(test.live)):
-                context.observer.message(f"time is up after {num_done} final rounds")
+                context.observer.message(f"time limit reached after {num_done} final rounds")
                 break
             self._launch_round(plans, progress, round_number=num_done)
             values = log_values(plans, launches=progress.results, objective=self.baseline.objective)
@@ -192,7 +192,7 @@ class FinalRounds:
             if progress.num_lost >= MAX_LOST_IN_A_ROW:
                 raise InfrastructureError(
                     f"{progress.num_lost} launches of the final rounds in a row were lost: {result.reason}; "
-                    "repair that, then --resume"
+                    "fix that, then add --resume"
                 )
             if result.is_measured:
                 progress.results[number][round_number] = result
@@ -223,7 +223,7 @@ class FinalRounds:
 
 
 def faster_words(proven: Sequence[int]) -> str:
-    """What the final rounds have proven; which of several trials is handed over is chosen afterwards."""
+    """The trials that the final rounds have proven faster; the winner among several is chosen afterwards."""
     if not proven:
         return "no plan is proven faster"
     if len(proven) == 1:

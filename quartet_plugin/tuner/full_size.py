@@ -48,7 +48,7 @@ class FullSizeNodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullSizeWinner:
-    """The plan with all replicas, and what is known of it."""
+    """The plan with all replicas, and its predicted and measured times."""
 
     plan: Plan
     result: FullSize
@@ -96,7 +96,7 @@ class FullSizeStudy:
         try:
             full, of_plan, of_baseline = self._predictions(ranking)
         except QuartetError as error:
-            say(f"full size: nothing can be predicted: {error}")
+            say(f"full size: no prediction is possible: {error}")
             return None
         gain = self._full_predictor().speedup(
             of_plan, baseline=of_baseline, measured=ranking.comparison.speedup
@@ -107,7 +107,7 @@ class FullSizeStudy:
             f"{gain.median:.2f}x ({gain.low:.2f}x to {gain.high:.2f}x) of your own command"
         )
         if ranking.trial.plan.layout.data_parallel == 1 < full.layout.data_parallel:
-            say("full size: its trial had one replica, so what reducing gradients takes is assumed")
+            say("full size: its trial had one replica, so the time of the gradient reduction is assumed")
         if self.stage_factor > 1:
             parts = f"{full.layout.label}, split {full.split.label}"
             say(f"full size: {parts}: {self.stage_factor} times the stages of its trial")
@@ -212,7 +212,7 @@ class FullSizeStudy:
     ) -> tuple[Confirmation, Plan] | str:
         """The comparison and the plan with the nodes that it ran on, or why there is none."""
         if isinstance(self.nodes, str):
-            self.context.observer.message(f"full size: not compared there: {self.nodes}")
+            self.context.observer.message(f"full size: not measured: {self.nodes}")
             return self.nodes
         if not self.context.budget.fits(num_launches=2 * ROUNDS):
             return "no time is left for it"

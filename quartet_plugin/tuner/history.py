@@ -180,7 +180,7 @@ class _Reader:
         )
 
     def _launch_seconds(self) -> tuple[float, LaunchSeconds]:
-        """The seconds of every launch that has ended and can be read, and what they went into."""
+        """The seconds of every finished, readable launch, by phase."""
         folder, launch_s, parts = self._run.folder, 0.0, LaunchSeconds()
         for place in (folder.trials, folder.depth_proxies, folder.drift_checks, folder.final, folder.parity):
             for attempt in place.glob(f"*/{PREFIX}*"):

@@ -135,7 +135,7 @@ def drift_checks_of(events: list[dict[str, Any]]) -> tuple[DriftMeasurement, ...
 
 
 def limits_of(events: list[dict[str, Any]]) -> tuple[str, ...]:
-    """What the latest proposal did not predict of a space that is too large, a line each."""
+    """The parts of a too large space that the latest proposal did not predict, one line each."""
     for event in reversed(events):
         lines = event.get("cut_off")
         if event["kind"] == "proposed" and isinstance(lines, list):

@@ -1,4 +1,4 @@
-"""What the trials of a run taught its cost model, from its folder and its study, without a launch."""
+"""The cost model as a run's trials calibrated it, read from its folder and its study, without a launch."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -305,7 +305,7 @@ class ParityKeeper:
             self._passed.add(self._kind(plan))
 
     def _was_compared(self, plan: Plan, *, trial: int) -> bool:
-        """Whether an earlier process has run the plan's trial, which is then judged by what it wrote."""
+        """Whether an earlier process has run the plan's trial, which is then judged by the files it wrote."""
         if self.compared.reason is not None:
             return False
         recorded = self.context.backend.recorded(self.context.run.folder.trial(trial), plan_key=plan.key)
@@ -315,7 +315,7 @@ class ParityKeeper:
         kind = self._kind(plan)
         if why_apart and why_apart != self._reason_shown:
             self._reason_shown = why_apart
-            self.context.observer.message(f"parity checks take launches of their own: {why_apart}")
+            self.context.observer.message(f"parity checks need separate launches: {why_apart}")
         self.context.fence()
         left_s = self.context.budget.remaining_s(num_launches=num_left + self.num_runs)
         self.context.observer.plan_started(
@@ -378,7 +378,7 @@ class ParityKeeper:
         self._unavailable = ParityRefusal(verdict="infeasible", outcome="INFEASIBLE", reason=text, culprit="")
         self.context.events.add("quarantine", trial=trial, schedule="every custom schedule", reason=text)
         self.context.observer.message(
-            f"custom schedules are left out, they cannot be checked ({kind.label}): {text}"
+            f"custom schedules are left out, because they cannot be checked ({kind.label}): {text}"
         )
         return self._unavailable
 

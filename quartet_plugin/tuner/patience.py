@@ -26,8 +26,8 @@ def num_without_gain(trials: Sequence[FinishedTrial]) -> int:
 
 
 def patience_words(trials: Sequence[FinishedTrial], *, patience: int) -> str | None:
-    """Why the search ends here; None where it goes on, and always with a `patience` of 0."""
+    """Why the search ends here; None if it continues, and always with a `patience` of 0."""
     if not patience or num_without_gain(trials) < patience:
         return None
     noise = launch_noise(trial.record for trial in trials)
-    return f"the last {patience} gained no more than noise ({100 * noise:.0f} %) over the best before"
+    return f"the last {patience} gained no more than the noise ({100 * noise:.0f} %) over the best before"

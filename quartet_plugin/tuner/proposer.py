@@ -1,4 +1,4 @@
-"""The next trial of a study: the plan with the largest expected improvement, ranked anew always.
+"""The next trial of a study: the plan with the largest expected improvement, computed again for each trial.
 
 Until something is measured it is the best of `quartet plan` that was not tried.
 

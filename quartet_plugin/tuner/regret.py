@@ -109,7 +109,7 @@ def estimate_regret(
 def regret_of(
     space: Space, search: TuneResult, *, predictor: PlanPredictor, proposer: "Proposer | None"
 ) -> Regret | None:
-    """The estimate by the calibrated cost model where the search had one, else by the measurements alone."""
+    """The estimate from the calibrated cost model if the search has one, otherwise from the measurements."""
     if proposer is not None:
         predictor.learn(search.trials)
     is_known = all(predictor.knows(plan) for plan in (search.baseline, search.best))

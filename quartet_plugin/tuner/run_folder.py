@@ -129,25 +129,25 @@ def prepare_folder(path: Path, *, is_resumed: bool) -> Path:
     folder = RunFolder(path=path.absolute())
     if is_resumed:
         if not folder.config_file.is_file():
-            raise ConfigError(f"{path}: no run to resume; leave --resume out to begin one")
+            raise ConfigError(f"{path}: no run to resume; omit --resume to start one")
         return folder.path
     if folder.has_study or _has_measured(folder):
-        raise ConfigError(f"{path}: the run exists; add --resume to go on with it, or name another `run:`")
+        raise ConfigError(f"{path}: the run exists; add --resume to continue it, or choose another `run:`")
     try:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not stat.S_ISDIR(folder.path.lstat().st_mode):
-            raise ConfigError(f"{path}: a link; a run's folder must be a folder of its own")
+            raise ConfigError(f"{path}: is a symbolic link; a run needs a real folder")
     except FileExistsError as error:
-        raise ConfigError(f"{path}: is not a folder; name another `run:`") from error
+        raise ConfigError(f"{path}: is not a folder; choose another `run:`") from error
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be made: {error.strerror}; name a folder that can with --run-dir"
+            f"{path}: cannot be created: {error.strerror}; name a folder that can with --run-dir"
         ) from error
     return folder.path
 
 
 def _has_measured(folder: RunFolder) -> bool:
-    """Whether the baseline was measured: a run that only failed so far may be begun again."""
+    """Whether the baseline was measured; a run that has only failed may be started again."""
     for path in folder.trial(0).glob("attempt-*/result.json"):
         try:
             result = read_json(path)
@@ -159,7 +159,7 @@ def _has_measured(folder: RunFolder) -> bool:
 
 
 def create_run(path: Path, *, config: TuneConfig, command: Sequence[str]) -> TuningRun:
-    """Begin a run: write down what was asked. Raises ConfigError where the run exists already."""
+    """Start a run: write its configuration and command. Raises ConfigError if the run already exists."""
     folder = RunFolder(path=prepare_folder(path, is_resumed=False))
     run = TuningRun(folder=folder, config=config, command=tuple(command), cwd=Path.cwd())
     _write_config(run)
@@ -184,8 +184,8 @@ def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] 
     if command is not None and not is_same_command(data["command"], command):
         difference = _difference(begun_with, masked_argv(command))
         raise ConfigError(
-            f"{path}: the run was begun with another command: {difference}; "
-            "give the same one, or name another `run:`"
+            f"{path}: the run was started with another command: {difference}; "
+            "give the same one, or choose another `run:`"
         )
     words = tuple(begun_with if command is None else command)
     if command is not None:
@@ -246,7 +246,8 @@ def _refuse_changes(begun: TuneConfig, config: TuneConfig, *, path: Path) -> Non
             if was != now and (section, key) not in _MAY_CHANGE:
                 name = section if key is None else f"{section}.{key}"
                 raise ConfigError(
-                    f"{path}: {name}: {now}; the run was begun with {was}: keep it, or name another `run:`"
+                    f"{path}: {name}: {now}; the run was started with {was}: keep it, or choose another "
+                    "`run:`"
                 )
 
 

@@ -18,7 +18,7 @@ def space_of_run(path: Path) -> Space:
     faults: list[str] = []
     launch = read_launch(run.folder.trial(BASELINE), faults=faults)
     if launch.result is None or launch.result.job is None:
-        raise ConfigError(f"{path}: the command was not measured yet, so its knobs are not known")
+        raise ConfigError(f"{path}: the command was not measured yet, so its knobs are unknown")
     return build_space(
         parse_training_job(launch.result.job, where=str(launch.result.folder)),
         nodes=nodes_of(launch.reports),

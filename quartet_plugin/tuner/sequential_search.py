@@ -38,7 +38,7 @@ CLEARLY_SLOWER = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequentialSearch:
-    """Spends a study's trials, one after the other. `proposer` is None where the sampler is left alone."""
+    """Runs a study's trials one after the other. `proposer` is None if only the sampler proposes plans."""
 
     context: TuningContext
     space: Space
@@ -68,15 +68,15 @@ class SequentialSearch:
             if why is not None:
                 return why
             if not self.has_time(trials):
-                return f"{tried} plans were tried; the time that is left is kept for the final rounds"
+                return f"{tried} plans were tried; the remaining time is reserved for the final rounds"
             if proxy is not None and not proxy.is_open:
                 proxy.open(trials, num_left=num_left, drift=drift)
                 continue
             proposal = self.predict(unfinished.popleft(), trials) if unfinished else self.ask(trials)
             if proposal is None:
-                return f"{tried} plans were tried; there are no others to try"
+                return f"{tried} plans were tried; no untried plan is left"
             if not self.has_time(trials, then_try=proposal.plan):
-                return f"{tried} plans were tried; the time that is left is kept for the final rounds"
+                return f"{tried} plans were tried; the remaining time is reserved for the final rounds"
             if self.answer(proposal, trials) or self._is_behind(proposal, num_left=num_left, drift=drift):
                 continue
             launch = self.launch_of(proposal, trials, drift=drift)
@@ -131,7 +131,7 @@ class SequentialSearch:
                 "cut_off": list(self.proposer.limits),
             }
             for line in self.proposer.unsaid_limits():
-                self.context.observer.message(f"the space is too large to predict all of it: {line}")
+                self.context.observer.message(f"the space is too large to predict every plan: {line}")
         self.context.events.add("proposed", trial=proposal.number, **by_model, params=proposal.params)
         return proposal
 
@@ -251,7 +251,7 @@ class SequentialSearch:
         )
 
     def _is_behind(self, proposal: Proposal, *, num_left: int, drift: float) -> bool:
-        """Whether the proposal's depth proxy is so far behind that the trial is finished with it."""
+        """Whether the proposal's depth proxy is so slow that the trial ends with it."""
         if self.depth_proxy is None:
             return False
         record = self.depth_proxy.judge(proposal, num_left=num_left, drift=drift)
@@ -332,8 +332,7 @@ def check_progress(trials: list[FinishedTrial], *, num_before: int = 0) -> None:
     lost = in_a_row(trials[num_before:], lambda trial: trial.record.verdict == "lost")
     if lost >= MAX_LOST_IN_A_ROW:
         raise InfrastructureError(
-            f"{lost} trials in a row could not be run: {trials[-1].record.reason}; "
-            "repair that, then add --resume"
+            f"{lost} trials in a row could not run: {trials[-1].record.reason}; fix that, then add --resume"
         )
 
 

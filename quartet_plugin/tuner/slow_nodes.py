@@ -111,7 +111,7 @@ class NodeMonitor:
         return slowdown.factor if math.log(slowdown.factor) > least else 1.0
 
     def _compare_with_known(self, host: str, factor: float, *, label: str) -> None:
-        """Compare a node's factor in a launch with what is known of it."""
+        """Compare a node's factor in a launch with its earlier factors."""
         known, before = self.slowdowns.get(host, 1.0), self.suspects.pop(host, None)
         if _is_same(factor, known):
             self.num_vain_looks[host] += before is not None
@@ -132,7 +132,7 @@ class NodeMonitor:
 
 
 def _is_same(factor: float, known: float) -> bool:
-    """Whether a node is as fast as it is known to be: slow or not, and about as much."""
+    """Whether a node's speed agrees with its known state: slow by about the same factor, or not slow."""
     return (factor > 1.0) == (known > 1.0) and abs(math.log(factor / known)) <= math.log(_CHANGED)
 
 

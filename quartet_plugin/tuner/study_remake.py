@@ -1,4 +1,4 @@
-"""What a run's study is made again from, where it is damaged or gone."""
+"""The sources from which a run's damaged or missing study is restored."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The backend of a tuning run: the protocol by which plans are run, and the one of local processes."""
+"""The backend of a tuning run: the protocol for running plans, and its implementation with processes."""
 
 import contextlib
 import math
@@ -61,7 +61,7 @@ class ComparedTrial:
 
 
 class TrialBackend(Protocol):
-    """Runs plans, and knows what was run before."""
+    """Runs plans, and knows the plans that have already run."""
 
     def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
         """See to their end what an earlier process started below `folder`; `skip` trials are another's."""
@@ -283,7 +283,7 @@ def _interruptible(should_stop: ShouldStop) -> Iterator[None]:
         if not should_stop():
             raise
         raise InterruptedByUserError(
-            "stopped in a parity check; what was measured is kept: the same command with --resume goes on"
+            "stopped in a parity check; all measurements are kept: the same command with --resume continues"
         ) from None
 
 
@@ -298,7 +298,7 @@ def read_judged(attempt: Path) -> TrialResult | None:
 
 
 def _check_disk(request: ParityCheck) -> None:
-    """Whether the weights fit beside what a trial needs."""
+    """Whether the disk has room for the weights besides the space that a trial needs."""
     from quartet_plugin.trial.parity import ParityUnavailableError
 
     needed = MIN_FREE_BYTES + _BYTES_A_PARAMETER * request.plan.shape.num_parameters
@@ -306,12 +306,12 @@ def _check_disk(request: ParityCheck) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise ParityUnavailableError(
-            f"{place}: {free >> 20} MiB free; the weights that both sides start from need {needed >> 20}"
+            f"{place}: {free >> 20} MiB free; the weights that both runs start from need {needed >> 20}"
         )
 
 
 def _judged(result: TrialResult) -> TrialResult:
-    """A plan that the adapter refuses beside this command does not fit; the harness is not broken."""
+    """Treat a plan that the adapter refuses for this command as infeasible, not as an error of the plugin."""
     if result.outcome is not Outcome.HARNESS or result.plan_key is None:
         return result
     from quartet_plugin.protocol.rank_files import RankFileReader
@@ -334,7 +334,7 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
         if local_ranks != list(range(len(ranks))):
             raise ConfigError(
                 f"host {host}: local ranks {local_ranks}; must be 0 to {len(ranks) - 1}, each once: nodes "
-                "are told apart by their host names"
+                "are distinguished by their host names"
             )
     return tuple(
         NodeInfo(

@@ -47,7 +47,7 @@ VERDICTS: dict[Outcome, Verdict] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineScore:
-    """The configuration that plans are compared with: its plan, its measured score, and by which objective.
+    """The configuration that plans are compared with: its plan, its measured score, and the objective.
 
     It is the user's own, or a plan that stands in for it in the final rounds: `launched_plan`. `fits` is
     False where the user's own command needs more memory than the cluster file's devices have.
@@ -139,7 +139,7 @@ class TrialLauncher:
         if other_devices := self.other_devices(result):
             raise InfrastructureError(
                 f"{launch.label}: it ran {other_devices}; "
-                "--resume where the baseline ran, or begin another run"
+                "--resume where the baseline ran, or start another run"
             )
         # A preemption ends ranks and tuner alike; the attempt is closed, and its trial is there to resume.
         is_lost = result.outcome is Outcome.INFRA and context.should_stop()
@@ -227,7 +227,8 @@ class TrialLauncher:
         measured_on = [node.node_class for node in self.context.backend.nodes(result)]
         if measured_on == expected:
             return ""
-        return f"on {', '.join(measured_on)}, the baseline on {', '.join(expected)}: times do not compare"
+        here, there = ", ".join(measured_on), ", ".join(expected)
+        return f"on {here}, the baseline on {there}: their times are not comparable"
 
     def request(self, launch: TrialLaunch) -> TrialRequest:
         """The request that the backend, or a worker, gets for a launch."""
@@ -307,7 +308,7 @@ class TrialLauncher:
         )
 
     def show_finished(self, trial: FinishedTrial) -> None:
-        """Show a trial by its record alone: nothing was launched for it in this process."""
+        """Show a trial from its record; this process has launched nothing for it."""
         record, versus_baseline = trial.record, None
         if record.value is not None and self.baseline is not None:
             versus_baseline = speedup(record.value, baseline_value=self.baseline.value)

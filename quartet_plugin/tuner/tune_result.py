@@ -89,7 +89,7 @@ def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
 
 
 def _write_or_remove(content: object | None, write: Callable[..., None], *, path: Path) -> None:
-    """Write what a search says beside its plan; without it what an earlier search left is removed."""
+    """Write a search's results beside its plan; without results, remove those of an earlier search."""
     if content is None:
         path.unlink(missing_ok=True)
         return
@@ -141,6 +141,6 @@ def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
 
 
 def _launcher_words(launcher: str, *, plan: Plan, run: TuningRun) -> list[str]:
-    """The options by which `quartet train` starts a plan on its nodes."""
+    """The options with which `quartet train` starts a plan on its nodes."""
     site = [] if run.config.site is None else ["--site", str(run.cwd / run.config.site)]
     return ["--launcher", launcher, "--nodes", str(len(plan.made_for.nodes)), *site]

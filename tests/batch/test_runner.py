@@ -119,7 +119,7 @@ def test_what_is_done_is_not_done_again_and_failed_jobs_only_when_asked(
 def test_a_job_whose_command_was_changed_is_refused(tmp_path: Path) -> None:
     batch = batch_of(tmp_path, {"name": "a"})
     runner_of(batch, tmp_path).run()
-    with pytest.raises(ConfigError, match="jobs: a: the job was begun with another command"):
+    with pytest.raises(ConfigError, match="jobs: a: the job was started with another command"):
         runner_of(batch_of(tmp_path, {"name": "a", "words": ["--more"]}), tmp_path)
 
 

@@ -76,7 +76,7 @@ def test_a_value_is_written_to_every_section_that_has_it() -> None:
     assert config.ddp.bucket_size == 1000
     leave_out(config, "use_distributed_optimizer")
     assert not arguments_of(config).use_distributed_optimizer
-    with pytest.raises(PlanError, match="hidden_knob: no field of this Megatron-Bridge"):
+    with pytest.raises(PlanError, match="hidden_knob: not a field of this Megatron-Bridge"):
         set_argument(config, "hidden_knob", 1)
 
 

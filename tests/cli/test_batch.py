@@ -95,7 +95,7 @@ def test_plans_alone_start_nothing(folder: Path, capfd: pytest.CaptureFixture[st
         (["batch", "jobs.yaml", "--resume"], 2, "no batch to resume"),
         (["batch", "jobs.yaml", "--retry-failed"], 2, "add --resume"),
         (["batch", "status", "nowhere"], 2, "no such batch"),
-        (["batch", "jobs.yaml", "--", "torchrun"], 2, "runs no training command"),
+        (["batch", "jobs.yaml", "--", "torchrun"], 2, "takes no training command"),
         (["batch", "lists.yaml"], 2, "a batch is a mapping"),
         (["batch", "config.yaml"], 2, "missing.yaml: cannot be read"),
         (["batch", "--frobnicate"], 2, "frobnicate"),
@@ -137,7 +137,10 @@ def test_ctrl_c_ends_the_tuners_and_keeps_the_state(folder: Path) -> None:
     batch.send_signal(signal.SIGINT)
     output, _ = batch.communicate(timeout=60)
     assert batch.returncode == 130, output
-    assert output.decode().splitlines()[-1] == "quartet: stopped; `quartet batch JOBS.yaml --resume` goes on"
+    assert (
+        output.decode().splitlines()[-1]
+        == "quartet: stopped; `quartet batch JOBS.yaml --resume` continues it"
+    )
     assert living(folder) == []
     (folder / "hold").touch()
     assert main(["batch", "jobs.yaml", "--resume"]) == 0

@@ -90,11 +90,14 @@ def test_what_is_wrong_is_said_before_anything_starts(
     one_process = ("--", "python", "train.py")
     ds = ("--", "deepspeed", "--num_gpus", "2", "train.py")
     for words, what in (
-        ((str(tmp_path), "-o", new, "--to", "stock", *COMMAND), "no checkpoint of Megatron's"),
-        ((str(source / "iter_0000009"), "-o", new, "--to", "stock", *COMMAND), "no checkpoint of Megatron's"),
+        ((str(tmp_path), "-o", new, "--to", "stock", *COMMAND), "not a checkpoint of Megatron"),
+        (
+            (str(source / "iter_0000009"), "-o", new, "--to", "stock", *COMMAND),
+            "not a checkpoint of Megatron",
+        ),
         ((str(source), "-o", str(source), "--to", "stock", *COMMAND), "exists; name a new folder"),
         ((str(source), "-o", new, "--to", str(plan), *one_process), "made for 2 processes"),
-        ((str(source), "-o", new, "--to", "stock", *ds), "DeepSpeed's checkpoints are not converted"),
+        ((str(source), "-o", new, "--to", "stock", *ds), "DeepSpeed's checkpoints cannot be converted"),
         ((str(source), "-o", new, "--to", "stock", "--device", "tpu", *COMMAND), "--device tpu"),
     ):
         assert main(["convert", *words]) == 2

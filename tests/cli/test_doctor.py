@@ -149,7 +149,7 @@ def test_nodes_are_one_table_with_an_exit_code(
 ) -> None:
     assert main(["doctor", "--nodes"]) == 0
     shown = capsys.readouterr().out
-    assert "framework  ok    megatron-core 0.19.2, 0 functions not as known" in shown
+    assert "framework  ok    megatron-core 0.19.2, 0 changed functions" in shown
     assert "devices    ok    8 x NVIDIA H100 80GB HBM3" in shown
     assert not list(tmp_path.iterdir())
     node["free_bytes"] = {"/tmp": 2**20}
@@ -169,7 +169,7 @@ def test_nodes_are_those_that_a_launcher_has_at_once(
     found: dict[str, Any], node: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--launcher", "slurm"]) == 2
-    assert "--launcher, --site and --trial-nodes belong to --nodes" in capsys.readouterr().err
+    assert "--launcher, --site and --trial-nodes work only with --nodes" in capsys.readouterr().err
     assert main(["doctor", "--nodes", "--launcher", "slurm-batch"]) == 2
     assert "its nodes are not known before a job runs" in capsys.readouterr().err
     assert main(["doctor", "--nodes", "--launcher", "ssh"]) == 2
@@ -229,13 +229,13 @@ def test_nodes_of_a_queue_are_named_by_their_hosts(
     assert main([*words, "--trial-nodes", "4", "-f", "json"]) == 5
     captured = capsys.readouterr()
     assert queue.is_ended
-    assert "the checks wait for nodes" in captured.err
+    assert "waiting for nodes" in captured.err
     content = json.loads(captured.out)
     assert [entry["host"] for entry in content["nodes"]] == ["a", "b", "b"]
     (nodes,) = [row for row in content["checks"] if row["check"] == "nodes"]
     assert (nodes["state"], nodes["finding"]) == ("fail", "3 of 4 answered; nothing of node 3")
     assert main(words) == 2
-    assert "say with --trial-nodes how many" in capsys.readouterr().err
+    assert "give their number with --trial-nodes" in capsys.readouterr().err
     queue = Queue([None], fault="the queue has ended the job")
     assert main([*words, "--trial-nodes", "1"]) == 5
     assert "no node could be checked: the queue has ended the job" in capsys.readouterr().err

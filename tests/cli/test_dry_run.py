@@ -23,7 +23,7 @@ def test_nothing_is_started_and_nothing_written(tmp_path: Path, capsys: pytest.C
     assert dry_run(tmp_path, "--secret-token", "abcdefgh", config=config) == 0
     text = capsys.readouterr().out
     for words in (
-        "would be made",
+        "would be created",
         "-m quartet_plugin.megatron",
         "at most 7 plans, each 1 to 10 + 4 to 10 iterations",
         "15 launches: 2 plans and your own command, in 5 rounds",

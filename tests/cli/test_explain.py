@@ -316,7 +316,7 @@ def test_a_runs_explanation_says_what_was_measured_and_by_what_it_is_calibrated(
         r"^basis     the cost model as \d+ measured trials of the run calibrated it$", text, re.MULTILINE
     )
     assert main(["explain", str(GOLDEN / "plan.json")]) == 0
-    assert "basis     not calibrated by trials: shares and ratios" in capsys.readouterr().out
+    assert "basis     not calibrated by trials: only the shares and ratios" in capsys.readouterr().out
 
 
 def test_a_run_whose_trials_cannot_be_read_is_explained_without_them(
@@ -346,7 +346,7 @@ def test_a_run_without_a_winner_says_so_and_what_to_do(
         assert "winner" in line
         assert words in line
     assert main([command, "nowhere", "--run-dir", str(tmp_path)]) == 2
-    assert "nowhere: no plan file and no run" in capsys.readouterr().err
+    assert "nowhere: no such plan file or run" in capsys.readouterr().err
 
 
 def test_the_plan_of_a_trial_is_shown_and_explained_beside_the_command(

@@ -58,4 +58,4 @@ def test_a_run_has_its_values_and_choices(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_run_and_a_command_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["knobs", str(RUN), "--", "torchrun", "none.py"]) == 2
-    assert "both a run and a command are given; give one of them" in capsys.readouterr().err
+    assert "both a run and a command are given; give only one" in capsys.readouterr().err

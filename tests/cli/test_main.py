@@ -71,7 +71,7 @@ def test_a_command_that_needs_the_users_command(install: Install, capsys: pytest
     assert seen == [("torchrun",)]
     assert main(["probe"]) == 2
     assert capsys.readouterr().err == (
-        "quartet: quartet probe: no training command; write it after --, as in: -- torchrun ...\n"
+        "quartet: quartet probe: the training command is missing; write it after --, as in: -- torchrun ...\n"
     )
 
 
@@ -79,7 +79,7 @@ def test_a_command_that_takes_no_users_command(install: Install, capsys: pytest.
     install(refuse_user_command)
     assert main(["probe"]) == 0
     assert main(["probe", "--", "ls"]) == 2
-    assert "runs no training command" in capsys.readouterr().err
+    assert "takes no training command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

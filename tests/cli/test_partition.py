@@ -61,7 +61,7 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
 
 def test_a_picture_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["partition", "show", "P2x2", "--format", "png"]) == 2
-    assert capsys.readouterr().err == "quartet: --format png: a picture is a file; add -o FILE\n"
+    assert capsys.readouterr().err == "quartet: --format png: a picture needs a file; add -o FILE\n"
 
 
 def test_a_file_with_a_wrong_cell_is_refused_with_the_table(

@@ -61,7 +61,10 @@ def test_a_shown_plan_that_no_run_measured_says_so_and_names_many_nodes_by_two(
     path = str(tmp_path / "plan.json")
     words = ["plan", "--model", "llama3-8b", "--cluster", "H100", "--devices", "64", "--global-batch", "512"]
     assert main([*words, "--named-only", "--top", "2", "-o", path]) == 0
-    assert "mapping solved: no order is faster than the stock order tp-pp-dp" in capsys.readouterr().out
+    assert (
+        "mapping solved: no order of the ranks is faster than the stock order tp-pp-dp"
+        in capsys.readouterr().out
+    )
     assert main(["show", path]) == 0
     first, _, made_for, *_ = capsys.readouterr().out.splitlines()
     assert first.endswith("of `quartet plan`, place 1; not measured")

@@ -251,4 +251,4 @@ def test_no_devices_and_other_devices_are_refused(
     assert main(["plan", "--cluster", "cluster.json", "--", *words()]) == 2
     assert "4 devices; the command starts 8 processes" in capsys.readouterr().err
     assert main(["plan"]) == 2
-    assert "no job; name a JOB.yaml or a --model" in capsys.readouterr().err
+    assert "no job is given; name a JOB.yaml" in capsys.readouterr().err

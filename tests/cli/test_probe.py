@@ -77,9 +77,9 @@ def test_ranks_that_fail_are_told_in_one_line(
         (["--processes", "0"], "--processes 0"),
         (
             ["-o", "/nonexistent/cluster.json"],
-            "the folder /nonexistent is not there",
+            "the folder /nonexistent does not exist",
         ),
-        (["--processes", "2", "--", "torchrun"], "drop one"),
+        (["--processes", "2", "--", "torchrun"], "give only one"),
         (["--", "python", "train.py"], "must be torchrun"),
         (["--", "torchrun", "--nproc-per-node", "2", "train.py"], "train.py"),
         (["--", "torchrun", "-m", "--nproc-per-node", "2"], "--module"),

@@ -344,7 +344,7 @@ def test_list_has_the_same_for_programs(quartet: Quartet) -> None:
 
 
 def test_a_training_command_is_refused(quartet: Quartet, costs: Path) -> None:
-    assert "runs no training command" in quartet.refused("bound", costs, "--", "torchrun")
+    assert "takes no training command" in quartet.refused("bound", costs, "--", "torchrun")
 
 
 def test_the_console_script_end_to_end(costs: Path, tmp_path: Path) -> None:

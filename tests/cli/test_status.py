@@ -253,7 +253,7 @@ def test_a_run_that_was_stopped(run: Path, tmp_path: Path, capsys: pytest.Captur
     path = copy_of(run, to=tmp_path / "r")
     events = (path / "events.jsonl").read_text().splitlines(keepends=True)
     (path / "events.jsonl").write_text("".join(events[:-1]))
-    assert "stopped; `quartet tune --resume` goes on" in printed(capsys, "status", str(path))
+    assert "stopped; `quartet tune --resume` continues it" in printed(capsys, "status", str(path))
 
 
 def begin_attempt(path: Path, *, iteration: int, trial: str = "trials/000003") -> None:
@@ -322,7 +322,7 @@ def test_a_run_whose_tuner_was_killed(run: Path, tmp_path: Path, capsys: pytest.
     )
     subprocess.run([sys.executable, "-c", code, str(path)], env=environment(), timeout=60)
     text = printed(capsys, "status", str(path))
-    assert "its tuner has ended without a word" in text
+    assert "its tuner ended unexpectedly" in text
     assert ", ended, renewed" in text
     assert "now " not in text
     begin_attempt(path, iteration=1)

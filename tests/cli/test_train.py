@@ -47,7 +47,7 @@ def test_the_output_and_a_good_end_are_the_commands(
 
 def test_a_bad_end_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--", sys.executable, script(tmp_path), "7"]) == 5
-    assert "the script ended itself with exit code 7" in capfd.readouterr().err.splitlines()[-1]
+    assert "the script ended with exit code 7" in capfd.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -143,7 +143,7 @@ def test_a_file_that_cannot_run_is_refused_before_a_process_starts(
 
 def test_a_plan_beside_a_schedule_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--plan", "a.json", "--schedule", "b.json", "--", "torchrun", "x.py"]) == 2
-    assert "a plan has its schedule, so give one" in capsys.readouterr().err
+    assert "a plan has a schedule, so give only one" in capsys.readouterr().err
 
 
 def test_the_gate_runs_once_and_the_plan_trains(
@@ -153,7 +153,7 @@ def test_the_gate_runs_once_and_the_plan_trains(
     gate.install(monkeypatch)
     path = saved(tmp_path, edited(by_hand()))
     assert train(path) == 0
-    assert "no parity receipt for this command; `quartet check` runs first" in capfd.readouterr().err
+    assert "no parity receipt for this command; running `quartet check` first" in capfd.readouterr().err
     plan = read_plan(tmp_path / "mine.plan.json")
     assert plan == gate.checked[0]
     assert plan.layout == plan.made_for.baseline.layout == JOB.layout

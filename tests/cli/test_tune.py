@@ -77,7 +77,7 @@ def test_a_script_that_fails_by_itself_is_shown(tmp_path: Path, capfd: pytest.Ca
     shown = capfd.readouterr()
     assert "SyntaxError: the script's own" in shown.out
     assert len(shown.err.strip().splitlines()) == 1
-    assert "nothing is searched" in shown.err
+    assert "nothing was searched" in shown.err
     assert not (tmp_path / "runs/fake/study.sqlite3").exists()
 
 
@@ -174,7 +174,7 @@ def test_ctrl_c_on_a_terminal_stops_cleanly_and_the_run_goes_on(tmp_path: Path) 
     printed = _read_all(ours)
     assert process.wait(timeout=60) == 130
     assert "stopping after cleaning up" in printed
-    assert "--resume goes on" in printed
+    assert "--resume continues" in printed
     assert living(tmp_path) == []
     assert verdicts(tmp_path) == ["measured"]
     assert tune(tmp_path, "--resume", fake=SLOW) == 0

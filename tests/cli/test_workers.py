@@ -280,7 +280,7 @@ def test_row_9_ctrl_c_ends_every_worker_and_the_run_goes_on(tmp_path: Path) -> N
     tuner.under_way(2)
     tuner.process.send_signal(signal.SIGINT)
     assert tuner.ends() == 130
-    assert "--resume goes on" in tuner.words
+    assert "--resume continues" in tuner.words
     assert living(tmp_path) == []
     resumed = Tuner(tmp_path, "--resume", fake=QUICK)  # without workers
     assert resumed.ends() == 0, resumed.words
@@ -373,7 +373,11 @@ PLAIN = (sys.executable, "train.py")
     ("words", "given", "says"),
     [
         (PLAIN, (*PLAIN, "--more"), "the run has another command"),
-        ((*PLAIN, "--api-key", "abc"), None, "holds a secret, which is not kept; give the command after --"),
+        (
+            (*PLAIN, "--api-key", "abc"),
+            None,
+            "contains a secret, which is not stored; give the command",
+        ),
         ((*PLAIN, "--api-key", "abc"), (*PLAIN, "--api-key", "abc"), TAKEN),
         (PLAIN, None, TAKEN),
     ],

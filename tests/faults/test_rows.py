@@ -128,7 +128,7 @@ def test_row_3_a_killed_rank_is_tried_once_more(trial: Trial) -> None:
     first = read_result(result.folder.parent / "attempt-1")
     assert first is not None
     assert first.outcome is Outcome.INFRA
-    assert first.reason == "rank 1 was killed (SIGKILL): was the host's memory full?"
+    assert first.reason == "rank 1 was killed (SIGKILL): perhaps the host ran out of memory"
 
 
 def test_row_3_the_kernels_count_names_the_reason(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_row_3_the_kernels_count_names_the_reason(trial: Trial, monkeypatch: pyt
     monkeypatch.setattr(watch, "num_oom_kills", lambda: next(counts))
     result = trial("--mode", "sigkill", plan=a_plan())
     assert result.outcome is Outcome.INFEASIBLE
-    assert result.reason == "rank 1 was killed (SIGKILL): the kernel ran out of memory (twice)"
+    assert result.reason == "rank 1 was killed (SIGKILL): the host ran out of memory (twice)"
 
 
 def test_row_3_of_the_users_own_command_it_stays_infrastructure(trial: Trial) -> None:
@@ -368,7 +368,7 @@ def test_row_18_the_users_own_port_stays(fake_torchrun: Path, tmp_path: Path) ->
     )
     result = run_trial(request, launcher=BareLauncher(), poll_s=0.02)
     assert result.outcome is Outcome.INFRA
-    assert "name another port" in result.reason
+    assert "choose another port" in result.reason
     assert attempts(result) == ["attempt-1"]
 
 
@@ -548,7 +548,7 @@ def test_row_10_memory_that_the_driver_gives_back_late_is_waited_for(trial: Tria
 def test_row_35_what_a_faulty_device_measured_is_not_told(trial: Trial) -> None:
     result = on_devices(trial, a_guard(1, 1, 1, num_errors=2), max_attempts=1)
     assert result.outcome is Outcome.INFRA
-    assert "memory errors that were not corrected" in result.reason
+    assert "uncorrectable memory errors" in result.reason
     assert result.iteration_s == ()
 
 
@@ -636,4 +636,4 @@ def test_row_18_under_the_real_torchrun(tmp_path: Path) -> None:
         )
         result = run_trial(request, launcher=BareLauncher())
     assert result.outcome is Outcome.INFRA
-    assert "name another port" in result.reason
+    assert "choose another port" in result.reason

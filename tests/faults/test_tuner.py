@@ -79,7 +79,7 @@ def test_row_15_a_preempted_tuner_leaves_its_trial_to_the_requeued_one(tmp_path:
                 os.kill(json.loads(path.read_text())["pid"], signal.SIGTERM)
     code, printed = ended(process)
     assert code == 130, printed
-    assert "--resume goes on" in printed
+    assert "--resume continues" in printed
     assert living(tmp_path) == []
     assert not (run_of(tmp_path) / LOCK_NAME).exists()
     assert told(tmp_path) == []

@@ -88,12 +88,12 @@ def test_slices_are_alike_and_have_nothing_in_common(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"num_slices": 3}, r"--workers 3: 4 cores here, and 2 a trial are needed; ask for at most 2"),
+        ({"num_slices": 3}, r"--workers 3: 4 cores here, and 2 a trial are needed; use at most 2 workers"),
         ({"num_slices": 1, "command": command(num_processes=8)}, "use a host with more"),
         ({"num_slices": 1, "size": 6}, "6 a worker, as the run's others have"),
         ({"num_slices": 0}, "from 1 to 64"),
         ({"num_slices": 65}, "from 1 to 64"),
-        ({"num_slices": 2, "command": command("--master-port", "29500")}, "leave the port out"),
+        ({"num_slices": 2, "command": command("--master-port", "29500")}, "omit the port"),
         ({"num_slices": 1, "command": command("--nnodes", "2")}, "several nodes"),
     ],
 )

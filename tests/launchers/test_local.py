@@ -98,7 +98,7 @@ def test_what_cannot_start_is_said(tmp_path: Path) -> None:
     with pytest.raises(InfrastructureError, match="cannot start"):
         start([sys.executable], env={}, cwd=tmp_path / "nowhere", stdout=tmp_path / "b")
     (tmp_path / "c").symlink_to(tmp_path / "d")
-    with pytest.raises(StorageError, match="cannot be made"):
+    with pytest.raises(StorageError, match="cannot be created"):
         start([sys.executable], env={}, cwd=tmp_path, stdout=tmp_path / "c")
 
 

@@ -50,7 +50,7 @@ def test_what_cannot_span_the_nodes_is_refused_with_the_fix(words: list[str], fa
 def test_this_machine_is_one_node() -> None:
     parsed = parse_command(["torchrun", "t.py"], environment={})
     assert Placement().command(parsed) is parsed
-    with pytest.raises(ConfigError, match="this machine is one node: name a launcher"):
+    with pytest.raises(ConfigError, match="this machine is one node: choose a launcher"):
         Placement(num_nodes=2).command(parsed)
 
 

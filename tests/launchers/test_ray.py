@@ -64,8 +64,8 @@ class TestNodes(LauncherConformance):
         handle = started(self.engine(), tmp_path / "r", num_nodes=3)
         wait_until(lambda: handle.poll() is not None, what="the end")
         assert handle.fault == (
-            "Ray has 2 nodes of 1 CPU or more, and the trial needs 3; ask for fewer, or write "
-            "ray: {grows: true} where Ray adds nodes"
+            "Ray has 2 nodes of 1 CPU or more, and the trial needs 3; request fewer, or write "
+            "ray: {grows: true} if Ray adds nodes on demand"
         )
 
     def test_the_doctor_looks_at_every_node(
@@ -146,7 +146,7 @@ def test_a_node_that_is_lost_is_named(tmp_path: Path) -> None:
         nodes.kill_a_node()
         wait_until(lambda: handle.poll() is not None, what="the end")
         assert handle.fault is not None
-        assert handle.fault.startswith("Ray has lost ")
+        assert handle.fault.startswith("Ray lost ")
         assert handle.end_on_nodes() == ()
 
 

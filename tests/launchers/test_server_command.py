@@ -33,8 +33,8 @@ def made(words: str, *, cwd: Path = Path("/work"), **environment: str) -> Server
             "torchrun --numa-binding node train.py",
             "torchrun --numa-binding starts the ranks by another program",
         ),
-        ("python -O train.py", "options of python are not taken over by a trial server"),
-        ("python -X dev -m torch.distributed.run train.py", "options of python are not taken over by a"),
+        ("python -O train.py", "a trial server does not support options of python"),
+        ("python -X dev -m torch.distributed.run train.py", "a trial server does not support options"),
         ("/nowhere/torchrun train.py", "the interpreter of '/nowhere/torchrun' is not known"),
     ],
 )

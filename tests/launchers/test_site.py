@@ -47,7 +47,7 @@ def test_options_are_words_of_their_own() -> None:
         ({"kubernetes": {"volumes": [{"path": "/x"}]}}, "name one of claim and host"),
         ({"kubernetes": {"volumes": [{"claim": "a", "host": "/b", "path": "/x"}]}}, "name one of claim"),
         ({"kubernetes": {"volumes": [{"claim": "a", "path": "/x/../y"}]}}, "an absolute path"),
-        ({"kubernetes": {"gpus_per_node": 8, "resources": {"nvidia.com/gpu": 8}}}, "asked for twice"),
+        ({"kubernetes": {"gpus_per_node": 8, "resources": {"nvidia.com/gpu": 8}}}, "requested twice"),
         ({"slurm": {"acount": "a1"}}, "acount"),
         ({"engines": {"a b": {}}}, "names of launchers"),
         ({"engines": {"flux": "queue"}}, "engines.flux"),
@@ -66,5 +66,5 @@ def test_settings_of_another_packages_launcher_are_plain_data() -> None:
     with pytest.raises(ConfigError, match=r"engines\.flux: no launcher of this name is installed"):
         engine_named("ssh", site=site)
     own = parse_site({"engines": {"ssh": {}}}, where="s")
-    with pytest.raises(ConfigError, match=r"engines\.ssh: a launcher of this package has a section"):
+    with pytest.raises(ConfigError, match=r"engines\.ssh: a launcher of this package has its own section"):
         engine_named("ssh", site=own)

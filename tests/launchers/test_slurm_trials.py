@@ -163,7 +163,7 @@ def test_a_lost_node_is_named_and_no_plan_is_to_blame(
         cluster.kill("n2")
         result = running.result
         assert result.outcome is Outcome.INFRA
-        assert "Slurm has lost n2" in result.reason
+        assert "Slurm lost n2" in result.reason
         assert cluster.run("squeue", "-h", "-o", "%T", "-j", job) == "RUNNING"
     finally:
         cluster.run("scancel", job)

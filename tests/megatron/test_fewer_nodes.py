@@ -30,7 +30,7 @@ def test_a_trial_with_fewer_replicas_has_a_part_of_the_batch() -> None:
     with pytest.raises(ConfigError, match="--global-batch-size 64: must be a multiple of 3"):
         on_fewer_nodes(FLAGS, words, divisor=3, num_processes=2)
     growing = [*words, "--rampup-batch-size", "8", "8", "1000"]
-    with pytest.raises(ConfigError, match="--rampup-batch-size: the batch grows in training"):
+    with pytest.raises(ConfigError, match="--rampup-batch-size: the batch grows during training"):
         on_fewer_nodes(FLAGS, growing, divisor=2, num_processes=2)
 
 
@@ -54,7 +54,7 @@ def test_of_a_replica_that_is_larger_a_trial_has_a_part_of_the_stages(
         ([], 12, 64, "divide the replica"),
         ([], 4, 6, r"the nodes \(6\) must be a multiple of 4"),
         (["--num-layers", "18"], 4, 16, r"--num-layers \(18\) must be a multiple of 4"),
-        (["--num-experts", "8"], 4, 16, "--num-experts: .* not all alike; raise trial.nodes"),
+        (["--num-experts", "8"], 4, 16, "--num-experts: .* not all equal; raise trial.nodes"),
         (["--decoder-first-pipeline-num-layers", "1"], 4, 16, "--decoder-first-pipeline-num-layers: "),
         (["--num-virtual-stages-per-pipeline-rank", "2"], 2, 32, "one pipeline rank, which has no virtual"),
     ],

@@ -67,8 +67,8 @@ def test_another_expression_is_refused(text: str) -> None:
     ("words", "says"),
     [
         (["--num-layers", "many"], "--num-layers: 'many'"),
-        (["--hidden-size"], "--hidden-size: no value"),
-        (["--optimizer-cpu-offload"], "--optimizer-cpu-offload: the cost model has no offloading"),
+        (["--hidden-size"], "--hidden-size: its value is missing"),
+        (["--optimizer-cpu-offload"], "--optimizer-cpu-offload: the cost model does not support offloading"),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp"),
         (["--fp4-format", "e2m1"], "--fp4-format"),
     ],

@@ -219,7 +219,7 @@ def test_the_second_process_of_a_rank_does_not_train(site: Path) -> None:
     done = run(site, ["train.py"], {START: str(start), "RANK": "0", "WORLD_SIZE": "1"})
     assert done.returncode == 2
     assert "trained" not in done.stdout
-    assert f"process {2**30} is this rank of another training" in done.stderr
+    assert f"process {2**30} is the same rank of another training" in done.stderr
     fault = fault_of(read_starts(start.parent))
     assert fault is not None
     assert "two trainings" in fault

@@ -67,7 +67,7 @@ NO_MODEL = AxisGains(objective="tokens_per_s", gains=(), why_none="the model <is
     [
         (replace(winning(), axis_gains=NO_MODEL), "no figures: the model <is> left out", True),
         (winning(), "no figures: best/axes.json is missing or cannot be read", True),
-        (NO_WINNER, "no plan was proven faster than the baseline, so no axis gave anything", False),
+        (NO_WINNER, "no plan was proven faster than the baseline, so there are no gains to show", False),
         (replace(NO_WINNER, state="stopped"), "the search has not ended; the figures are computed", False),
         (replace(NO_WINNER, winner=PLAN), "no plan was proven faster than the baseline", False),
     ],

@@ -120,7 +120,7 @@ def test_another_prediction_than_the_plans_own_is_said() -> None:
 
 
 def test_no_runner_up_is_said() -> None:
-    assert "none, no other is legal and fits" in shown(replace(EXPLANATION, runner_up=None))
+    assert "none; no other layout is legal and fits in memory" in shown(replace(EXPLANATION, runner_up=None))
 
 
 def test_a_better_layout_is_said_to_be_better() -> None:
@@ -144,7 +144,7 @@ def test_your_command_stands_beside_the_plan() -> None:
         in text
     )
     assert "bubble    20.0 % of all device time; your command: 40.0 %" in text
-    assert "pp_bubble: the busiest rank's waiting" in text
+    assert "pp_bubble: the busiest rank waits" in text
 
 
 def test_the_differences_say_where_the_time_is_saved() -> None:
@@ -168,8 +168,8 @@ def test_what_trials_calibrated_is_fitted_and_says_what_it_has_seen() -> None:
     text = shown(calibrated)
     assert "fitted    2 s an iteration (predicted before its launch: 1 s)" in text
     assert "measured  1 s an iteration, 0.50x the fitted time" in text
-    assert "has seen single trials, not the final rounds that gave the measured times" in text
-    assert "has seen this trial and all others" in shown(replace(calibrated, is_measured_in_rounds=False))
+    assert "used single trials, not the final rounds that gave the measured times" in text
+    assert "used all trials, so the sum may differ" in shown(replace(calibrated, is_measured_in_rounds=False))
 
 
 def test_a_narrow_terminal_has_every_number_of_both() -> None:

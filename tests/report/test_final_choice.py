@@ -28,7 +28,7 @@ CHOICE = FinalChoice(
 LINES = [
     "chosen    the faster in the same rounds",
     "runner-up trial 9, another model: trial 2 is 1.088x as fast as trial 9, the median ratio of the "
-    "same 5 rounds, faster at all with a chance of 94 %",
+    "same 5 rounds, faster at all with probability 94 %",
 ]
 
 
@@ -55,13 +55,14 @@ def test_a_runner_up_that_is_faster_is_said_with_the_reason() -> None:
     other_model = replace(CHOICE, gain=1 / 1.03, chance_better=0.1)
     assert choice_lines(chosen(other_model))[1] == (
         "runner-up trial 9, another model: trial 9 is 1.030x as fast as trial 2, the median ratio of the "
-        "same 5 rounds, faster at all with a chance of 90 %; too little, or too unsure, for another model"
+        "same 5 rounds, faster at all with probability 90 %; the gain is too small or too uncertain to "
+        "prefer another model"
     )
     unsure = replace(other_model, is_runner_up_other_model=False, is_runner_up_win=False)
     assert choice_lines(chosen(unsure))[1].endswith("; trial 9 is not proven faster than your own command")
     assert choice_lines(chosen(replace(unsure, proof_level=0.00803)))[1].endswith(
-        "your own command: a proof asks for a chance of luck of 0.8 % or less, "
-        "a 95 % interval above 1.00x for 2.5 %"
+        "your own command: a proof requires an error probability of at most 0.8 %; "
+        "a 95 % interval above 1.00x corresponds to 2.5 %"
     )
 
 
@@ -70,13 +71,13 @@ def test_the_selection_and_a_chance_that_cannot_be_larger_are_said() -> None:
     first, second, third = choice_lines(chosen(sure))
     assert first == "selected  2 of 3 plans go to the final rounds"
     assert second == LINES[0]
-    assert third.endswith("with a chance of 97 %, the most that 5 rounds can say")
+    assert third.endswith("with probability 97 %, the highest that 5 rounds can give")
     assert "Selected: 2 of 3 plans go to the final rounds. Chosen: " in choice_paragraph(chosen(sure))
 
 
 def test_few_shared_rounds_and_no_runner_up_are_said() -> None:
     few = replace(CHOICE, chance_better=None, num_rounds=2)
-    assert "by their speedups: they share 2 rounds only" in choice_lines(chosen(few))[1]
+    assert "by the ratio of their speedups: they share only 2 rounds" in choice_lines(chosen(few))[1]
     unproven = replace(few, is_runner_up_win=False)
     assert choice_lines(chosen(unproven))[1].endswith(
         "; trial 9 left after 2 rounds, before it could be proven"

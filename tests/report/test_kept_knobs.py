@@ -16,7 +16,7 @@ from tests.model.plans import PLAN, plan_with
 from tests.report.histories import INTERLEAVED, history, row
 from tests.schedule.orders import unit_costs
 
-NOTHING = "kept      none of split, schedule, mapping and knobs asked for, where they matter to the winner"
+NOTHING = "kept      the winner changes every searched axis of which a trial measured another value"
 RECOMPUTED = plan_with(layout=RECOMPUTE.put(PLAN.layout, "full"))
 
 IN_ORDER = Mapping(slots=(Slot(node=0, local=0), Slot(node=0, local=1)))
@@ -42,7 +42,7 @@ def test_a_knob_that_gained_nothing_names_the_best_trial_that_changed_it() -> No
 def test_only_plans_that_differ_in_the_knob_alone_are_compared() -> None:
     unlike = replace(RECOMPUTED, split=Split(transformer_layers_per_stage=(5, 3)))
     lines = tried(unlike, other_s=0.5)
-    words = "recompute none: no two measured plans differ in it alone; 2 of 4 changed it"
+    words = "recompute none: no two measured plans differ only in this; 2 of 4 plans changed it"
     assert any(line.endswith(words) for line in lines)
 
 
@@ -79,7 +79,7 @@ def test_other_stages_say_nothing_of_split_and_schedule() -> None:
 
 
 def test_a_winner_without_a_pipeline_has_neither_split_nor_schedule() -> None:
-    line = "split and schedule follow from PP 1: a plan of one stage chooses neither"
+    line = "split and schedule follow from PP 1: a plan with one stage has neither"
     run = history(trials=(row(0, 0.5), row(1, 0.4, plan=FLAT)), winner=FLAT)
     assert kept_lines(run) == [
         NOTHING,

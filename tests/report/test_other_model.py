@@ -26,7 +26,7 @@ TRIALS = (
 )
 OTHER = history(winner=DEEPER, trials=TRIALS, finalists=(), launch_s=1800.0, search_s=3600.0)
 COST = (
-    "another model (class D): checkpoints of your own model do not fit it, and whether it learns as well "
+    "another model (class D): it cannot load checkpoints of your own model, and how well it learns "
     "was not measured"
 )
 

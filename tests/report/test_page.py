@@ -173,7 +173,8 @@ def test_the_page_says_what_was_found() -> None:
 
 def test_every_picture_is_there() -> None:
     assert re.findall(r'<svg [^>]*aria-label="(\w+)', whole(history())) == [
-        "Seconds", "Best", "Peak", "Simulated", "Simulated", "Every", "Every", "Parameter", "Predicted",
+        "Seconds", "Speedup", "Peak", "Simulated", "Simulated", "Objective", "Objective",
+        "Parameter", "Predicted",
     ]  # fmt: skip
 
 
@@ -278,7 +279,7 @@ def test_a_schedule_of_ours_is_simulated_and_as_it_was_recorded(tmp_path: Path) 
     schedule, simulation, words = made
     assert simulation.makespan_s == pytest.approx(0.5)
     assert words.startswith("500 ms a step, bubble ")
-    assert words.endswith(": stage times are those the plan carries, scaled to the measured iteration")
+    assert words.endswith(": stage times are those stored in the plan, scaled to the measured iteration")
     assert schedule.placement == (0, 1, 1, 0)
     folder = tmp_path / "trials/000002/attempt-1"
     folder.mkdir(parents=True)
@@ -473,7 +474,7 @@ def test_a_phone_shows_the_charts_and_a_trials_speed(width: int, tmp_path: Path)
     measured = measure_page(whole(history()), width=width, folder=tmp_path)
     assert measured.page_width <= width, "the page itself is not moved sideways"
     charts = {chart.split()[0] for _, _, chart in measured.texts}
-    assert charts >= {"Seconds", "Best", "Every", "Parameter", "Predicted", "Peak", "Simulated"}
+    assert charts >= {"Seconds", "Speedup", "Objective", "Parameter", "Predicted", "Peak", "Simulated"}
     small = [(words, size, chart) for words, size, chart in measured.texts if size < 9.0]
     assert not small
     assert hard_to_read(measured) == []
@@ -542,8 +543,8 @@ def test_a_picture_from_elsewhere_keeps_its_place() -> None:
 
 def test_what_limits_cut_off_stands_beside_the_regret() -> None:
     plain = page(history(), Extras())
-    assert "too large to predict all of it" not in plain
+    assert "too large to predict every plan" not in plain
     cut = replace(history(), limits=("mappings: of 8 slots the named orders", *ATTACKS[:1]))
     text = page(cut, Extras())
-    assert "The space was too large to predict all of it: mappings: of 8 slots the named orders" in text
+    assert "The space was too large to predict every plan: mappings: of 8 slots the named orders" in text
     assert "<script>" not in text

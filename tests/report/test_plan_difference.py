@@ -26,7 +26,7 @@ def test_parts_that_differ_are_said_and_no_others() -> None:
     assert difference_words(BASELINE) == ()
     assert difference_lines(BASELINE) == []
     assert difference_lines(PLAN) == ["differs   layers per stage 4+4 become 6+2; ranks 1,0"]
-    assert difference_sentence(BASELINE) == "nothing differs from your own command"
+    assert difference_sentence(BASELINE) == "no setting differs from your own command"
     assert difference_sentence(PLAN) == "layers per stage 4+4 become 6+2; ranks 1,0"
     assert difference_words(INTERLEAVED) == (
         "virtual stages 1 becomes 2",

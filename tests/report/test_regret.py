@@ -39,11 +39,11 @@ def test_the_closing_lines_have_the_figure_the_plan_and_the_basis() -> None:
     assert "160 untried plans of the 173 compared" in third
     assert third.endswith("; 12 trials and your own command were measured")
     assert fourth.strip() == (
-        "untried plans alone are covered: a tried plan that was no finalist was measured once, and may be "
+        "only untried plans are covered: a tried plan that was not a finalist was measured once, and may be "
         "faster than that single trial"
     )
     paragraph = regret_words(REGRET, compared_with=WINNER)
-    assert paragraph.endswith(f"were measured. U{fourth.strip()[1:]}.")
+    assert paragraph.endswith(f"were measured. O{fourth.strip()[1:]}.")
     assert regret_lines(EVERY, compared_with=WINNER) == ["regret    none: every plan of the space was tried"]
 
 
@@ -51,12 +51,12 @@ def test_without_a_winner_the_figure_is_over_the_own_command_and_its_doubt_is_sa
     lines = regret_lines(REGRET, compared_with=COMMAND, checks=MOVED)
     assert lines[0].startswith("regret    an untried plan may be faster than your own command by about 1.0 %")
     assert lines[4] == (
-        "          the figure rests on the first measurement of your own command, which later ran at 2.11x "
-        "of it: the gain may differ by as much"
+        "          the regret is based on the first measurement of your own command, which later ran at "
+        "2.11x of it: the regret may be wrong by as much"
     )
     steady = (DriftMeasurement(num_tried=10, ratio=1.08),)
     assert len(regret_lines(REGRET, compared_with=COMMAND, checks=steady)) == 4
-    assert "2.11x of it: the gain may differ" in regret_words(REGRET, compared_with=COMMAND, checks=MOVED)
+    assert "2.11x of it: the regret may be wrong" in regret_words(REGRET, compared_with=COMMAND, checks=MOVED)
 
 
 def test_status_shows_it_once_it_is_known() -> None:

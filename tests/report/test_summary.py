@@ -47,7 +47,7 @@ def test_what_it_is_compared_with() -> None:
     simulation = simulate(schedule, unit_costs(schedule))
     text = schedule_summary(schedule, simulation, lower_bound_s=10.0, best_named=("1f1b", 12.0))
     assert "20.0 % above" in text
-    assert "nothing found is better" in text
+    assert "no schedule found is shorter" in text
     by_period = replace(simulation, period_s=6.0)
     text = schedule_summary(schedule, by_period, best_named=("1f1b", 12.0), objective="period")
     assert "50.0 % saved" in text

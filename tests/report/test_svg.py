@@ -104,7 +104,7 @@ def test_memory_is_the_highest_of_each_pipeline_rank() -> None:
 
 def test_predictions_are_judged() -> None:
     words = figures.prediction_words(history())
-    assert words == "3 plans; median error 10 %; of all pairs 100 % in the right order"
+    assert words == "3 plans; median error 10 %; 100 % of all pairs of plans in the right order"
     assert figures.predicted_measured(history(trials=())) is None
 
 

@@ -148,4 +148,4 @@ def test_a_disk_that_fails_is_said_once_and_ends_nothing(tmp_path: Path) -> None
     (tmp_path / FILE_NAME).mkdir()
     for number in range(3):
         watching.plan_finished(launch(str(number), 1.0))
-    assert len([text for text in said if "the run goes on" in text]) == 1
+    assert len([text for text in said if "the run continues" in text]) == 1

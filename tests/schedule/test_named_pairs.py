@@ -87,6 +87,6 @@ def test_interleaved_with_pairs_has_a_forward_of_warm_up_more_and_its_memory() -
 
 def test_a_schedule_without_pairs_says_which_have_them() -> None:
     with pytest.raises(
-        ConfigError, match="'1f1b': it has no overlapped pairs; these have: interleaved, dual"
+        ConfigError, match="'1f1b': it has no overlapped pairs; schedules with pairs: interleaved, dual"
     ):
         named_with_pairs("1f1b", num_devices=4, num_microbatches=8)

@@ -50,7 +50,7 @@ def test_what_can_change_the_objective_is_kept_unless_it_is_asked_for(feature: s
         assert not is_other or plan.schedule.custom is None
     assert any(plan.schedule.custom is not None for plan in asked)
     labelled = next(plan for plan in asked if batching(plan) != (2, 2))
-    assert any("class C: can change the objective" in line for line in plan_lines(labelled))
+    assert any("class C: may change the training objective" in line for line in plan_lines(labelled))
 
 
 def test_without_such_a_feature_class_c_is_class_b() -> None:

@@ -104,7 +104,9 @@ def test_a_run_is_resumed_with_the_password_or_without_it(tmp_path: Path) -> Non
     again = resume_run(run.folder.path, config=run.config, command=run.command)
     assert again.storage.address == address
     other = parse_config({"study": {"storage": "journal"}}, where="q")
-    with pytest.raises(ConfigError, match=r"study\.storage: journal; the run was begun with postgresql://u@"):
+    with pytest.raises(
+        ConfigError, match=r"study\.storage: journal; the run was started with postgresql://u@"
+    ):
         resume_run(run.folder.path, config=other, command=run.command)
 
 
@@ -161,7 +163,7 @@ def test_a_torn_journal_loses_its_last_record_alone(
     torn = lines[-1][: data.draw(st.integers(1, len(lines[-1]) - 1))]
     assert place.file is not None
     place.file.write_bytes(whole + torn)
-    with pytest.raises(StorageError, match="is damaged; `quartet tune --resume` cuts it off"):
+    with pytest.raises(StorageError, match="is damaged; `quartet tune --resume` truncates the file there"):
         place.check()
     place.mend()
     assert place.file.read_bytes() == whole

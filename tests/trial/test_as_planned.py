@@ -198,7 +198,7 @@ def test_only_what_ran_as_planned_is_a_measurement(is_recorded: bool) -> None:
         assert verdict.outcome is Outcome.OK
     else:
         assert (verdict.outcome, verdict.cause) == (Outcome.NOT_AS_PLANNED, Cause.NOT_AS_PLANNED)
-        assert verdict.reason == "rank 1 left no record of what it ran"
+        assert verdict.reason == "rank 1 recorded no plan that it ran"
         assert verdict.iteration_s == ()
 
 

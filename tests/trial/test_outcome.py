@@ -97,7 +97,7 @@ def test_a_killed_rank_behind_a_lost_peer_is_found() -> None:
     )
     assert verdict.cause is Cause.KILLED
     assert (
-        "kernel ran out of memory"
+        "host ran out of memory"
         in classify(
             evidence(beats=(beat(0),), log=ROOT_CAUSE.format(code=-9, pid=1000), num_oom_kills=1)
         ).reason

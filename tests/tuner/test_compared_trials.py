@@ -124,7 +124,7 @@ def test_a_command_that_says_too_few_iterations_is_told_so(tmp_path: Path) -> No
     tune(run, machine, observer=watching)
     assert machine.compared == []
     assert machine.checked
-    words = r"launches of their own: the command trains for 6 iterations, and a compared trial takes (\d+)"
+    words = r"need separate launches: the command trains for 6 iterations, and a compared trial takes (\d+)"
     (found,) = filter(None, (re.search(words, message) for message in watching.messages))
     assert int(found[1]) > 6
 
@@ -166,7 +166,10 @@ def test_weights_that_are_gone_are_noticed(tmp_path: Path) -> None:
     assert len(kinds) > 1
     assert {kind_of(plan) for plan in (*machine.checked, *machine.compared)} >= kinds
     assert (
-        sum("launches of their own: the weights that trial 0 kept are gone" in x for x in watching.messages)
+        sum(
+            "need separate launches: the weights that trial 0 stored are missing" in x
+            for x in watching.messages
+        )
         == 1
     )
 
@@ -218,7 +221,7 @@ def test_trial_0_that_fails_while_it_keeps_its_weights_is_launched_without(tmp_p
     machine.outcome = lambda plan: Outcome.INFRA if len(asked) == 1 else Outcome.OK
     tune(run, machine, observer=watching)
     assert asked == [True, False]
-    assert any("launched again and keeps no weights" in line for line in watching.messages)
+    assert any("launched again and stores no weights" in line for line in watching.messages)
     assert machine.checked
 
 
@@ -267,7 +270,7 @@ def custom(tmp_path: Path) -> Plan:
 def test_where_a_plan_is_checked_and_why(tmp_path: Path, custom: Plan) -> None:
     weights = tmp_path / "weights"
     kept = ComparedTrials(weights=weights, attempt_id="a" * 32, start_s=5.0, iterations_s=2.0)
-    assert kept.why_apart(custom) == "the weights that trial 0 kept are gone"
+    assert kept.why_apart(custom) == "the weights that trial 0 stored are missing"
     weights.mkdir()
     (weights / "kept.json").write_text(json.dumps({"attempt_id": "a" * 32, "schema_version": 1}))
     assert kept.why_apart(custom) is None
@@ -275,14 +278,13 @@ def test_where_a_plan_is_checked_and_why(tmp_path: Path, custom: Plan) -> None:
     assert start is not None
     assert (start.weights, start.num_steps, start.num_warmup(2), start.num_warmup(7)) == (weights, 5, 5, 7)
     wider = replace(custom, shape=replace(custom.shape, ffn_hidden_size=custom.shape.ffn_hidden_size + 8))
-    assert kept.why_apart(wider) == "the plan has another shape than the weights"
+    assert kept.why_apart(wider) == "the plan's model has another shape than the stored weights"
     assert kept.start_of(wider) is None
-    assert kept.why_apart(custom, has_depth_proxy=True) == "a model with fewer layers is timed first"
+    assert kept.why_apart(custom, has_depth_proxy=True) == "a model with fewer layers is measured first"
     assert replace(kept, load_s=4.0).why_apart(custom) is None
     assert "reading the weights takes 6 s" in str(replace(kept, load_s=6.0).why_apart(custom))
     assert (
-        replace(kept, reason="trials run beside each other").why_apart(custom)
-        == "trials run beside each other"
+        replace(kept, reason="trials run at the same time").why_apart(custom) == "trials run at the same time"
     )
     dropout = replace(kept, settings=("hidden_dropout",)).start_of(custom)
     assert dropout is not None

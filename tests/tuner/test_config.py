@@ -189,7 +189,7 @@ def test_a_run_is_resumed_as_it_was_begun(tmp_path: Path) -> None:
     assert resume_run(tmp_path / "r", config=more, command=words).config.study.trials == 9
     assert resume_run(tmp_path / "r", config=None, command=words).config.study.trials == 9
     other = config.model_copy(update={"study": config.study.model_copy(update={"seed": 9})})
-    with pytest.raises(ConfigError, match=r"study\.seed: 9; the run was begun with 0"):
+    with pytest.raises(ConfigError, match=r"study\.seed: 9; the run was started with 0"):
         resume_run(tmp_path / "r", config=other, command=words)
     with pytest.raises(ConfigError, match=r"another command: it has `--name .* where this one has `--name`;"):
         resume_run(tmp_path / "r", config=None, command=words[:-1])

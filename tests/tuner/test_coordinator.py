@@ -319,7 +319,7 @@ def test_trials_that_cannot_be_run_cost_no_budget_but_end_in_a_row(tmp_path: Pat
 
     job = make_job()
     broken = FakeMachine(outcome=lambda plan: Outcome.OK if plan.split == job.split else Outcome.INFRA)
-    with pytest.raises(InfrastructureError, match="3 trials in a row could not be run"):
+    with pytest.raises(InfrastructureError, match="3 trials in a row could not run"):
         tune(begin(tmp_path / "s", search={"pipeline_parallel": 2, "virtual_stages": 1}), broken)
 
 
@@ -336,7 +336,7 @@ def test_a_command_that_fails_by_itself_is_shown_and_nothing_is_searched(
     tmp_path: Path, outcome: Outcome
 ) -> None:
     machine, watching = FakeMachine(outcome=lambda plan: outcome), Watching()
-    with pytest.raises(InfrastructureError, match=r"your own command failed.*nothing is searched"):
+    with pytest.raises(InfrastructureError, match=r"your own command failed.*nothing was searched"):
         tune(begin(tmp_path / "r", study={"storage": "sqlite"}), machine, observer=watching)
     assert len(machine.launched) == 1
     assert "  | ValueError: bad flag" in watching.messages
@@ -345,7 +345,7 @@ def test_a_command_that_fails_by_itself_is_shown_and_nothing_is_searched(
 
 def test_a_deadline_that_is_too_short_for_the_own_command_is_named(tmp_path: Path) -> None:
     machine = FakeMachine(outcome=lambda plan: Outcome.INFEASIBLE, wall_s=61.0)
-    with pytest.raises(InfrastructureError, match=r"raise trial\.deadline_s.*nothing is searched"):
+    with pytest.raises(InfrastructureError, match=r"raise trial\.deadline_s.*nothing was searched"):
         tune(begin(tmp_path / "r", trial={"deadline_s": 60}), machine)
 
 
@@ -443,7 +443,7 @@ def test_a_change_within_chance_is_said_and_the_first_measurement_stays(tmp_path
     assert check.is_within_chance
     (line,) = [line for line in watching.messages if line.startswith("after 6 trials")]
     assert "within chance" in line
-    assert line.endswith("what comes now is still compared with the first measurement")
+    assert line.endswith("later trials are still compared with the first measurement")
     assert {trial.record.drift for trial in result.trials} == {1.0}
     assert read_history(tmp_path / "r").controls == result.drift_checks
 
@@ -529,7 +529,7 @@ def test_the_time_limit_keeps_the_final_rounds(tmp_path: Path) -> None:
     assert result.rankings
     assert result.rankings[0].comparison.plan.num_launches >= 3
     assert any("decided after" in text for text in watching.messages)
-    assert any("kept for the final rounds" in text for text in watching.messages)
+    assert any("reserved for the final rounds" in text for text in watching.messages)
 
 
 def test_events_are_one_object_a_line(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_row_17_a_run_that_lost_its_trials_goes_on_when_that_is_mended(tmp_path:
 
     machine.on_launch = break_down
     with pytest.raises(
-        InfrastructureError, match=r"3 trials in a row .* repair that, then add --resume"
+        InfrastructureError, match=r"3 trials in a row .* fix that, then add --resume"
     ) as caught:
         tune(begin(tmp_path / "r", **config), machine)
     assert caught.value.exit_code is ExitCode.INFRASTRUCTURE
@@ -169,7 +169,7 @@ def test_row_16_the_time_limit_counts_the_parity_checks_that_are_ahead(tmp_path:
     assert num_checks[0] >= 3
     assert now[0] <= 360.0
     assert result.rankings
-    assert any("kept for the final rounds" in text for text in watching.messages)
+    assert any("reserved for the final rounds" in text for text in watching.messages)
 
 
 def test_row_16_no_trial_is_begun_that_cannot_end_in_time(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_trial_that_diverges_quarantines_its_kind(tmp_path: Path) -> None:
     [
         (InfeasibleError("parity: the plan does not run: out of memory"), "infeasible", True),
         (PlanError("parity: the plan does not run: refused"), "infeasible", True),
-        (ParityUnavailableError("parity: stock itself does not run"), "infeasible", False),
+        (ParityUnavailableError("parity: stock does not run"), "infeasible", False),
     ],
 )
 def test_a_check_that_says_nothing_does_not_stop_the_study(
@@ -206,10 +206,10 @@ def test_a_check_that_says_nothing_does_not_stop_the_study(
 
 def test_a_check_that_was_broken_is_infrastructure(tmp_path: Path) -> None:
     def gate(plan: Plan) -> bool:
-        raise InfrastructureError("parity: the plan's run was broken")
+        raise InfrastructureError("parity: the plan's run failed")
 
     config = {**OURS, "search": {**OURS["search"], "schedule": ["zb-h1", "zb-v"]}}
-    with pytest.raises(InfrastructureError, match="3 trials in a row could not be run"):
+    with pytest.raises(InfrastructureError, match="3 trials in a row could not run"):
         tune(begin(tmp_path / "r", **config), FakeMachine(gate=gate))
 
 

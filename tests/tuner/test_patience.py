@@ -86,7 +86,8 @@ def test_a_search_ends_after_so_many_trials_without_a_gain_and_says_so(tmp_path:
     )
     assert num_spent(result) == 5
     assert any(
-        "5 plans were tried; the last 5 gained no more than noise (2 %)" in text for text in watching.messages
+        "5 plans were tried; the last 5 gained no more than the noise (2 %)" in text
+        for text in watching.messages
     )
     assert result.rankings, "the final rounds follow"
 

@@ -35,7 +35,7 @@ _ADDED = (
 # Worker processes would take the cores that the ranks train on; the order of the data is the same without.
 _ADDED_WITH_VALUE = {"--num-workers": "0"}
 _REFUSED = {
-    "--async-save": "the writer would read weights that training is changing; leave it out",
+    "--async-save": "the writer would read weights while training changes them; omit it",
     "--fp8-format": "a CPU has no FP8; use --bf16 or fp32",
     "--fp8": "a CPU has no FP8; use --bf16 or fp32",
     "--fp4-format": "a CPU has no FP4; use --bf16 or fp32",

@@ -69,7 +69,7 @@ class PartitionContext:
     @property
     def messages(self) -> BlockMessages:
         """The messages among the tensor-parallel ranks."""
-        assert self._messages is not None, "open() comes before the first layer"
+        assert self._messages is not None, "open() must be called before the first layer"
         return self._messages
 
     @property
@@ -113,7 +113,7 @@ def _open_messages() -> BlockMessages:
     ranks = tuple(dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()))
     device = torch.device("cpu" if device_name() == "cpu" else "cuda")
     if device.type == "cuda" and not uses_nccl(dist.get_backend()):
-        raise PlanError("layout.tensor_partition: blocks go from GPU to GPU, which needs the nccl backend")
+        raise PlanError("layout.tensor_partition: blocks are sent between GPUs, which needs the nccl backend")
     group: Any = None
     for members in rank_groups(ranks, device):
         made = new_group(members, name="partition")

@@ -131,6 +131,6 @@ def _with_norms(submodules: Any, changed: Any) -> Any:
 def _refusal(kind: str, present: Any) -> PlanError:
     name = getattr(present, "__name__", None) or repr(present)
     return PlanError(
-        f"layout.tensor_partition: the model's {kind} is {name}, whose linears are not Megatron's own; "
-        "leave the partition stock"
+        f"layout.tensor_partition: the model's {kind} is {name}, whose linear layers are not Megatron's; "
+        "keep the partition stock"
     )

@@ -5,10 +5,10 @@ from typing import Any
 
 from quartet_plugin.space.runtime_refusals import Refused, first_refused
 
-_LAYERS = "the plan's linears take the place of a layer's four dense ones alone"
-_OTHER_LINEARS = "it needs Megatron's own linears"
-_FP8 = "the plan's linears have no scaling factors"
-_GRAPHS = "a graph cannot hold point-to-point messages"
+_LAYERS = "the plan replaces only a layer's four dense linear layers"
+_OTHER_LINEARS = "it needs Megatron's own linear layers"
+_FP8 = "the plan's linear layers have no scaling factors"
+_GRAPHS = "a graph cannot contain point-to-point messages"
 
 
 def _is_above_one(value: Any) -> bool:
@@ -35,7 +35,7 @@ REFUSED = (
     Refused("external_cuda_graph", _GRAPHS),
     Refused("cuda_graph_impl", _GRAPHS, is_on=_is_graphed),
     Refused("tp_comm_overlap", "it overlaps the framework's own collectives, which the plan replaces"),
-    Refused("context_parallel_size", "tokens are split over its ranks too", is_on=_is_above_one),
+    Refused("context_parallel_size", "tokens are also divided over its ranks", is_on=_is_above_one),
     Refused("use_torch_fsdp2", _OTHER_LINEARS),
     Refused("use_megatron_fsdp", _OTHER_LINEARS),
     Refused("use_te_activation_func", _OTHER_LINEARS),
@@ -62,7 +62,7 @@ def config_refusal(config: Any) -> str | None:
     if reason is not None:
         return reason
     if not getattr(config, "sequence_parallel", False):
-        return "--sequence-parallel: it must be on; the grid's layouts meet its shards"
+        return "--sequence-parallel: it must be on, because the grid's layouts match its shards"
     return None
 
 

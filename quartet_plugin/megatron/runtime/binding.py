@@ -1,4 +1,4 @@
-"""What Megatron calls as its forward_backward_func: a step or an evaluation, run by the executor.
+"""The forward_backward_func that Megatron calls: a step or an evaluation, run by the executor.
 
 Everything a stock schedule does for its callers around the actions is done here in the same order: timers,
 gradient synchronisation, finishing the gradients, graphs and offloading resets. Re-entrant: a call leaves no
@@ -72,7 +72,7 @@ class Runtime:
         self.tracker = activation_tracker(on_cpu=on_cpu)
 
     def executed(self, num_microbatches: int) -> ExecutedActions | None:
-        """What this device has executed in training steps of `num_microbatches`; None for nothing."""
+        """The actions of this device in training steps of `num_microbatches`; None if there were none."""
         return executed_actions(self.executor(num_microbatches), self._gradients)
 
     def executor(self, num_microbatches: int, *, forward_only: bool = False) -> Executor:
@@ -113,13 +113,13 @@ class Runtime:
             ("pg_collection", pg_collection),
         ):
             if value is not None:
-                raise PlanError(f"{name}: the plan's schedule runs with Megatron's own only; leave it out")
+                raise PlanError(f"{name}: the plan's schedule runs only with Megatron's own; omit it")
         chunks = list(model) if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         reason = refusal_of_model(config)
         if reason is not None:
             raise PlanError(
-                f"{reason}; the script's own configuration has it on: train with a schedule of Megatron's"
+                f"{reason}; the script's configuration turns it on: train with one of Megatron's schedules"
             )
         groups = default_groups()
         executor = self.executor(num_microbatches, forward_only=forward_only)

@@ -47,7 +47,7 @@ def prepare_plan(plan: Plan, args: Namespace, *, on_cpu: bool) -> tuple[Prepared
     reason = refusal(args)
     if reason is not None:
         return None, [
-            f"{reason}; Megatron's own schedule stays instead of {choice.label}, the rest of the plan applies"
+            f"{reason}; Megatron's own schedule replaces {choice.label}, the rest of the plan applies"
         ]
     spec = schedule_spec_of(choice, num_microbatches=plan.num_microbatches)
     full_backward = needs_full_backwards(args)
@@ -57,8 +57,7 @@ def prepare_plan(plan: Plan, args: Namespace, *, on_cpu: bool) -> tuple[Prepared
         notes.append(full_backward)
     if without_alignment(args):
         notes.append(
-            "--no-align-grad-reduce is set: each chunk's gradients are reduced when its last microbatch is "
-            "through"
+            "--no-align-grad-reduce is set: each chunk's gradients are reduced after its last microbatch"
         )
     is_synchronized = (getattr(args, "timing_log_level", None) or 0) >= _SYNCHRONIZING_LEVEL
     if is_synchronized:

@@ -148,7 +148,7 @@ class GradReduction:
                 self._completed(group)
 
     def whole(self) -> WholeStep:
-        """What the step did, at its end."""
+        """The record of the step at its end."""
         return WholeStep(self._calls, list(self._by_last_call))
 
     def _completed(self, group: Any) -> None:

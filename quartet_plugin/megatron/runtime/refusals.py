@@ -1,4 +1,4 @@
-"""What a custom schedule changes in a command that it runs with: alignment off, backwards that stay full."""
+"""Lists what a custom schedule changes in a command: alignment off, full backwards."""
 
 from argparse import Namespace
 from typing import Any
@@ -34,7 +34,7 @@ def needs_full_backwards(args: Namespace) -> str | None:
     Full recomputation would keep all recomputed inputs until W, which undoes it.
     """
     if getattr(args, "recompute_granularity", None) == "full":
-        return "--recompute-granularity full: backwards are not split, or what is recomputed would be kept"
+        return "--recompute-granularity full: backwards are not split, or recomputed tensors would be kept"
     return layers_need_full_backwards(args)
 
 

@@ -162,7 +162,7 @@ def _end_at_once() -> NoReturn:
 
 
 def _show_without_our_frames(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print an error's traceback from torchrun's own code on, as a torchrun that was started anew does."""
+    """Print an error's traceback from torchrun's own code on, like a newly started torchrun."""
     begin = trace
     while begin is not None and begin.tb_frame.f_globals.get("__name__", "").partition(".")[0] != "torch":
         begin = begin.tb_next

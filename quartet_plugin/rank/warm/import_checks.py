@@ -1,4 +1,4 @@
-"""Whether imports left this process such that a fork of it is as good as a new process.
+"""Whether a fork of this process after its imports is equivalent to a new process.
 
 A fork has the thread that forked and nothing of the others, shares open files and shared memory with its
 siblings, and cannot use a device that its parent has opened. What a module reads of a rank's variables while
@@ -39,7 +39,7 @@ class ImportChecks:
         self._rank_reads: list[str] = []
 
     def fault(self, *, on_cpu: bool) -> str | None:
-        """What imports have done that a fork cannot take over; None where there is nothing."""
+        """The effect of imports that a fork cannot inherit; None if there is none."""
         num_threads = self._num_threads()
         if num_threads > 1:
             return f"starts {num_threads - 1} thread{'s' if num_threads > 2 else ''}"
@@ -96,7 +96,7 @@ def _descriptors() -> dict[int, str]:
 
 
 def _shared_memory() -> set[str]:
-    """What is mapped writable and shared with processes that are forked."""
+    """Writable memory mappings that are shared with forked processes."""
     paths = set()
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         words = line.split(maxsplit=5)

@@ -57,7 +57,7 @@ def make_imports(preload: Preload, checks: ImportChecks, *, left_out: Sequence[s
                 raise UnsafeImportError(f"the import of {name} {fault}", module=name.partition(".")[0])
     users = user_files(sys.modules.values(), framework=framework)
     if users:
-        raise UnsafeImportError(f"the imports load {users[0]}, a file of the user's own")
+        raise UnsafeImportError(f"the imports load {users[0]}, a file of the user")
 
 
 def _import_if_there(name: str) -> None:

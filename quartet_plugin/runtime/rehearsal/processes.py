@@ -151,7 +151,7 @@ class Rehearsal:
                 lines, moved = now, time.monotonic()
                 limit_s = self.hang_s if all(now.values()) else _STARTUP_S
             if time.monotonic() - moved > limit_s:
-                raise InfrastructureError(f"the rehearsal hangs: {_positions(now)}")
+                raise InfrastructureError(f"the rehearsal hung: {_positions(now)}")
             time.sleep(_POLL_S)
 
     def _failure(self, device: int, status: int, board: PositionBoard) -> InfrastructureError:

@@ -269,7 +269,7 @@ def named_with_pairs(
     spec = lookup(name)
     if spec.make_paired is None:
         known = ", ".join(known.name for known in _ALL if known.make_paired is not None)
-        raise ConfigError(f"schedule {name!r}: it has no overlapped pairs; these have: {known}")
+        raise ConfigError(f"schedule {name!r}: it has no overlapped pairs; schedules with pairs: {known}")
     size = _checked_sizes(spec, num_devices, num_microbatches, chunks, group)
     orders, pairs = spec.make_paired(size)
     return replace(_schedule(spec, size, orders), pairs=tuple(pairs) if any(map(len, pairs)) else ())

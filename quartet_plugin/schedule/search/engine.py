@@ -245,7 +245,7 @@ class _ScheduleSearch:
         effort, costs = self._tasks.effort, self._tasks.problem.costs
         if self._incumbent is None:
             raise InfeasibleError(
-                "memory_limit_bytes: no order fits, one microbatch is too much under every split tried; "
+                "memory_limit_bytes: no order fits: one microbatch exceeds it under every split tried; "
                 "raise the limit or use more devices"
             )
         table = tuple(

@@ -184,16 +184,16 @@ class Dispatcher:
         self._announce(number, flight, claim)
         worker = "a worker" if claim is None else claim.worker
         if done.error is not None or done.attempt is None:
-            self.say(f"trial {number}: {worker} gave it up: {done.error}; it is handed out again")
+            self.say(f"trial {number}: {worker} could not run it: {done.error}; it is queued again")
             self.again(number, done.error or "given up")
             return None
         result = self.read(self.queue.trial_folder(number) / f"{PREFIX}{done.attempt}")
         is_latest = result is not None and result.attempt_id.startswith(flight.queued.fence)
         if result is None or not is_latest or result.plan_key != flight.queued.plan_key:
-            self.again(number, "its result is not that of this hand-out")
+            self.again(number, "its result belongs to another attempt")
             return None
         if result.outcome is Outcome.CANCELLED:
-            self.say(f"trial {number}: {worker} was stopped; it is handed out again")
+            self.say(f"trial {number}: {worker} was stopped; it is queued again")
             self.again(number, "its worker was stopped")
             return None
         return EndedTrial(number=number, result=result, worker=worker)
@@ -210,7 +210,7 @@ class Dispatcher:
         why = f"{claim} was lost"
         self.events.add("worker-lost", trial=number, worker=claim.worker, host=claim.host)
         if flight.num_lost < MAX_LOST:
-            self.say(f"trial {number}: {why}; it is handed out again")
+            self.say(f"trial {number}: {why}; it is queued again")
             self.again(number, why)
             return None
         lost = TrialResult(

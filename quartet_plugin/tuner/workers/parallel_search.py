@@ -1,4 +1,4 @@
-"""The search with workers: several trials in flight, one writer, and alone what must be measured alone.
+"""The search with workers: several trials at a time, one writer, and exclusive launches where necessary.
 
 The coordinator asks, hands out and tells. A drift check and a check of the parity gate wait until no trial is
 in flight; the coordinator then runs them itself, on the first worker's device slice.
@@ -73,7 +73,7 @@ class ParallelSearch:
     # Trials in flight
 
     def _adopt(self) -> None:
-        """Take over the trials that an earlier coordinator handed out: some workers have them still."""
+        """Take over the trials that an earlier coordinator queued; some workers may still run them."""
         search, queue = self.search, self.dispatcher.queue
         trials = search.study.trials()
         finished = {trial.number for trial in trials}
@@ -90,7 +90,7 @@ class ParallelSearch:
                 self._waiting.append(proposal)
 
     def _turn(self) -> bool:
-        """Tell what has ended and, now and then, see to the workers; whether more may be handed out."""
+        """Report finished trials and check the workers at intervals; returns whether more may be queued."""
         self.search.context.check_stop()
         is_time = self.clock() >= self._next_look_s
         ended_trials = self.dispatcher.look(at_workers=is_time)
@@ -109,7 +109,7 @@ class ParallelSearch:
         self.pool.look()
         if not self.pool.num_running:
             kind = StorageError if self.pool.last_code == ExitCode.STORAGE else InfrastructureError
-            raise kind(f"no worker of this host is left: {self.pool.last_words}")
+            raise kind(f"no worker is left on this host: {self.pool.last_words}")
         self._num_workers = max(self.pool.num_running, len(self.dispatcher.workers()))
 
     def _end(self, ended: EndedTrial) -> None:
@@ -135,7 +135,7 @@ class ParallelSearch:
             return False
         search.context.observer.message(
             f"worker {ended.worker} runs {other_devices}; "
-            f"it is sent away, and trial {ended.number} is handed out again"
+            f"it is dismissed, and trial {ended.number} is queued again"
         )
         self.dispatcher.queue.dismiss(ended.worker)
         self.dispatcher.again(ended.number, "measured on other devices than the baseline")
@@ -152,12 +152,12 @@ class ParallelSearch:
         slow = sorted(host for host in hosts if host in monitor.slowdowns or self._is_suspect(host))
         if not slow or len(self.dispatcher.workers()) < 2:
             return False
-        why = f"node {slow[0]} seems slow: a second look"
+        why = f"node {slow[0]} seems slow: it is measured again"
         if slow[0] in monitor.slowdowns:
-            why = f"node {slow[0]} is slow: its worker is set aside"
+            why = f"node {slow[0]} is slow: its worker gets no more trials"
             search.context.observer.message(
-                f"worker {ended.worker} is sent away, since node {slow[0]} is slow; "
-                f"trial {ended.number} is handed out again"
+                f"worker {ended.worker} is dismissed because node {slow[0]} is slow; "
+                f"trial {ended.number} is queued again"
             )
             self.dispatcher.queue.dismiss(ended.worker)
         self.dispatcher.again(ended.number, why)
@@ -192,7 +192,7 @@ class ParallelSearch:
                 if self._in_flight:
                     return None
                 self._check_drift(trials, tried=tried)
-            no_time = f"{tried} plans were tried; the time that is left is kept for the final rounds"
+            no_time = f"{tried} plans were tried; the remaining time is reserved for the final rounds"
             if not search.has_time(trials):
                 return no_time
             if not self._num_workers:
@@ -201,7 +201,7 @@ class ParallelSearch:
                 return None
             proposal = self._next(trials)
             if proposal is None:
-                return f"{tried} plans were tried; there are no others to try"
+                return f"{tried} plans were tried; no untried plan is left"
             if not search.has_time(trials, then_try=proposal.plan):
                 self._held_back = proposal  # it stays open, for a run that is resumed with more time
                 return no_time

@@ -1,4 +1,4 @@
-"""The work queue of a run: the trials that its coordinator hands out, their claims and results, as files.
+"""The work queue of a run: the trials that its coordinator queues, their claims and results, as files.
 
     RUN/workers/board.json                 the run takes workers; how many devices each has
     RUN/workers/orders/000012.json         a plan to be measured, with 000012.plan.json; closed where
@@ -79,7 +79,7 @@ class WorkQueue:
         return None
 
     def publish(self, queued: QueuedTrial, plan: Plan) -> None:
-        """Hand a plan out; whoever had an earlier generation of it has it no more."""
+        """Queue a plan; workers with an earlier generation of it lose their claim."""
         write_plan(plan, path=self._plan_file(queued.trial))
         write_json_atomic(self._queued_file(queued.trial), dump(queued))
         for claim in self.claims(trial=queued.trial):
@@ -87,7 +87,7 @@ class WorkQueue:
                 self._void(claim)
 
     def close(self) -> None:
-        """Take every hand-out back, and take no more workers; the orders wait for whoever resumes the run."""
+        """Close the queue to workers; the queued trials wait for a tuner that resumes the run."""
         with self._errors():
             (self.path / "board.json").unlink(missing_ok=True)
         for queued in self.queued_trials():
@@ -127,7 +127,7 @@ class WorkQueue:
         return queued_trials
 
     def queued_trial(self, trial: int) -> QueuedTrial | None:
-        """The queued trial of this number as it is now."""
+        """The current state of the queued trial of this number."""
         return _read_if_whole(QueuedTrial, self._queued_file(trial))
 
     def plan(self, queued: QueuedTrial) -> Plan:
@@ -246,7 +246,7 @@ class WorkQueue:
         return self.path / "claims" / f"{hand_out.stem}.{kind}json"
 
     def _void(self, claim: Claim) -> None:
-        """Take a claim back; what it left behind on its host is found by it."""
+        """Withdraw a claim; it identifies the processes that were left behind on its host."""
         with self._errors(), contextlib.suppress(FileNotFoundError):
             self._claim_file(claim).replace(self._claim_file(claim, "void."))
 

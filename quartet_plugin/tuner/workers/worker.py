@@ -49,7 +49,7 @@ class Worker:
     _next_look_s: float = field(default=float("-inf"))
 
     def work(self) -> str:
-        """Measure what is handed out until nobody needs it; returns why it ended.
+        """Measure queued trials until no more are needed; returns the reason for the end.
 
         Raises QuartetError where trials cannot be run here; the plan is then handed out again.
         """
@@ -74,7 +74,7 @@ class Worker:
         if not is_running(self.member.parent):
             return "the process that started it has ended"
         if self.queue.is_dismissed(self.member):
-            return "it was sent away"
+            return "it was dismissed"
         if not self.member.is_joined:
             return None
         if self.queue.offer() is None:
@@ -94,7 +94,7 @@ class Worker:
             return None
         if self._absent_s is None:
             self._absent_s = self.clock()
-        return "the run's tuner is lost" if self.clock() - self._absent_s > ABSENCE_S else None
+        return "the run's tuner was lost" if self.clock() - self._absent_s > ABSENCE_S else None
 
     def _measure(self, queued: QueuedTrial, claim: Claim) -> None:
         self.say(f"trial {queued.trial}: {self.member.name} measures it")
@@ -119,7 +119,7 @@ class Worker:
             self.queue.finish(claim, done)
             raise
         is_current = self.queue.finish(claim, Done(fence=queued.fence, attempt=attempt_number(result.folder)))
-        note = "" if is_current else "; it was handed to another worker meanwhile: this does not count"
+        note = "" if is_current else "; another worker has taken over the trial: this result does not count"
         reason = "" if result.outcome is Outcome.OK else f": {result.reason}"
         self.say(f"trial {queued.trial}: {result.outcome.value}{reason}{note}")
 

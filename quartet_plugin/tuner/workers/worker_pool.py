@@ -65,7 +65,7 @@ class WorkerPool:
         return _last_line(self._log(names[-1]))
 
     def look(self) -> None:
-        """Start what is not running and should be."""
+        """Start the workers that should run and do not."""
         for name, code in self._reap():
             self._note_end(name, code)
         for name, device_slice in zip(self.names, self.slices, strict=True):
@@ -97,7 +97,7 @@ class WorkerPool:
             self.say(f"worker {name} was killed by signal {-code}; it is started again")
         else:
             self._given_up[name] = code
-            self.say(f"worker {name} has given up: {_last_line(self._log(name))}")
+            self.say(f"worker {name} stopped: {_last_line(self._log(name))}")
 
     def _start(self, name: str, device_slice: DeviceSlice) -> "subprocess.Popen[bytes]":
         words = [sys.executable, "-P", "-c", _ENTRY, "work", str(self.queue.folder), "--name", name]

@@ -43,11 +43,11 @@ def call(*, config: dict[str, Any], **more: Any) -> Any:
     ],
 )
 def test_a_feature_that_no_flag_turned_on_is_refused(config: dict[str, Any], flag: str) -> None:
-    with pytest.raises(PlanError, match=rf"{flag}: .*; the script's own configuration has it on"):
+    with pytest.raises(PlanError, match=rf"{flag}: .*; the script's configuration turns it on"):
         call(config=config)
 
 
 @pytest.mark.parametrize("name", ["adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"])
 def test_other_groups_and_shapes_are_refused(name: str) -> None:
-    with pytest.raises(PlanError, match=rf"{name}: the plan's schedule runs with Megatron's own only"):
+    with pytest.raises(PlanError, match=rf"{name}: the plan's schedule runs only with Megatron's own"):
         call(config={}, **{name: object()})

@@ -126,7 +126,7 @@ class Hands:
     def look(self) -> None:
         self.shop.num_started = self.shop.num_workers
         for member in self.shop.members():
-            # A worker that was sent away has ended, and is not started again.
+            # A worker that was dismissed has ended, and is not started again.
             if member.name not in self.enlisted:
                 self.enlisted.add(member.name)
                 self.shop.queue.enlist(member)
@@ -314,7 +314,7 @@ def test_the_time_limit_holds_over_all_workers(tmp_path: Path, monkeypatch: pyte
     )
     assert now[0] <= 240.0
     assert 0 < len(spent(result)) < 90
-    assert any("kept for the final rounds" in text for text in watching.messages)
+    assert any("reserved for the final rounds" in text for text in watching.messages)
 
 
 def test_a_worker_on_other_devices_is_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +344,7 @@ def test_a_worker_on_other_devices_is_sent_away(tmp_path: Path, monkeypatch: pyt
         options={"observer": watching},
     )
     assert len(spent(result)) == 6
-    assert any("times do not compare" in text for text in watching.messages)
+    assert any("their times are not comparable" in text for text in watching.messages)
     attempts = {trial.record.attempt_id for trial in result.trials}
     assert attempts.isdisjoint(strange)
 
@@ -396,7 +396,7 @@ def test_a_worker_on_a_slow_node_is_set_aside_after_a_second_look(
         sum("node node-of-w1 is slow: it computes 1.50 times slower" in text for text in watching.messages)
         == 1
     )
-    assert sum("worker w1 is sent away" in text for text in watching.messages) == 1
+    assert sum("worker w1 is dismissed" in text for text in watching.messages) == 1
     assert all(trial.record.node_slowdowns is None for trial in result.trials)
     assert launches.count("node-of-w1") == 2
 
@@ -422,7 +422,7 @@ def test_second_looks_at_a_node_that_confirm_nothing_are_few(
         if event["kind"] == "again"
     ]
     assert [event["reason"] for event in again] == [
-        "node node-of-w1 seems slow: a second look"
+        "node node-of-w1 seems slow: it is measured again"
     ] * MAX_VAIN_LOOKS
 
 

@@ -125,7 +125,7 @@ def test_it_ends_a_trial_that_is_handed_to_another(tmp_path: Path) -> None:
     shift.worker.work()
     assert bench.num_turns == 2
     assert not list((shift.queue.path / "claims").glob("*.done.json"))
-    assert "this does not count" in shift.said[-1]
+    assert "this result does not count" in shift.said[-1]
 
 
 def test_it_ends_a_trial_when_it_is_stopped(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_joined_worker_ends_with_the_search_and_waits_for_a_tuner_that_was_los
         lock.write_text(text.replace(f'"pid": {os.getpid()}', '"pid": 2147480000'))
         shift.worker.should_stop = lambda: False
         began_s = shift.now_s
-        assert shift.worker.work() == "the run's tuner is lost"
+        assert shift.worker.work() == "the run's tuner was lost"
         assert shift.now_s - began_s > ABSENCE_S
         lock.write_text(text)
 
@@ -187,7 +187,7 @@ def test_a_joined_worker_ends_with_the_search_and_waits_for_a_tuner_that_was_los
 def test_it_is_sent_away(tmp_path: Path) -> None:
     shift = Shift(tmp_path, Bench())
     shift.worker.sleep = lambda seconds: shift.queue.dismiss("w0")
-    assert shift.worker.work() == "it was sent away"
+    assert shift.worker.work() == "it was dismissed"
 
 
 def test_a_task_that_is_none_is_refused() -> None:
