@@ -134,6 +134,9 @@ def test_the_readmes_figures_stand_in_the_benchmarks() -> None:
     text = README.read_text(encoding="utf-8")
     shown = [line for line in text.splitlines() if line.startswith("| ") and figures.search(line)]
     assert len(shown) >= 3
+    (heading,) = [line for line in text.splitlines() if line.startswith("| job | ")]
+    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert heading.strip(" |") in benchmarks, "the figures are of other columns there"
     for line in shown:
         assert figures.findall(line) == rows[line.split("|")[1].strip()][: len(figures.findall(line))], line
 

@@ -46,7 +46,7 @@ def space_of(
 def first_plans(
     space: Space, job: PlanRequest, *, top: int, constants: Constants | None = None
 ) -> list[tuple[Params, Plan]]:
-    """The number of plans to try first while nothing is measured: those of `quartet plan`, in its order.
+    """The plans that are tried first while nothing is measured: those of `quartet plan`, in its order.
 
     Each with the parameters that lead to it; none where no layout is predicted to fit. Searched orders are
     left to trials: they are made for measured costs.

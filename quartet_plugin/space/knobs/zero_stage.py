@@ -30,7 +30,7 @@ def _offers(context: KnobContext) -> list[int]:
 
 def _fault(value: Value, context: KnobContext) -> str | None:
     if value not in (0, 1):
-        return "must be 0 or 1: a PipelineModule's gradients are complete until the end of the step"
+        return "must be 0 or 1: a PipelineModule's gradients stay whole until the step's end"
     return None if value == int(context.layout.distributed_optimizer) else _kept(context.rules)
 
 
