@@ -101,8 +101,8 @@ def check_zero(config: Mapping[str, Any]) -> None:
     stage = zero_stage(config)
     if stage > 1:
         raise PlanError(
-            f"zero_optimization.stage: {stage}; a PipelineModule supports 0 or 1: its gradients are not sharded "
-            "before the end of the step"
+            f"zero_optimization.stage: {stage}; a PipelineModule supports 0 or 1: its gradients "
+            "are not sharded before the end of the step"
         )
 
 
