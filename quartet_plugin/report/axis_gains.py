@@ -48,7 +48,7 @@ def axis_section(history: RunHistory) -> str:
     )
     note = markup.note(
         "The winner over the best known plan that keeps your command's value of the axis, both predicted by "
-        "the cost model as the trials calibrated it. Axes interact: their gains do not multiply "
+        "the cost model, calibrated with the trials. Axes interact: their gains do not multiply "
         "to the speedup, and none is a share of it."
     )
     note += "".join(markup.note(f"{words[0].upper()}{words[1:]}.") for words in _without_row(history))

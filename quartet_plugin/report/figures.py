@@ -249,7 +249,7 @@ def prediction_lines(history: RunHistory) -> list[str]:
     """How good the predictions before the launches were, as a line for a terminal, where there are some."""
     if not _predicted_rows(history):
         return []
-    return [f"predicted {prediction_words(history)} (by chance half), each before its launch"]
+    return [f"predicted {prediction_words(history)} (random guesses: 50 %), each predicted before its launch"]
 
 
 def _predicted_rows(history: RunHistory) -> list[TrialRow]:

@@ -85,7 +85,7 @@ def _head(history: RunHistory) -> str:
             f"{made.framework} {made.framework_version}, {made.world_size} processes on "
             f"{nodes} node{'s' if nodes > 1 else ''}, "
         )
-    begun = "" if history.began_at is None else f"begun {stamp(history.began_at)}, "
+    begun = "" if history.began_at is None else f"started {stamp(history.began_at)}, "
     return (
         f"<h1>{markup.text(history.name)}</h1>\n"
         f'<p class="sub">{markup.text(framework + begun + counts_words(history))}</p>\n'

@@ -59,7 +59,7 @@ _STATES = {
 
 def status_lines(history: RunHistory) -> list[str]:
     """A line each: run, holder, launches, workers, counts, the winner or else the best trial, time left."""
-    begun = "" if history.began_at is None else f", begun {stamp(history.began_at)}"
+    begun = "" if history.began_at is None else f", started {stamp(history.began_at)}"
     lines = [
         f"run       {history.name} in {history.path}{begun}",
         f"state     {_STATES[history.state]}{_holder_words(history.holder)}",
@@ -195,7 +195,7 @@ def counts_words(history: RunHistory) -> str:
     counts = _verdicts(history)
     words = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
     baseline = history.baseline
-    beside = ", and your own command beside them" if baseline is not None and baseline.is_measured else ""
+    beside = ", besides your own command" if baseline is not None and baseline.is_measured else ""
     return f"{history.num_spent} of {history.num_asked} trials" + (f": {words}{beside}" if words else "")
 
 
@@ -275,7 +275,7 @@ def _figure(regret: Regret, compared_with: str) -> str:
     return (
         f"an untried plan may be faster than {compared_with} by about "
         f"{100 * gain.median:.1f} % ({100 * gain.low:.1f} to {100 * gain.high:.1f} %), by more than "
-        f"{100 * NOTABLE:.0f} % with a chance of {100 * regret.notable:.0f} %"
+        f"{100 * NOTABLE:.0f} % with probability {100 * regret.notable:.0f} %"
     )
 
 
@@ -294,11 +294,11 @@ def _doubt(compared_with: str, checks: Sequence[DriftMeasurement]) -> list[str]:
 
 def _basis(regret: Regret) -> str:
     how = {
-        "calibrated cost model": "predicted by the cost model as the trials calibrated it",
+        "calibrated cost model": "predicted by the cost model, calibrated with the trials",
         "measured trials": "predicted from the measured plans and their similarity",
     }.get(regret.source, regret.source)
     untried, measured = regret.num_untried, regret.num_measured
     return (
         f"{untried} untried plans of the {untried + measured} compared, {how}; {measured - 1} trials and "
-        f"your own command were measured{'; more trials would tell' if regret.notable >= LIKELY else ''}"
+        f"your own command were measured{'; run more trials to find out' if regret.notable >= LIKELY else ''}"
     )

@@ -27,7 +27,7 @@ _RULE = (
 )
 _RULE_OF_OTHER_MODELS = (
     "; another model only if it is faster than your command and than each such plan of your own model, "
-    f"by {100 * (CLEAR_GAIN - 1):.0f} % or more, and faster at all with a chance of "
+    f"by {100 * (CLEAR_GAIN - 1):.0f} % or more, and faster at all with a probability of "
     f"{100 * CLEAR_CHANCE:.0f} % or more"
 )
 

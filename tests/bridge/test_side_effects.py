@@ -33,5 +33,5 @@ def test_an_adapter_keeps_the_model_that_it_adapts() -> None:
 def test_a_configuration_that_trains_nothing_is_refused() -> None:
     config = make_config()
     config.train.skip_train = True
-    with pytest.raises(ConfigError, match="skip_train: nothing is trained"):
+    with pytest.raises(ConfigError, match="skip_train: it trains nothing"):
         strip_side_effects(config)

@@ -150,7 +150,7 @@ def test_stages_that_are_not_there_are_refused(
     [
         (["profile", "--iterations", "1", "--", "python", "x.py"], "--iterations 1"),
         (["profile", "--device", "tpu", "--", "python", "x.py"], "--device tpu"),
-        (["profile"], "no training command"),
+        (["profile"], "the training command is missing"),
         (["profile", "--", sys.executable, "no_such_script.py"], "no_such_script.py"),
         (["profile", "--stage", "0", "--world-size", "2", "--", *torchrun(2), str(SCRIPT)], "2 processes"),
         (["calibrate", "--cluster", "c.json"], "nothing measured"),

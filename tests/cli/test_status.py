@@ -207,7 +207,7 @@ def test_a_name_is_a_run_before_a_folder_here(
 @pytest.mark.parametrize("command", ["status", "trials", "report"])
 def test_no_such_run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such run" in refused(capsys, 2, command, "nowhere", "--run-dir", str(tmp_path))
-    assert "no runs there" in refused(capsys, 2, command, "--run-dir", str(tmp_path))
+    assert "contains no runs" in refused(capsys, 2, command, "--run-dir", str(tmp_path))
     assert "no such run" in refused(capsys, 2, command, str(tmp_path))
 
 

@@ -92,7 +92,7 @@ def test_a_script_that_fails_by_itself_is_shown(tmp_path: Path, capfd: pytest.Ca
         (["tune", "--", "ls", "-l"], 2, "started no Python process"),
         (["tune", "--", "no-such-run", "train.py"], 2, "'no-such-run': not found"),
         (["tune", "--", "sbatch", "train.sh"], 2, "only queues a job"),
-        (["tune", "--", "torchrun", "--nnodes", "2", "x.py"], 2, "on this node alone"),
+        (["tune", "--", "torchrun", "--nnodes", "2", "x.py"], 2, "on this node only"),
         (["tune", "--config", "nowhere.yaml", "--", "python", "x.py"], 2, "nowhere.yaml"),
         (["tune", "--resume", "--run-dir", "nowhere", "--", "python", "x.py"], 2, "no run to resume"),
         (["tune", "--max-minutes", "soon", "--", "python", "x.py"], 2, "max-minutes"),
@@ -193,7 +193,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None
     for line in process.stdout:
-        if b"once more" in line:
+        if b"press again" in line:
             process.send_signal(signal.SIGINT)
             break
     assert process.wait(timeout=60) == 130

@@ -291,7 +291,7 @@ def test_row_9_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     tuner = Tuner(tmp_path, *FOUR, fake=(*QUICK, "--stubborn"))
     tuner.under_way(2)
     tuner.process.send_signal(signal.SIGINT)
-    wait_until(lambda: "once more" in tuner.words, what="the first one's answer")
+    wait_until(lambda: "press again" in tuner.words, what="the first one's answer")
     tuner.process.send_signal(signal.SIGINT)
     assert tuner.ends() == 130
 

@@ -144,7 +144,7 @@ def test_a_type_that_the_device_does_not_compute_in(tmp_path: Path) -> None:
 def test_zero_2_with_a_pipeline(tmp_path: Path) -> None:
     made = schedule("gpipe", 2, 4, (3, 3))
     section = {"quartet": {"schedule": schedule_file(tmp_path, made)}, "zero_optimization": {"stage": 2}}
-    refused(*launch(tmp_path, section), "zero_optimization.stage: 2", "takes 0 or 1")
+    refused(*launch(tmp_path, section), "zero_optimization.stage: 2", "supports 0 or 1")
 
 
 @pytest.mark.nightly

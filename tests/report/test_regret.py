@@ -33,7 +33,7 @@ def test_the_closing_lines_have_the_figure_the_plan_and_the_basis() -> None:
     first, second, third, fourth = regret_lines(REGRET, compared_with=WINNER, checks=MOVED)
     assert first == (
         "regret    an untried plan may be faster than the winner by about 1.0 % (0.0 to 6.0 %), "
-        "by more than 2 % with a chance of 30 %"
+        "by more than 2 % with probability 30 %"
     )
     assert "pp2 mb2, 6+2, zb-h1: the best in 25 %" in second
     assert "160 untried plans of the 173 compared" in third

@@ -103,7 +103,7 @@ BASE = choice_of(named("zb-v", num_devices=2, num_microbatches=4), costs())
         ({"placement": (0, 10**9, 1, 0)}, "placement"),
         ({"placement": (0, 1)}, "profile"),
         ({"named": "../x"}, "named"),
-        ({"named": None}, "nothing makes"),
+        ({"named": None}, "the order is missing"),
         ({"named": None, "group": 2, "orders": (("0F0",), ("1F0",))}, "group"),
         ({"family": {}}, "named"),
         ({"orders": (("0F0",),)}, "orders"),

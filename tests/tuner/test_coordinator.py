@@ -93,7 +93,7 @@ def test_a_small_space_ends_when_nothing_new_is_left(tmp_path: Path) -> None:
     }
     result = tune(begin(tmp_path / "r", search=fixed), machine, observer=watching)
     assert len({trial.plan.key for trial in result.trials}) == 5  # two splits, two mappings, the baseline
-    assert any("no others" in text for text in watching.messages)
+    assert any("no untried plan is left" in text for text in watching.messages)
 
 
 def test_the_finalists_are_said_and_logged_before_the_final_rounds(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_row_17_final_rounds_that_cannot_be_run_are_not_nothing_better(tmp_path:
         is_broken[0] = request.folder.name.endswith("round-2")
 
     machine.on_launch = break_down
-    with pytest.raises(InfrastructureError, match=r"final rounds in a row were lost: .* then --resume"):
+    with pytest.raises(InfrastructureError, match=r"final rounds in a row were lost: .* then add --resume"):
         tune(begin(tmp_path / "r", **config), machine)
     machine.on_launch = lambda request: None
     is_broken[0] = False
