@@ -10,6 +10,7 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.model.plan import read_plan, write_plan
 from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.trial_backend import LocalBackend
+from tests.short_searches import short_searches as short_searches
 from tests.tuner.fakes import FakeMachine, resume, tune
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_0.1.0"

@@ -18,6 +18,7 @@ from quartet_plugin.report.tables import changes, plan_lines
 from quartet_plugin.space.knobs import registry
 from tests.model.plans import PLAN
 from tests.report.histories import WINNER
+from tests.short_searches import short_searches as short_searches
 from tests.space.jobs import make_layout, make_shape
 from tests.space.knobs.made_up import ROPE_FUSION
 from tests.tuner.fakes import begin

@@ -10,6 +10,7 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.cli.report import report_line
 from tests.cli.runs import copy_of, kept_run
 from tests.cli.tuning import CONFIG, prepare
+from tests.short_searches import short_searches as short_searches
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

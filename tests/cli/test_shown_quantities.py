@@ -33,6 +33,7 @@ from quartet_plugin.tuner.history import read_history
 from quartet_plugin.tuner.tune_result import write_best
 from tests.cli.runs import copy_of
 from tests.report.test_tensorboard import records, scalars
+from tests.short_searches import short_searches as short_searches
 from tests.tuner.fakes import begin, tune
 from tests.tuner.run_folders import WritingMachine, no_data_parallel
 

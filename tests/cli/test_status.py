@@ -30,6 +30,7 @@ from quartet_plugin.tuner.history import open_run, read_history
 from quartet_plugin.tuner.history_rows import read_events
 from tests.cli.runs import copy_of, kept_run
 from tests.cli.tuning import environment
+from tests.short_searches import short_searches as short_searches
 
 
 @pytest.fixture(scope="module")

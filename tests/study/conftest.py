@@ -1,3 +1,4 @@
-"""The folders of these tests are in memory."""
+"""The folders of these tests are in memory; orders of their studies need not be the best."""
 
 from tests.in_memory import tmp_path as tmp_path
+from tests.short_searches import short_searches as short_searches

@@ -25,6 +25,8 @@ from quartet_plugin.tuner.config import parse_config
 from tests.calibration.truth import Truth
 from tests.space.jobs import make_job, make_layout, make_nodes
 
+FULL_SEARCHES = True  # read by `short_searches`
+
 ROOT = Path(__file__).parents[2]
 JOB = make_job(layout=make_layout(pipeline_parallel=4))
 NODES = make_nodes(4)

@@ -1,4 +1,5 @@
-"""The folders of these tests are in memory."""
+"""The folders of these tests are in memory, and their searches are short."""
 
 from tests.in_memory import tmp_path as tmp_path
+from tests.short_searches import full_searches as full_searches
 from tests.short_searches import short_searches as short_searches

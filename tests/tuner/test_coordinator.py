@@ -42,6 +42,7 @@ def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.usefixtures("full_searches")
 def test_a_study_tries_every_axis_early_and_finds_a_faster_plan(tmp_path: Path) -> None:
     machine = FakeMachine()
     result = tune(begin(tmp_path / "r", search=SCALING, study={"trials": 14}), machine)
@@ -77,9 +78,9 @@ def test_the_sampler_can_be_left_alone(tmp_path: Path) -> None:
 
 def test_no_plan_is_launched_twice_in_the_search(tmp_path: Path) -> None:
     machine = FakeMachine()
-    tune(begin(tmp_path / "r", study={"trials": 25}), machine)
+    tune(begin(tmp_path / "r", study={"trials": 14}), machine)
     searched = [key for folder, key in machine.launched if "round" not in folder and key is not None]
-    assert len(searched) == len(set(searched)) == 25
+    assert len(searched) == len(set(searched)) == 14
 
 
 def test_a_small_space_ends_when_nothing_new_is_left(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from quartet_plugin.tuner.proposer import Proposer
 from tests.planner.planning import random_job
 from tests.planner.test_described_space import is_split_left_out, parts_of_plan, parts_of_ranked
 
+FULL_SEARCHES = True  # read by `short_searches`
+
 PACKAGE = Path(__file__).parents[2] / "quartet_plugin"
 TOP = 20
 # Jobs of the property, and those of them that are tried each time.

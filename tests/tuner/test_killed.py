@@ -12,6 +12,7 @@ from tests.tuner.dying import whole_run
 from tests.tuner.fakes import outcome
 
 ROOT = Path(__file__).parents[2]
+FULL_SEARCHES = True  # as in the processes that it starts
 
 
 def start(folder: Path, *dies_before: int) -> subprocess.CompletedProcess[str]:

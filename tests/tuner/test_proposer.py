@@ -24,6 +24,8 @@ from tests.calibration.truth import Truth
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
 
+FULL_SEARCHES = True  # read by `short_searches`
+
 WRONG = {"speed": 3.0, "head": 3.0, "transfer": 10.0, "network": 10.0, "embedding": 2.0, "launch": 0.5}
 SEARCH = {"schedule": ["no-pipelining", "1f1b", "interleaved"]}
 NEAR = 1.02

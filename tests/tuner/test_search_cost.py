@@ -18,6 +18,8 @@ from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_nodes
 
+FULL_SEARCHES = True  # read by `short_searches`
+
 # Walking the whole recorded space takes minutes since splits are free.
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
