@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,7 +111,9 @@ def origin_words(choice: CustomSchedule) -> str | None:
     if choice.family is None and (choice.named is not None and choice.orders is None):
         return None
     words = [f"placement {kind_of(choice.placement, num_devices=choice.num_devices)}"]
-    family = family_of(choice)
+    family = None
+    with suppress(PlanError):  # a written order needs no parameters, whatever a file says beside it
+        family = family_of(choice)
     if family is not None:
         waiting = "any number of" if math.isinf(family.w_limit) else f"at most {family.w_limit:.4g}"
         words += [

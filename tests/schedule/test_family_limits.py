@@ -81,6 +81,13 @@ def test_a_searched_order_is_a_point_of_what_is_left_of_the_family(limits: Famil
     assert f"placement v, slack {slack}, " in (origin_words(custom) or "")
 
 
+def test_a_written_order_is_said_whatever_stands_beside_it() -> None:
+    schedule = searched(FREE)
+    of_stages = ScheduleProblem.of(costs_on(V)).stage_costs(V, schedule.layers_per_stage or ())
+    custom = replace(choice_of(schedule, of_stages, with_orders=True), named=None, family={"slack": 1.0})
+    assert origin_words(custom) == "placement v, written out"
+
+
 def test_a_cap_holds_for_every_order() -> None:
     limits = FamilyLimits(memory_cap=2.5)
     peak = simulate_costs(searched(limits), costs_on(V)).peak_activation_bytes
