@@ -138,6 +138,7 @@ def tune_command(
     from quartet_plugin.tuner.context import TuningContext
     from quartet_plugin.tuner.coordinator import Coordinator
     from quartet_plugin.tuner.disk_reserve import DiskReserve
+    from quartet_plugin.tuner.gpu_settings import check_gpu_settings
     from quartet_plugin.tuner.history import read_history
     from quartet_plugin.tuner.layer_builder import check_layer_builder
     from quartet_plugin.tuner.proposer import keep_machine, machine_of
@@ -164,6 +165,7 @@ def tune_command(
         machine_of(asked.machine, cwd=Path.cwd())
         check_schedule_files(asked.search, command=training, cwd=Path.cwd())
         check_layer_builder(asked.search, command=training, cwd=Path.cwd())
+        check_gpu_settings(asked, environment=os.environ)
         slices_of(asked, num_workers=workers, command=training, oversubscribe=oversubscribe)
     if dry_run:
         from quartet_plugin.cli.dry_run import dry_run_lines, dry_run_record

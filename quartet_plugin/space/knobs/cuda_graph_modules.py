@@ -96,6 +96,7 @@ CUDA_GRAPH_MODULES = _PartsKnob(
     "(megatron/core/transformer/transformer_config.py)",
     flag="--cuda-graph-modules",
     destination="cuda_graph_modules",
+    needs_gpu=True,
     default="stock",
     offers=_offers,
     fault=_fault,

@@ -241,11 +241,12 @@ class SettingKnob(LayoutKnob):
 
     `destination` is the name in Megatron's arguments, `unset` the value where the flag is absent: True for a
     switch that its flag turns off. An argument that is a member of an enumeration is known by the member's
-    name, which its flag takes.
+    name, which its flag takes. With `needs_gpu` no processor runs another value than that of an absent flag.
     """
 
     destination: str
     unset: Value | None = None
+    needs_gpu: bool = False
 
     @property
     def without_flag(self) -> Value | None:

@@ -46,6 +46,7 @@ MOE_GROUPED_GEMM = SettingKnob(
     "(megatron/core/transformer/transformer_config.py)",
     flag="--moe-grouped-gemm",
     destination="moe_grouped_gemm",
+    needs_gpu=True,
     default="stock",
     offers=_offers,
     fault=_fault,

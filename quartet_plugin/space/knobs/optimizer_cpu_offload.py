@@ -40,6 +40,7 @@ OPTIMIZER_CPU_OFFLOAD = SettingKnob(
     "an offloaded part; needs a GPU (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py)",
     flag="--optimizer-cpu-offload",
     destination="optimizer_cpu_offload",
+    needs_gpu=True,
     default="stock",
     offers=_offers,
     fault=_fault,
