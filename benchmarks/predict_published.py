@@ -159,7 +159,7 @@ def print_apart(rows: Sequence[Measured], start: Constants, *, common: str) -> N
 
 
 def print_ranks(rows: Sequence[Measured], predicted: Sequence[float]) -> None:
-    """The rank correlation of layouts and schedules, by seconds a sample."""
+    """The rank correlation of layouts and schedules, by seconds per sample."""
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for measured, seconds in zip(rows, predicted, strict=True):
         row = measured.fields

@@ -330,7 +330,7 @@ def _common_start() -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullSizeRow:
-    """A plan's seconds an iteration at full size: predicted from its trial, and measured."""
+    """A plan's seconds per iteration at full size: predicted from its trial, and measured."""
 
     label: str
     trial_processes: int

@@ -94,7 +94,7 @@ LAYERS_A_DEVICE = 4
 def capped_costs(p: int, m: int, cap: float, *, hidden: int, length: int) -> Costs:
     """Costs in seconds of equal layers under a cap in parts of 1F1B's activations.
 
-    A layer's matrix products take 24 h FLOPs a token and unit of width, causal attention 2 s, its backward
+    A layer's matrix products take 24 h FLOPs per token and unit of width, causal attention 2 s, its backward
     2.5 times as much, all of it in I (Dao 2023); a hand-over takes a hundredth of a device's forward.
     """
     attention = 2 * length / (24 * hidden)

@@ -105,7 +105,7 @@ def _distance(first: str, second: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """A machine that the cost model knows nothing of. FLOP/s a device, bytes/s of a link, seconds.
+    """A machine that the cost model knows nothing of. FLOP/s per device, bytes/s of a link, seconds.
 
     `half_speed_tokens` is the microbatch that runs at half the speed; `head` and `embedding` multiply what
     their FLOPs say; `slowdown` is that of the last node's devices; `scatter` is what no model sees.

@@ -43,7 +43,7 @@ class Recording:
 
     @property
     def best(self) -> tuple[str, float]:
-        """The fastest plan and its seconds an iteration."""
+        """The fastest plan and its seconds per iteration."""
         timed = {
             key: entry.iteration_s for key, entry in self.entries.items() if entry.iteration_s is not None
         }

@@ -46,7 +46,7 @@ MEASURE = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """A space whose best plan is known: `best_s` seconds an iteration among `num_plans` plans."""
+    """A space whose best plan is known: `best_s` seconds per iteration among `num_plans` plans."""
 
     name: str
     job: TrainingJob

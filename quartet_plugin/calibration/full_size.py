@@ -92,7 +92,7 @@ def with_slowdowns(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPlan:
-    """A trial's plan, the same with all replicas, and the trial's seconds an iteration.
+    """A trial's plan, the same with all replicas, and the trial's seconds per iteration.
 
     `spread` is the relative standard error of `iteration_s`.
     """

@@ -44,7 +44,7 @@ def full_size_lines(result: "FullSize", *, run: "TuningRun") -> list[str]:
     """The winner at full size, and how to train with it."""
     time, gain, confirmed = result.iteration_s, result.speedup, result.confirmation
     lines = [
-        f"full size {result.num_nodes} nodes: {time.median:.4g} s an iteration predicted "
+        f"full size {result.num_nodes} nodes: {time.median:.4g} s per iteration predicted "
         f"({time.low:.4g} to {time.high:.4g}), {gain.median:.2f}x of your own command "
         f"({gain.low:.2f}x to {gain.high:.2f}x)"
     ]
@@ -53,7 +53,8 @@ def full_size_lines(result: "FullSize", *, run: "TuningRun") -> list[str]:
     else:
         measured_s = sum(confirmed.iteration_s) / len(confirmed.iteration_s)
         lines.append(
-            f"          measured there: {measured_s:.4g} s an iteration, {confirmed.speedup:.2f}x of your own"
+            f"          measured there: {measured_s:.4g} s per iteration, "
+            f"{confirmed.speedup:.2f}x of your own"
         )
     return [
         *lines,

@@ -18,7 +18,7 @@ _Seconds = Annotated[float, Bounds(gt=0.0, lt=1e10)]
 
 @record
 class Confirmation:
-    """The comparison at full size: seconds an iteration in each round, of the plan and of the baseline."""
+    """The comparison at full size: seconds per iteration in each round, of the plan and of the baseline."""
 
     iteration_s: Annotated[tuple[_Seconds, ...], Length(least=1, most=1_000)]
     baseline_iteration_s: Annotated[tuple[_Seconds, ...], Length(least=1, most=1_000)]
@@ -29,7 +29,7 @@ class Confirmation:
 class FullSize:
     """The predictions for `num_nodes` nodes from trials of `num_trial_nodes`, with their 95 % intervals.
 
-    `iteration_s` and `baseline_iteration_s` are seconds an iteration, `speedup` is of the objective.
+    `iteration_s` and `baseline_iteration_s` are seconds per iteration, `speedup` is of the objective.
     `confirmation` is None where nothing was measured at full size, for the reason `unconfirmed`.
     """
 

@@ -29,7 +29,7 @@ class Interval:
 
 @record
 class Measurement:
-    """Iterations of one plan. `iteration_s` is seconds an iteration, over all measured launches."""
+    """Iterations of one plan. `iteration_s` is seconds per iteration, over all measured launches."""
 
     iteration_s: Interval
     tokens_per_s: float

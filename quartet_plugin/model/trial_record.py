@@ -16,7 +16,7 @@ REFUSED_EXCESS = 2.0**50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One plan's speed; `iteration_s` is the median seconds an iteration. Recomputation is not counted."""
+    """One plan's speed; `iteration_s` is the median seconds per iteration. Recomputation is not counted."""
 
     iteration_s: float
     tokens_per_s: float

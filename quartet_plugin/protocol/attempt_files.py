@@ -201,9 +201,7 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
         raise
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ConfigError(
-                f"{path}: is a symbolic link; files of a trial must be regular files"
-            ) from error
+            raise ConfigError(f"{path}: is a symbolic link; a trial's files must be regular") from error
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):

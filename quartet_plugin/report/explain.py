@@ -99,7 +99,7 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A prediction and its terms, in seconds an iteration; `stated_s` is what the plan's file predicts.
+    """A prediction and its terms, in seconds per iteration; `stated_s` is what the plan's file predicts.
 
     `available_bytes` is a device's usable memory, None where it is not known. `rates` are the iteration's,
     `cost` is the job's, None where nothing says its tokens. `shape_curve` is there where several shapes
@@ -200,7 +200,7 @@ def show(explanation: Explanation, *, console: "Console") -> None:
 
     head = [Text(terminal_line(f"{name:<10}{words}")) for name, words in explanation.title]
     stated = explanation.stated_s
-    words = f"{explanation.iteration_s:.4g} s an iteration"
+    words = f"{explanation.iteration_s:.4g} s per iteration"
     if stated is not None and abs(stated / explanation.iteration_s - 1) > 1e-3:
         words += f" (predicted before its launch: {stated:.4g} s)"
     parts: list[RenderableType] = [*head, Text(f"{explanation.word:<10}{words}")]
@@ -224,7 +224,7 @@ def _grounds(explanation: Explanation) -> list[tuple[str, str]]:
         lines.append(("speedup", explanation.speedup))
     other = explanation.baseline
     if other is not None:
-        words = f"{other.name}: {other.iteration_s:.4g} s an iteration {explanation.word}"
+        words = f"{other.name}: {other.iteration_s:.4g} s per iteration {explanation.word}"
         if other.measured_s is not None:
             ratio = _measured_words(other.measured_s, other.iteration_s, word=explanation.word)
             words += f", measured {ratio}"
@@ -242,9 +242,10 @@ def _saved(explanation: Explanation, other: BaselineTerms) -> list[tuple[str, st
         return []
     measured_s = other.measured_s - explanation.measured_s
     modelled_s = other.iteration_s - explanation.iteration_s
-    words = f"{1000 * measured_s:.0f} ms an iteration measured, {1000 * modelled_s:.0f} ms {explanation.word}"
+    words = f"{1000 * measured_s:.0f} ms per iteration measured, "
+    words += f"{1000 * modelled_s:.0f} ms {explanation.word}"
     if measured_s <= 0 or not 1.0 / APART <= modelled_s / measured_s <= APART:
-        words += ": of the table below take the order and the shares, not the seconds"
+        words += ": in the table below trust the order and the shares, not the seconds"
     return [("saved", words)]
 
 
@@ -257,7 +258,7 @@ _FITTED_TO_TRIALS = (
 
 
 def _measured_words(measured_s: float, modelled_s: float, *, word: str) -> str:
-    return f"{measured_s:.4g} s an iteration, {measured_s / modelled_s:.2f}x the {word} time"
+    return f"{measured_s:.4g} s per iteration, {measured_s / modelled_s:.2f}x the {word} time"
 
 
 def _time_table(explanation: Explanation, *, columns: int) -> "RenderableType":

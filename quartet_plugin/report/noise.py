@@ -7,7 +7,7 @@ NOISY_RATIO = 1.25
 
 
 def launches_s(history: RunHistory) -> dict[str, list[float]]:
-    """The seconds an iteration of launches of the own command and of each finalist, by name.
+    """The seconds per iteration of launches of the own command and of each finalist, by name.
 
     Of the final rounds' launches of a plan the fastest and the slowest count. The own command's are left out
     where another plan stands in for it.

@@ -193,7 +193,7 @@ def _card(name: str, iteration_s: float, speed: Measurement | TrialRow) -> tuple
     return (
         name,
         f"{iteration_words(iteration_s)} s",
-        f"{tokens_per_s:,.0f} tokens/s, {rate(flops_per_s)} a device",
+        f"{tokens_per_s:,.0f} tokens/s, {rate(flops_per_s)} per device",
     )
 
 
@@ -202,11 +202,11 @@ def _intervals(history: RunHistory) -> str:
     if not drawn:
         return markup.section("Best against baseline", markup.note("The final rounds measured no plan."))
     caption = (
-        "Dots are medians over the final rounds. Bars of seconds are the range of the launches (of more than "
-        "five the 95 % interval), bars of speedups the test's 95 % interval; the short marks are single "
-        "rounds. A plan wins only where a sequential test proves it faster: of plans that are as fast as "
-        "yours, one passes in less than 2 % of all searches. Of several such plans the faster in the same "
-        "rounds is chosen. A plan that could no longer win left after fewer rounds."
+        "Dots are medians over the final rounds. Bars of seconds show the range of the launches (with more "
+        "than five launches, the 95 % interval), bars of speedups the test's 95 % interval; short marks are "
+        "single rounds. A plan wins only if a sequential test proves it faster: if all plans are as fast as "
+        "your command, one passes in less than 2 % of searches. If several plans pass, the one that is "
+        "faster in the same rounds wins. A plan that could no longer win left after fewer rounds."
     )
     noise = noise_words(history)
     note = markup.note(f"{noise[:1].upper()}{noise[1:]}.") if noise else ""
@@ -226,14 +226,15 @@ def _regret(history: RunHistory) -> str:
 
 def _progress(history: RunHistory) -> str:
     caption = (
-        f"In {OBJECTIVE_WORDS[history.objective]}. Single measurements, so the best of them is partly "
-        "luck. The line is the best so far; hollow points repeat an earlier plan or were unstable, "
+        f"In {OBJECTIVE_WORDS[history.objective]}. These are single measurements, and the best of them is "
+        "partly luck. The line is the best so far; hollow points repeat an earlier plan or were unstable, "
         "crosses were refused or failed."
     )
     if history.controls:
         caption += (
-            " Diamonds are your own command measured again: how the machine drifted. Trials after a drift "
-            "beyond chance are compared with that, so that the same seconds may be another speedup. "
+            " Diamonds are later measurements of your own command, which show the machine's drift. Trials "
+            "after a significant drift are compared with the later measurement, so equal seconds may give "
+            "different speedups. "
             f"{drift_paragraph(history.controls)}"
         )
     wide, narrow = figures.progress(history), figures.progress(history, width=figures.HALF)
@@ -248,9 +249,8 @@ def _shapes(history: RunHistory) -> str:
         return ""
     caption = (
         f"The best plan of each shape at an equal budget, in {OBJECTIVE_WORDS[curve.objective]} over your "
-        "own command's. Dots were measured in single trials. Hollow points are the calibrated model's after "
-        "the search: fitted where a trial measured the shape, else predicted; not what was predicted before "
-        "a launch."
+        "own command's. Dots were measured in single trials. Hollow points are values of the model as "
+        "calibrated at the end of the search: fitted if a trial measured the shape, predicted otherwise."
     )
     return _drawn("Width and depth", shape_figure(curve), caption)
 
@@ -264,9 +264,9 @@ def _importance(extras: Extras) -> str:
     if svg is None and extras.fault:
         return markup.section("What mattered", markup.note(extras.fault))
     caption = (
-        "PED-ANOVA over the finished trials: which choices separate the fast plans from the others among "
-        "those that were tried. Few trials, which a search places where it expects gains, say little of a "
-        "choice that most of them share; what each axis gave is predicted for the winner alone."
+        "PED-ANOVA over the finished trials: the choices that separate the fast plans from the other tried "
+        "plans. A search tries plans where it expects gains, so the trials show little about a choice that "
+        "most of them share; the section on each axis shows predictions for the winner only."
     )
     return _drawn("What mattered", svg, caption)
 
@@ -275,8 +275,8 @@ def _predictions(history: RunHistory) -> str:
     svg = figures.predicted_measured(history)
     words = "" if svg is None else figures.prediction_words(history)
     caption = (
-        "Each plan's prediction before its launch against its single trial, not against the final rounds. On "
-        f"the dashed line a prediction was right. {words}."
+        "Each plan's prediction before its launch, compared with its trial, not with the final rounds. "
+        f"Points on the dashed line were predicted exactly. {words}."
     )
     return _drawn("Predicted against measured", svg, caption)
 
@@ -289,8 +289,8 @@ def _memory(history: RunHistory) -> str:
         rows.append((figures.legend_of(best), "won" if history.winner else "other", best))
     svg = figures.memory(rows)
     caption = (
-        "The highest of each pipeline rank's processes, as the framework reported it in each plan's trial; "
-        "the final rounds measured peaks of their own."
+        "The highest peak among each pipeline rank's processes, as the framework reported it in each plan's "
+        "trial; the final rounds measured their peaks separately."
     )
     drawn = "" if svg is None else markup.figure(svg, caption)
     every_rank = page_tables.rank_memory([(name, row) for name, _, row in rows])

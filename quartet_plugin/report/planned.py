@@ -30,7 +30,7 @@ def job_line(job: PlanRequest) -> str:
     shape, machines = job.shape, job.machines
     experts = "" if job.experts is None else f", {job.experts.num_experts} experts"
     model = f"{shape.num_layers} layers of hidden size {shape.hidden_size:,}{experts}"
-    batch = f"{job.global_batch_size:,} sequences of {shape.seq_length:,} tokens an iteration"
+    batch = f"{job.global_batch_size:,} sequences of {shape.seq_length:,} tokens per iteration"
     count = machines.num_devices
     nodes = "unequal devices" if job.has_unequal_devices else machines.device.name
     return f"{model}; {batch}; {job.precision}; {count:,} x {nodes}, {machines.devices_per_node} a node"
@@ -64,7 +64,7 @@ def plan_line(ranked: Ranked) -> str:
     """Seconds, layout and memory of a ranked plan."""
     memory = ranked.memory
     total, available = distinct_numbers(memory.total / _GIB, memory.available / _GIB, digits=1)
-    words = f"{ranked.iteration_s:.4g} s an iteration, {plan_words(ranked)}"
+    words = f"{ranked.iteration_s:.4g} s per iteration, {plan_words(ranked)}"
     return f"{words}, {total} GiB of {available}"
 
 
@@ -132,7 +132,7 @@ def plain_line(plain: Plain, best: Ranked) -> str:
     name = "your own" if plain.is_users else "plain"
     fault = "" if plain.fits else " (does not fit in memory by this model)"
     gain = plain.iteration_s / best.equal_work_s
-    seconds = f"{plain.iteration_s:.4g} s an iteration{fault}"
+    seconds = f"{plain.iteration_s:.4g} s per iteration{fault}"
     return f"{name}: {layout_words(plain.layout)}: {seconds}; the best plan is {gain:.2f}x as fast"
 
 
@@ -165,7 +165,7 @@ def devices_lines(points: Sequence[DevicesPoint]) -> list[str]:
     """The best plan for each number of devices."""
     has_cost = points[0].job.cost.tokens is not None
     has_price = has_cost and points[0].job.cost.price_per_device_hour is not None
-    heads = [">devices", ">s an iteration", ">tokens/s a device", ">efficiency"]
+    heads = [">devices", ">s per iteration", ">tokens/s per device", ">efficiency"]
     heads += [*([">days"] if has_cost else []), *([">price"] if has_price else []), "plan"]
     rows = []
     for point in points:
@@ -195,7 +195,7 @@ def memory_lines(points: Sequence[Ranked]) -> list[str]:
         ]
         for point in points
     ]
-    lines = aligned([[">s an iteration", ">GiB", ">slower", "plan"], *rows])
+    lines = aligned([[">s per iteration", ">GiB", ">slower", "plan"], *rows])
     return [*lines, f"(the first {MAX_POINTS})"] if len(points) == MAX_POINTS else lines
 
 

@@ -112,7 +112,7 @@ def _order_lines(plan: Plan) -> list[str]:
 
 
 def trial_lines(plan: Plan, *, iteration_s: float | None, comparison: Comparison | None) -> list[str]:
-    """The plan of a trial, with its trial's seconds an iteration and its comparison of the final rounds."""
+    """The plan of a trial, with its trial's seconds per iteration and its comparison of the final rounds."""
     lines = plan_lines(plan)
     if iteration_s is not None:
         rates = throughput_of(plan, iteration_s)
@@ -173,7 +173,7 @@ def _prediction_lines(plan: Plan) -> list[str]:
     rates = throughput_of(plan, seconds)
     cost = cost_of(plan, rates)
     if plan.measurement is None:
-        words = f"{seconds:.4g} s an iteration, {rates.words}"
+        words = f"{seconds:.4g} s per iteration, {rates.words}"
     else:
         words = _beside_measured(seconds, plan.measurement.plan.iteration_s.median)
         speedup = predicted_speedup(plan)
@@ -185,7 +185,7 @@ def _prediction_lines(plan: Plan) -> list[str]:
 def _beside_measured(predicted_s: float, measured_s: float) -> str:
     by = round(100 * (predicted_s / measured_s - 1))
     differs = f"{abs(by)} % {'more' if by > 0 else 'less'} than measured" if by else "as measured"
-    return f"{iteration_words(predicted_s)} s an iteration before its launch ({differs})"
+    return f"{iteration_words(predicted_s)} s per iteration before its launch ({differs})"
 
 
 def _mfu_lines(plan: Plan, measured: Comparison) -> list[str]:
@@ -247,7 +247,7 @@ def _measurement_line(name: str, measured: Measurement) -> str:
     return (
         f"{name:<9} {iteration_spread(measured)} s/iteration, "
         f"{measured.tokens_per_s:,.0f} tokens/s, "
-        f"{rate(measured.model_flops_per_s_per_device)} a device, peak {size(measured.peak_memory_bytes)}"
+        f"{rate(measured.model_flops_per_s_per_device)} per device, peak {size(measured.peak_memory_bytes)}"
     )
 
 

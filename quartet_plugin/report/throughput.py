@@ -39,8 +39,8 @@ class Throughput:
         """The rates in words: the job's tokens/s, then those of one device."""
         mfu = "" if self.mfu is None else f", MFU {100 * self.mfu:.1f} %"
         return (
-            f"{self.tokens_per_s:,.0f} tokens/s, {self.tokens_per_s_per_device:,.0f} tokens/s a device, "
-            f"{rate(self.model_flops_per_s_per_device)} a device{mfu}"
+            f"{self.tokens_per_s:,.0f} tokens/s, {self.tokens_per_s_per_device:,.0f} tokens/s per device, "
+            f"{rate(self.model_flops_per_s_per_device)} per device{mfu}"
         )
 
 
@@ -113,7 +113,7 @@ def peak_of(nodes: Sequence[NodeInfo], precision: Precision = "bf16") -> float |
 
 
 def throughput_of(plan: Plan, iteration_s: float, *, shape: ModelShape | None = None) -> Throughput:
-    """The rates of a plan, or of `shape` in its place, that takes `iteration_s` seconds an iteration.
+    """The rates of a plan, or of `shape` in its place, that takes `iteration_s` seconds per iteration.
 
     The peak is that of the device that the nodes name, in bf16 where nothing says the precision.
     """

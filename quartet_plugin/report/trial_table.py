@@ -125,7 +125,7 @@ def _cells(row: TrialRow, history: RunHistory) -> list[str]:
 
 
 def number_cells(row: TrialRow, history: RunHistory) -> list[str]:
-    """Seconds, predicted seconds, expected gain, tokens/s, speedup, FLOP/s a device, peak memory; or ""."""
+    """Seconds, predicted seconds, expected gain, tokens/s, speedup, FLOP/s per device, peak memory; or ""."""
     numbers = (
         (row.iteration_s, iteration_words),
         (row.predicted_iteration_s, iteration_words),

@@ -161,7 +161,7 @@ class ScalingConfig(Section):
     """
 
     budget: Literal["parameters", "flops"] = Field(
-        default="parameters", description="what stays equal: parameters, or model FLOPs a token (flops)"
+        default="parameters", description="what stays equal: parameters, or model FLOPs per token (flops)"
     )
     tolerance: float = Field(
         default=0.02, gt=0.0, le=0.5, description="the largest relative deviation from the budget"

@@ -83,7 +83,7 @@ class WrittenSchedule:
             )
         if num_microbatches not in (None, self.schedule.num_microbatches):
             lines.append(
-                f"num_microbatches: {self.schedule.num_microbatches}; must be the microbatches an iteration "
+                f"num_microbatches: {self.schedule.num_microbatches}; must be the microbatches per iteration "
                 f"of {whose}, {num_microbatches}"
             )
         return lines

@@ -61,7 +61,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
 
     Trial 0 is the baseline, where the space holds it. `explorer` (default: TPE) proposes every `explore`-th
     trial (0: none), the trials for which the planner has no plan left, and every parameter that is not of
-    the space. `objective` is what the study's objective returns: seconds an iteration, to be minimized, or a
+    the space. `objective` is what the study's objective returns: seconds per iteration, to be minimized, or a
     rate, to be maximized. A trial that is pruned, or whose constraint is violated, has a plan that does not
     fit. `machine` is what was measured of the machine before. Until a trial is measured, the plans are those
     of `quartet plan`. `job` is the described job that the space was made of (`described_space.space_of`),

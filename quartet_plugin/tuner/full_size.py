@@ -103,7 +103,7 @@ class FullSizeStudy:
         )
         num_nodes = len(full.made_for.nodes)
         say(
-            f"full size: {num_nodes} nodes: {of_plan.iteration_s:.4g} s an iteration predicted, "
+            f"full size: {num_nodes} nodes: {of_plan.iteration_s:.4g} s per iteration predicted, "
             f"{gain.median:.2f}x ({gain.low:.2f}x to {gain.high:.2f}x) of your own command"
         )
         if ranking.trial.plan.layout.data_parallel == 1 < full.layout.data_parallel:

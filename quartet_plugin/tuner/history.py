@@ -258,7 +258,7 @@ class _Reader:
         )
 
     def _with_predictions(self, rows: list[TrialRow]) -> list[TrialRow]:
-        """The rows with predicted seconds an iteration; a relative cost is for equal model FLOPs."""
+        """The rows with predicted seconds per iteration; a relative cost is for equal model FLOPs."""
         baseline = next((row for row in rows if row.number == BASELINE), TrialRow(number=BASELINE))
         baseline_s = baseline.iteration_s
         baseline_flops = baseline.plan.shape.model_flops_per_sequence if baseline.plan else None

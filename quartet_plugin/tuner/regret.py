@@ -253,7 +253,7 @@ def _by_forecasts(
 
 
 def _relative_work(plan: Plan, search: TuneResult) -> float:
-    """Forecasts are of seconds an iteration: with equal tokens more FLOPs count as more."""
+    """Forecasts are of seconds per iteration: with equal tokens more FLOPs count as more."""
     if search.objective == "tokens_per_s":
         return 0.0
     baseline_flops = search.baseline.shape.model_flops_per_sequence

@@ -310,7 +310,7 @@ def test_a_runs_explanation_says_what_was_measured_and_by_what_it_is_calibrated(
     capsys.readouterr()
     assert main(["explain", str(run)]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"^measured  [\d.]+ s an iteration, [\d.]+x the fitted time$", text, re.MULTILINE)
+    assert re.search(r"^measured  [\d.]+ s per iteration, [\d.]+x the fitted time$", text, re.MULTILINE)
     assert re.search(r"^before    your command: .*, measured ", text, re.MULTILINE)
     assert re.search(
         r"^basis     the cost model as \d+ measured trials of the run calibrated it$", text, re.MULTILINE

@@ -48,7 +48,7 @@ def test_the_first_line_says_what_is_planned(tmp_path: Path, capsys: pytest.Capt
     assert main(["plan", write_job(tmp_path), "--named-only"]) == 0
     job, first, terms, *_ = capsys.readouterr().out.splitlines()
     assert job == (
-        "8 layers of hidden size 1,024; 16 sequences of 1,024 tokens an iteration; bf16; "
+        "8 layers of hidden size 1,024; 16 sequences of 1,024 tokens per iteration; bf16; "
         "4 x H100-SXM-80GB, 4 a node"
     )
     assert first.startswith("1. ")
@@ -76,7 +76,7 @@ def test_a_shown_plan_that_no_run_measured_says_so_and_names_many_nodes_by_two(
 def test_a_models_sequences_have_the_length_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--model", "llama3-8b", "--cluster", "H100", "--devices", "64", "--global-batch", "512"]
     assert main([*words, "--named-only", "--seq-length", "4096"]) == 0
-    assert "512 sequences of 4,096 tokens an iteration" in capsys.readouterr().out
+    assert "512 sequences of 4,096 tokens per iteration" in capsys.readouterr().out
 
 
 def test_the_length_of_a_jobs_sequences_stands_in_its_file(
@@ -201,7 +201,7 @@ def test_rates_and_cost_are_shown_and_kept_in_the_plan(
     assert main(["plan", job, "-o", plan, *cost]) == 0
     text = capsys.readouterr().out
     rates, price = (line.strip() for line in text.splitlines()[3:5])
-    assert "tokens/s a device, " in rates
+    assert "tokens/s per device, " in rates
     assert "MFU" in rates
     assert "days for 1e+09 tokens" in price
     assert "price" in price
@@ -244,7 +244,7 @@ def test_several_numbers_of_devices_side_by_side(tmp_path: Path, capsys: pytest.
     assert main(arguments) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["4", "8", "16"]
-    for word in ("efficiency", "days", "price", "tokens/s a device"):
+    for word in ("efficiency", "days", "price", "tokens/s per device"):
         assert word in head
     assert "100.0 %" in rows[0]
     assert main([*arguments, "--json"]) == 0

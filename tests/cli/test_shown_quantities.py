@@ -260,7 +260,7 @@ def test_the_winners_figures(shown: Shown, page: str, capsys: pytest.CaptureFixt
         for words in (
             f"{formatting.iteration_words(side.iteration_s.median)}",
             f"{side.tokens_per_s:,.0f} tokens/s",
-            f"{rate(side.model_flops_per_s_per_device)} a device",
+            f"{rate(side.model_flops_per_s_per_device)} per device",
             size(side.peak_memory_bytes),
         ):
             assert all(words in text for text in (closing, plan, page)), words

@@ -104,7 +104,7 @@ def test_a_plan_of_the_users_is_not_replaced(
             "placement: 4 stages, 2 a device; must be the stages a device of the command, 4",
         ),
         (FLAGS.replace("layers 8", "layers 7"), "layers_per_stage: sums to 10; must be the 7 layers"),
-        (FLAGS.replace("size 32", "size 64"), "num_microbatches: 4; must be the microbatches an iteration"),
+        (FLAGS.replace("size 32", "size 64"), "num_microbatches: 4; must be the microbatches per iteration"),
     ],
 )
 def test_other_counts_are_refused_before_a_process_starts(
@@ -213,7 +213,7 @@ def test_what_only_the_ranks_know_is_refused_in_the_same_words(
     gate.install(monkeypatch)
     assert train(saved(tmp_path), flags="--yaml-cfg model.yaml") == 2
     assert (
-        "num_microbatches: 4; must be the microbatches an iteration of the command, 8"
+        "num_microbatches: 4; must be the microbatches per iteration of the command, 8"
         in capfd.readouterr().err
     )
     assert (gate.checked, gate.trained) == ([], [])

@@ -47,7 +47,7 @@ def test_a_command_of_several_nodes_is_not_cut_down_to_this_one(words: str, says
         check_one_node(parse_command(words.split(), environment={}))
     assert says in str(caught.value)
     assert "quartet plan" in str(caught.value)
-    assert "leave it out" not in str(caught.value)
+    assert "omit it" not in str(caught.value)
     assert "tuned" not in str(caught.value)  # it is also said by check and profile
     check_one_node(parse_command(["torchrun", "--nproc-per-node", "2", "a.py"], environment={}))
 

@@ -49,6 +49,6 @@ def test_seconds_and_speedup_name_their_intervals() -> None:
 def test_a_prediction_of_a_measured_plan_is_compared_with_it(predicted_s: float, words: str) -> None:
     assert WINNER.prediction is not None
     lines = plan_lines(replace(WINNER, prediction=replace(WINNER.prediction, iteration_s=predicted_s)))
-    line = f"predicted {predicted_s:.3f} s an iteration before its launch ({words})"
+    line = f"predicted {predicted_s:.3f} s per iteration before its launch ({words})"
     assert f"{line}: a speedup of {0.5 / predicted_s:.2f}x" in lines
     assert not any(line.startswith(("rates", "MFU")) for line in lines)

@@ -69,7 +69,7 @@ def shown(explanation: Explanation, *, width: int = 160) -> str:
 
 def test_every_part_is_there() -> None:
     text = shown(EXPLANATION)
-    assert "2 s an iteration" in text
+    assert "2 s per iteration" in text
     assert "75.0 %" in text
     assert "gemm" in text
     assert "bubble    20.0 % of all device time" in text
@@ -138,9 +138,9 @@ def test_your_command_stands_beside_the_plan() -> None:
     # A term that only the command has.
     assert cells["ep_comm"][1:7] == ["0", "0.0", "%", "0.8", "20.0", "%"]
     text = "\n".join(lines)
-    assert "measured  1 s an iteration, 0.50x the predicted time" in text
+    assert "measured  1 s per iteration, 0.50x the predicted time" in text
     assert (
-        "your command: 4 s an iteration predicted, measured 5 s an iteration, 1.25x the predicted time"
+        "your command: 4 s per iteration predicted, measured 5 s per iteration, 1.25x the predicted time"
         in text
     )
     assert "bubble    20.0 % of all device time; your command: 40.0 %" in text
@@ -166,8 +166,8 @@ def test_the_differences_say_where_the_time_is_saved() -> None:
 def test_what_trials_calibrated_is_fitted_and_says_what_it_has_seen() -> None:
     calibrated = replace(EXPLANATION, baseline=COMMAND, measured_s=1.0, num_trials=7, stated_s=1.0)
     text = shown(calibrated)
-    assert "fitted    2 s an iteration (predicted before its launch: 1 s)" in text
-    assert "measured  1 s an iteration, 0.50x the fitted time" in text
+    assert "fitted    2 s per iteration (predicted before its launch: 1 s)" in text
+    assert "measured  1 s per iteration, 0.50x the fitted time" in text
     assert "used single trials, not the final rounds that gave the measured times" in text
     assert "used all trials, so the sum may differ" in shown(replace(calibrated, is_measured_in_rounds=False))
 

@@ -20,7 +20,7 @@ def test_device_hours_are_the_devices_times_every_launch() -> None:
     expense = expense_of(run)
     assert expense.num_devices == 2
     assert expense.device_hours == pytest.approx(1.0)
-    # 0.5 s an iteration became 0.4 s.
+    # 0.5 s per iteration became 0.4 s.
     assert expense.payback_iterations == pytest.approx(36_000, abs=1)
 
 

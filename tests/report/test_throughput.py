@@ -59,7 +59,7 @@ def test_a_plan_names_its_peak() -> None:
     assert cost.price == pytest.approx(3.0 * cost.device_hours)
     predicted = Prediction(iteration_s=1.0, relative_cost=1.0, peak_memory_bytes=None)
     shown = "\n".join(plan_lines(replace(plan, prediction=predicted)))
-    assert f"1 s an iteration, {rates.words}" in shown
+    assert f"1 s per iteration, {rates.words}" in shown
     assert cost.words in shown
 
 

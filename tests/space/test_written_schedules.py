@@ -115,7 +115,7 @@ def test_a_difference_names_field_value_and_the_other_count(tmp_path: Path) -> N
         (
             "num_microbatches",
             8,
-            "num_microbatches: 4; must be the microbatches an iteration of the command, 8",
+            "num_microbatches: 4; must be the microbatches per iteration of the command, 8",
         ),
     ):
         (line,) = written.faults(**{**same, name: value}, whose="the command")

@@ -56,7 +56,7 @@ def test_fewer_plans_go_to_the_final_rounds(limit_s: float | None, expected: int
 def test_ten_minutes_for_slow_iterations_are_enough_for_five_plans_and_a_proof(
     tmp_path: Path, keeps_weights: bool
 ) -> None:
-    """3 processes, 12 layers and 2.6 s an iteration: once no plan at all was tried in this time."""
+    """3 processes, 12 layers and 2.6 s per iteration: once no plan at all was tried in this time."""
     now, iteration_s, start_s = [0.0], 2.6, 8.0
     job = make_job(layout=make_layout(pipeline_parallel=3, data_parallel=1))
     machine = FakeMachine(job=job, cluster=make_nodes(3), keeps_weights=keeps_weights)
