@@ -160,7 +160,7 @@ def job_of_command(
 
 
 def _settings(args: Namespace, search: SearchConfig) -> tuple[Setting, ...]:
-    """The command's settings that plans are predicted by: of experts and offload, and all if any is searched."""
+    """The command's settings that plans are predicted by: of experts, of offload; all if any is searched."""
     is_searched = bool(searched_settings(search))
     experts = _OF_EXPERTS if args.num_experts else ()
     offload = (OPTIMIZER_CPU_OFFLOAD.name,) if args.optimizer_cpu_offload else ()
