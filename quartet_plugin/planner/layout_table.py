@@ -183,13 +183,21 @@ def _with_options(
     ]
     if not knobs or not len(columns):
         return columns, (STOCK_OPTIONS,)
-    keys, _, inverse = unique_rows(columns[:, [TP, CP, PP, DP, VIRTUAL, EP, MODE, SHARDED]])
+    is_custom = np.array([kind.is_custom for kind in KINDS])[columns[:, SCHEDULE]]
+    degrees = columns[:, [TP, CP, PP, DP, VIRTUAL, EP, MODE, SHARDED]]
+    keys, _, inverse = unique_rows(np.column_stack([degrees, is_custom]))
     offered = []
-    for tp, cp, pp, dp, virtual, ep, mode, sharded in keys.tolist():
+    for tp, cp, pp, dp, virtual, ep, mode, sharded, custom in keys.tolist():
         layout = layout_of(tp, cp, pp, dp, 1, virtual, mode, sharded, ep=ep)
         layout = replace(layout, sequence_parallel=(tp, cp) in sequence_parallel)
-        offered.append(chosen_layouts([layout], knobs, shape, rules))
-    check_offered(knobs, [layout for layouts in offered for layout in layouts], shape=shape, rules=rules)
+        offered.append(chosen_layouts([layout], knobs, shape, rules, is_custom=bool(custom)))
+    check_offered(
+        knobs,
+        [layout for layouts in offered for layout in layouts],
+        shape=shape,
+        rules=rules,
+        is_custom=bool(is_custom.all()),
+    )
     each = [[(layout.sequence_parallel, layout.settings) for layout in layouts] for layouts in offered]
     options = tuple(dict.fromkeys(option for choices in each for option in choices))
     number = {option: index for index, option in enumerate(options)}

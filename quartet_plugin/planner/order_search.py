@@ -25,6 +25,7 @@ from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.costs import Costs, FloatArray, LayerCost, StageCosts, stage_costs
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.plan import ScheduleChoice
+from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.ranking import Ranked, Ranking, best_plans
 from quartet_plugin.planner.table_schedules import is_searched, is_turning
@@ -35,6 +36,7 @@ from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.search.engine import search
 from quartet_plugin.schedule.search.limits import FREE, FamilyLimits
 from quartet_plugin.space.config import SEARCHED
+from quartet_plugin.space.layouts import runs_custom_schedules
 
 # Layouts whose orders are searched, the most actions of a step, and the work on each: evaluations x actions.
 MAX_SEARCHED, MAX_ACTIONS, WORK = 10, 24_000, 400_000
@@ -92,6 +94,7 @@ def may_search(job: PlanRequest, ranked: Ranked) -> bool:
         and num_actions <= MAX_ACTIONS
         and is_searched(job)
         and (is_asked or (splits_backward and not is_grouped))
+        and runs_custom_schedules(layout, shape=ranked.shape, rules=rules_of(job))
     )
 
 

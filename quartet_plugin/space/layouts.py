@@ -15,7 +15,7 @@ from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
 from quartet_plugin.space.knobs.divisors import nearest_words
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, SettingKnob, Value
-from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, DEGREES, LAYOUT_KNOBS, OPTIONS
+from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, DEGREES, LAYOUT_KNOBS, OPTIONS, SETTINGS
 from quartet_plugin.space.knobs.sequence_parallel import divides_sequence
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
 from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
@@ -72,14 +72,24 @@ def _of_choices(
 
 
 def chosen_layouts(
-    layouts: Iterable[Layout], knobs: Sequence[LayoutKnob], shape: ModelShape, rules: LayoutRules
+    layouts: Iterable[Layout],
+    knobs: Sequence[LayoutKnob],
+    shape: ModelShape,
+    rules: LayoutRules,
+    *,
+    is_custom: bool = False,
 ) -> Iterable[Layout]:
-    """The layouts with every legal choice of the knobs, the last knob varying fastest."""
+    """The layouts with every legal choice of the knobs, the last knob varying fastest.
+
+    `is_custom`: the layouts have a custom schedule.
+    """
     for knob in knobs:
         layouts = [
             knob.put(layout, value)
             for layout in layouts
-            for value in knob.choices(KnobContext(layout=layout, shape=shape, rules=rules))
+            for value in knob.choices(
+                KnobContext(layout=layout, shape=shape, rules=rules, is_custom=is_custom)
+            )
         ]
     return layouts
 
@@ -172,6 +182,13 @@ def schedules_of(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> tu
         ]
     prohibitions = rules.prohibitions
     return tuple(name for name in names if prohibitions.of_schedule(layout, name) is None)
+
+
+def runs_custom_schedules(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> bool:
+    """Whether the plugin's schedules run with the settings that the layout states."""
+    context = KnobContext(layout=layout, shape=shape, rules=rules, is_custom=True)
+    stated = {setting.name: setting.value for setting in layout.settings or ()}
+    return all(knob.fault(stated[knob.name], context) is None for knob in SETTINGS if knob.name in stated)
 
 
 def faults_of_written(
@@ -285,18 +302,28 @@ def _with_free(
 
 
 def check_offered(
-    knobs: Sequence[LayoutKnob], layouts: Sequence[Layout], *, shape: ModelShape, rules: LayoutRules
+    knobs: Sequence[LayoutKnob],
+    layouts: Sequence[Layout],
+    *,
+    shape: ModelShape,
+    rules: LayoutRules,
+    is_custom: bool = False,
 ) -> None:
     """Raises ConfigError for a knob of whose requested values none of the layouts, which it offers, has one.
 
-    It is for knobs that are chosen last, so that a value can be refused by any layout that has the knob.
+    `is_custom`: all layouts have a custom schedule. It is for knobs that are chosen last, so that a value can
+    be refused by any layout that has the knob.
     """
     for knob in knobs:
         wanted = [value for value in rules.search.requested(knob.name) or () if value != STOCK]
         commands = {rules.job.setting(knob.name)} if isinstance(knob, SettingKnob) else set()
         if not wanted or {*commands, *(knob.in_layout(layout) for layout in layouts)} & set(wanted):
             continue
-        contexts = (KnobContext(layout=x, shape=shape, rules=rules) for x in layouts if knob.applies(x))
+        contexts = (
+            KnobContext(layout=layout, shape=shape, rules=rules, is_custom=is_custom)
+            for layout in layouts
+            if knob.applies(layout)
+        )
         fault = next(filter(None, (knob.fault(wanted[0], context) for context in contexts)), None)
         words = fault or "it does nothing in any layout of the search"
         if commands == {None}:

@@ -17,6 +17,7 @@ from quartet_plugin.planner.command_job import job_of_command
 from quartet_plugin.planner.described_space import first_plans, space_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import layout_table_of
+from quartet_plugin.planner.order_search import may_search
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import rank
 from quartet_plugin.space.knobs.registry import OPTIONS
@@ -38,6 +39,10 @@ EXPERTS: dict[str, Any] = {
     "moe_token_dispatcher": ["allgather", "alltoall"],
     "expert_tensor_parallel": [0, 1],
     "recompute_modules": ["moe_act", "layernorm+moe"],
+    "moe_shared_expert_overlap": [True, False],
+    "overlap_moe_expert_parallel_comm": [True, False],
+    "delay_wgrad_compute": [True, False],
+    "moe_grouped_gemm": [True, False],
 }
 
 
@@ -49,10 +54,16 @@ def random_job(seed: int) -> PlanRequest:
     names = draw.sample(sorted(known), 3)
     model = {"num_layers": draw.randint(2, 5), "gated_ffn": True, "vocab_size": draw.choice([1000, 64000])}
     if has_experts:
-        model |= {"num_experts": 4, "num_dense_layers": draw.choice([0, 1])}
+        model |= {
+            "num_experts": 4,
+            "num_dense_layers": draw.choice([0, 1]),
+            "shared_expert_ffn_hidden_size": 512,
+        }
     cluster = {"devices_per_node": 4, "memory_bytes": draw.choice([5, 8, 80]) * 2**30}
     search = {"micro_batch_size": [1, 2], "schedule": ["stock", "zb-h1"], "virtual_stages": 1}
     search |= {name: known[name] for name in names}
+    if "overlap_moe_expert_parallel_comm" in names:
+        search["virtual_stages"] = [1, 2]
     return parse_job(job_data(model=model, cluster=cluster, search=search), where="job")
 
 
@@ -66,6 +77,35 @@ def test_the_best_of_searched_settings_is_that_of_exhaustive_search(seed: int) -
     quick = rank(job, top=3)
     assert quick.best == every.best
     assert quick.num_considered == every.num_predicted + every.num_too_large
+
+
+def test_a_custom_schedule_has_no_setting_that_needs_the_frameworks() -> None:
+    """The all-to-all overlap runs in Megatron's schedules alone, not in named ones nor in searched orders."""
+    model = {"num_layers": 4, "num_experts": 4}
+    search = {
+        "pipeline_parallel": 2,
+        "virtual_stages": [1, 2],
+        "overlap_moe_expert_parallel_comm": [True, False],
+    }
+    data = job_data(model=model, search=search)
+    job = parse_job(data | {"search": search | {"schedule": ["stock", "zb-v", "searched"]}}, where="job")
+    table = layout_table_of(job, job.shape)
+    overlapped = {
+        table.schedule(row).is_custom
+        for row in range(len(table))
+        if table.layout(row).setting("overlap_moe_expert_parallel_comm") is True
+    }
+    assert overlapped == {False}
+    best = rank(job, top=200).best
+    is_on = [plan.layout.setting("overlap_moe_expert_parallel_comm") is True for plan in best]
+    assert {may_search(job, plan) for plan, on in zip(best, is_on, strict=True) if on} == {False}
+    assert any(may_search(job, plan) for plan in best)
+    alone = parse_job(
+        data | {"search": search | {"overlap_moe_expert_parallel_comm": True, "schedule": "zb-v"}},
+        where="job",
+    )
+    with pytest.raises(ConfigError, match="runs in the framework's own schedules alone"):
+        layout_table_of(alone, alone.shape)
 
 
 @pytest.mark.parametrize("seed", range(6))
