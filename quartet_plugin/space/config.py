@@ -189,6 +189,7 @@ class ScalingConfig(Section):
 UNLIMITED = "unlimited"
 _Slack = Annotated[float, Field(ge=0.0, le=1e4)] | Literal["unlimited"]
 _Waiting = Annotated[int, Field(ge=0, le=10**4)] | Literal["unlimited"]
+_Cap = Annotated[float, Field(ge=1.0, le=1e6)] | Literal["unlimited"]
 _Placement = Literal["linear", "loop", "v", "snake"]
 
 
@@ -200,20 +201,22 @@ class FamilyConfig(Section):
     """
 
     slack: Annotated[tuple[_Slack, ...] | None, BeforeValidator(choices), AfterValidator(distinct)] = Field(
-        default=None, description="microbatches that an action may overtake others by: 0 is a static order"
+        default=None,
+        description="microbatches of overtaking, 0: a static order; auto: any",
     )
     weight_gradients: Annotated[
         tuple[_Waiting, ...] | None, BeforeValidator(choices), AfterValidator(distinct)
-    ] = Field(default=None, description="weight gradients that may wait; 0: each follows its input gradient")
-    memory_cap: float | None = Field(
+    ] = Field(
         default=None,
-        ge=1.0,
-        le=1e6,
-        description="activations that a device may hold, in those of one microbatch there",
+        description="weight gradients that may wait, 0: none; auto: any number",
+    )
+    memory_cap: _Cap = Field(
+        default="unlimited",
+        description="activations that a device may hold, in those of one microbatch",
     )
     placement: Annotated[
         tuple[_Placement, ...] | None, BeforeValidator(choices), AfterValidator(distinct)
-    ] = Field(default=None, description="where stages lie: linear, loop, v or snake")
+    ] = Field(default=None, description="where stages lie: linear, loop, v or snake; auto: any")
 
     @property
     def limits(self) -> FamilyLimits:
@@ -221,14 +224,19 @@ class FamilyConfig(Section):
         return FamilyLimits(
             slacks=_numbers(self.slack),
             w_limits=_numbers(self.weight_gradients),
-            memory_cap=math.inf if self.memory_cap is None else self.memory_cap,
+            memory_cap=_number(self.memory_cap),
             placements=None if self.placement is None else tuple(map(PlacementKind, self.placement)),
         )
 
 
 def _numbers(values: Sequence[float | str] | None) -> tuple[float, ...] | None:
-    """The numbers of a request, in which `unlimited` is infinity."""
-    return None if values is None else tuple(float("inf" if x == UNLIMITED else x) for x in values)
+    """The numbers of a request."""
+    return None if values is None else tuple(map(_number, values))
+
+
+def _number(value: float | str) -> float:
+    """A number, infinity for `unlimited`."""
+    return math.inf if value == UNLIMITED else float(value)
 
 
 def _partition_label(value: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from quartet_plugin.model.sections import Section
-from quartet_plugin.space.config import ScalingConfig, SearchConfig
+from quartet_plugin.space.config import FamilyConfig, ScalingConfig, SearchConfig
 from quartet_plugin.tuner.config import TuneConfig
 
 _HEAD = """\
@@ -23,6 +23,8 @@ _EXAMPLES = {
     "site": "site.yaml",
     "nodes": "16",
 }
+# The sections of `search` that are absent by default.
+_SECTIONS: dict[str, type[Section]] = {"scaling": ScalingConfig, "schedule_family": FamilyConfig}
 _COLUMN = 44
 
 
@@ -40,11 +42,11 @@ def config_text() -> str:
 
 def _section(kind: type[Section], *, indent: str) -> Iterator[str]:
     for name, known in kind.model_fields.items():
-        if name == "scaling":
-            yield f"# {indent}scaling:".ljust(_COLUMN) + f"# {known.description}"
-            yield from _section(ScalingConfig, indent=f"{indent}  ")
+        if name in _SECTIONS:
+            yield f"# {indent}{name}:".ljust(_COLUMN) + f"# {known.description}"
+            yield from _section(_SECTIONS[name], indent=f"{indent}  ")
         else:
-            yield _line(name, known, indent=indent, is_axis=kind in (SearchConfig, ScalingConfig))
+            yield _line(name, known, indent=indent, is_axis=kind in (SearchConfig, *_SECTIONS.values()))
 
 
 def _line(name: str, known: FieldInfo, *, indent: str, is_axis: bool) -> str:

@@ -237,7 +237,12 @@ class Coordinator:
             if len(space.nodes) > 1 or any(part.num_nodes for part in self._slices):
                 search.restore_nodes(study.trials())
             self._say(self._with_workers(search).spend() if self._slices else search.spend())
-            trials = study.trials()
+            baseline_trial, *others = study.trials()
+            # Those of an earlier process come without a prediction.
+            trials = [
+                baseline_trial,
+                *(replace(trial, plan=search.with_relative_cost(trial.plan)) for trial in others),
+            ]
         finally:
             study.close()
         ranked = search.best_trials(trials)

@@ -137,13 +137,19 @@ class SequentialSearch:
 
     def predict(self, proposal: Proposal, trials: list[FinishedTrial]) -> Proposal:
         """The proposal with its predictions: before any trial, and calibrated where there is a proposer."""
-        cost = self.predictor.relative_cost(proposal.plan, baseline=self.space.baseline)
-        prediction = Prediction(iteration_s=None, relative_cost=cost, peak_memory_bytes=None)
-        proposal = replace(proposal, plan=replace(proposal.plan, prediction=prediction))
+        proposal = replace(proposal, plan=self.with_relative_cost(proposal.plan))
         if self.proposer is None:
             return proposal
         self._show_slow_nodes(self.proposer)
         return self.proposer.predict(proposal, trials)
+
+    def with_relative_cost(self, plan: Plan) -> Plan:
+        """The plan with what is predicted before any trial, where it has no prediction."""
+        if plan.prediction is not None:
+            return plan
+        cost = self.predictor.relative_cost(plan, baseline=self.space.baseline)
+        prediction = Prediction(iteration_s=None, relative_cost=cost, peak_memory_bytes=None)
+        return replace(plan, prediction=prediction)
 
     def _show_slow_nodes(self, proposer: Proposer) -> None:
         """Let plans be predicted as they run on nodes that are slow now."""

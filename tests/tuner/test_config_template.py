@@ -7,14 +7,14 @@ import yaml
 
 from quartet_plugin.cli.main import main
 from quartet_plugin.model.sections import Section
-from quartet_plugin.space.config import ScalingConfig
+from quartet_plugin.space.config import FamilyConfig, ScalingConfig
 from quartet_plugin.tuner.config import TuneConfig, parse_config, read_config
 from quartet_plugin.tuner.config_template import config_text
 
 
 def sections() -> list[type[Section]]:
     nested = [type(known.default) for known in TuneConfig.model_fields.values()]
-    return [TuneConfig, ScalingConfig, *(kind for kind in nested if issubclass(kind, Section))]
+    return [TuneConfig, ScalingConfig, FamilyConfig, *(kind for kind in nested if issubclass(kind, Section))]
 
 
 def test_every_key_is_explained() -> None:
@@ -41,16 +41,19 @@ def test_with_every_comment_taken_away_it_is_read() -> None:
     """Only the keys whose default is nothing then say something: the name, the files and the shapes."""
     lines = config_text().partition("\n\n")[2].splitlines()
     data = yaml.safe_load("\n".join(line.removeprefix("# ") for line in lines))
-    for kind, content in ((TuneConfig, data), (ScalingConfig, data["search"]["scaling"])):
-        assert set(content) == set(kind.model_fields)
+    search = data["search"]
+    assert set(data) == set(TuneConfig.model_fields)
+    assert set(search["scaling"]) == set(ScalingConfig.model_fields)
+    assert set(search["schedule_family"]) == set(FamilyConfig.model_fields)
     changed = {
         "run": None,
         "machine": {},
         "site": None,
         "nodes": None,
-        "search": {**data["search"], "scaling": None},
+        "search": {**search, "scaling": None},
     }
     plain = {name: changed.get(name, value) for name, value in data.items()}
-    del plain["run"], plain["search"]["scaling"]
+    del plain["run"], plain["search"]["scaling"], plain["search"]["schedule_family"]
     assert parse_config(plain, where="q") == TuneConfig()
     assert parse_config(data, where="q").search.scaling == ScalingConfig()
+    assert parse_config(data, where="q").search.schedule_family == FamilyConfig()
