@@ -27,12 +27,12 @@ def test_nothing_is_started_and_nothing_written(tmp_path: Path, capsys: pytest.C
         "-m quartet_plugin.megatron",
         "at most 7 plans, each 1 to 10 + 4 to 10 iterations",
         "15 launches: 2 plans and your own command, in 5 rounds",
-        "tensor_parallel         1, 2: devices that share each layer",
-        "schedule                zb-h1",
-        "pipeline_parallel       auto",
+        "tensor_parallel 1, 2: devices that share each layer",
+        "schedule zb-h1",
+        "pipeline_parallel auto",
         "nothing was started",
     ):
-        assert words in text
+        assert words in " ".join(text.split())
     assert "abcdefgh" not in text
     names = [line[10:].split(" ")[0] for line in text[text.index("\nsearch ") :].splitlines()]
     assert set(type(TuneConfig().search).model_fields) <= set(names)

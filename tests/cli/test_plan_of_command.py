@@ -63,7 +63,6 @@ def test_the_request_is_the_one_of_a_job_file() -> None:
         "overlap_moe_expert_parallel_comm": False,
         "delay_wgrad_compute": False,
         "moe_grouped_gemm": False,
-        "optimizer_cpu_offload": False,
     }
     layout = read.layout
     assert (layout.tensor_parallel, layout.pipeline_parallel, layout.data_parallel) == (2, 2, 2)

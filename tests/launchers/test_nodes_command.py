@@ -36,7 +36,7 @@ def test_a_program_that_is_not_read_starts_on_each_node() -> None:
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (["torchrun", "--nnodes", "4", "t.py"], r"--nnodes 4, and trial.nodes is 2; leave --nnodes out"),
+        (["torchrun", "--nnodes", "4", "t.py"], r"--nnodes 4, and trial.nodes is 2; omit --nnodes"),
         (["torchrun", "--nnodes", "1:4", "t.py"], "a range of nodes"),
         (["python", "t.py"], "starts one process: write it with torchrun"),
         (["deepspeed", "t.py", "--deepspeed_config", "d"], "write the command with torchrun"),

@@ -68,7 +68,10 @@ def test_another_expression_is_refused(text: str) -> None:
     [
         (["--num-layers", "many"], "--num-layers: 'many'"),
         (["--hidden-size"], "--hidden-size: its value is missing"),
-        (["--optimizer-cpu-offload"], "--optimizer-cpu-offload: the cost model does not support offloading"),
+        (
+            ["--cpu-offloading-num-layers", "2"],
+            "--cpu-offloading-num-layers: the cost model does not support",
+        ),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp"),
         (["--fp4-format", "e2m1"], "--fp4-format"),
     ],

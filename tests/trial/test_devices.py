@@ -146,7 +146,7 @@ def test_row_35_errors_of_this_attempt_count_and_earlier_ones_do_not() -> None:
     fault = guard.fault({})
     assert fault is not None
     assert "GPU-0" in fault
-    assert "2 memory errors" in fault
+    assert "2 uncorrectable memory errors" in fault
 
 
 def test_row_10_memory_that_comes_back_is_waited_for() -> None:

@@ -139,7 +139,7 @@ def test_a_hang_says_where_every_device_is(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(PairTransport, "post", deaf)
     monkeypatch.setattr(PairTransport, "wait", lambda *_: time.sleep(600))
     schedule = named("1f1b", num_devices=2, num_microbatches=2)
-    with pytest.raises(InfrastructureError, match=r"hangs: .*device 1 at waiting for .*0 from device 0"):
+    with pytest.raises(InfrastructureError, match=r"hung: .*device 1 at waiting for .*0 from device 0"):
         rehearsal(schedule, tmp_path, hang_s=1.0).run()
 
 
