@@ -146,7 +146,7 @@ def test_a_node_that_is_lost_is_named(tmp_path: Path) -> None:
         nodes.kill_a_node()
         wait_until(lambda: handle.poll() is not None, what="the end")
         assert handle.fault is not None
-        assert handle.fault.startswith("Ray lost ")
+        assert handle.fault.startswith("Ray has lost ")
         assert handle.end_on_nodes() == ()
 
 

@@ -18,6 +18,7 @@ from tests.short_rounds import short_rounds as short_rounds
 from tests.tuner.live_studies import launch_settings as launch_settings
 from tests.tuner.live_studies import tune
 
+FULL_SEARCHES = True  # read by `short_searches`
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
