@@ -277,6 +277,7 @@ FROM_NOTHING = {
     "the demo, installation included": r"the demo takes (\d+ minutes), installation included",
     "the tests of every change, after the demo": r"and the tests (\d+ minutes) more",
     "the package with Megatron, in another environment": r"\[megatron\]' +# ([\d.]+ minutes)",
+    "the package with DeepSpeed, in another environment": r"`\[deepspeed\]` takes ([\d.]+ minutes)",
 }
 
 
