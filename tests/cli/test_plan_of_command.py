@@ -10,6 +10,7 @@ import pytest
 
 from quartet_plugin.cli.main import main
 from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.plan import read_plan
 from quartet_plugin.planner.command_job import job_of_command
 from quartet_plugin.planner.described_job import request_of
@@ -68,6 +69,13 @@ def test_the_request_is_the_one_of_a_job_file() -> None:
     assert (layout.tensor_parallel, layout.pipeline_parallel, layout.data_parallel) == (2, 2, 2)
     assert read.split.transformer_layers_per_stage == (4, 4)
     assert read.unread == ("--lr", "--data-path")
+
+
+def test_grouped_products_are_read_where_the_model_has_experts() -> None:
+    flags = "--num-experts 4 --moe-ffn-hidden-size 512 --moe-grouped-gemm"
+    read = job_of_command(parse_command(words(flags)), sections={"cluster": "H100"})
+    assert Setting(name="moe_grouped_gemm", value=True) in read.request.settings
+    assert "--moe-grouped-gemm" not in read.unread
 
 
 @pytest.mark.parametrize(("dispatcher", "is_limited"), [("alltoall", False), ("flex", True)])
