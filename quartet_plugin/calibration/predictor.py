@@ -208,13 +208,14 @@ class PlanPredictor:
         return seconds / (baseline_s * work)
 
     def _assumed_seconds(self, plan: Plan) -> float | None:
-        """Seconds an iteration with every coefficient at what is assumed; None where it has no prediction."""
+        """Seconds per iteration with all coefficients at their assumed values; None without a prediction."""
         key = plan.identity
         if key not in self._assumed_s:
             self._assumed_s[key] = None
             with suppress(QuartetError):
                 assumed = np.zeros(self.machine_model.num_coefficients)
-                self._assumed_s[key] = self._model_of(plan).evaluate(assumed)[0] or None
+                seconds, _ = self._model_of(plan).evaluate(assumed)
+                self._assumed_s[key] = seconds if seconds > 0.0 else None
         return self._assumed_s[key]
 
     @property

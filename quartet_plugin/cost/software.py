@@ -36,11 +36,13 @@ _GRAPHED = {
     "graphed_mlp": 0.1,
     "graphed_layer": 1.0,
 }
-# The settings that run experts' exchanges beside computation, and what each is of a `Software`.
-_EXPERT_OVERLAPS = {
+# The settings that are switches of GPUs alone, and the field of a `Software` that each sets.
+_SWITCHES_OF_GPU = {
     "moe_shared_expert_overlap": "shared_expert_overlap",
     "overlap_moe_expert_parallel_comm": "expert_overlap",
     "delay_wgrad_compute": "delayed_weight_gradients",
+    "moe_grouped_gemm": "grouped_experts",
+    "optimizer_cpu_offload": "offloads_optimizer",
 }
 # Dispatchers that send a token to another domain once, and order it there by themselves.
 _SENDS_ONCE = frozenset({"moe_deepep", "moe_hybridep"})
@@ -99,19 +101,19 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
 
     Where collectives stop the computation, as on processors, no setting makes them overlap.
     """
-    overlaps: dict[str, Any] = {
-        field: settings.get(name, getattr(software, field)) is True and not software.plain_operations
-        for name, field in _EXPERT_OVERLAPS.items()
+    # No processor runs another value of these than its own.
+    of_gpu = {} if software.plain_operations else settings
+    switches: dict[str, Any] = {
+        field: of_gpu.get(name, getattr(software, field)) is True for name, field in _SWITCHES_OF_GPU.items()
     }
-    parts = settings.get("cuda_graph_modules")
-    is_graphed = isinstance(parts, str) and not software.plain_operations
+    parts = of_gpu.get("cuda_graph_modules")
     # Megatron gathers parameters beside the forward only where it reduces gradients beside the backward.
     reduces = settings.get("overlap_grad_reduce", True) is True
     return replace(
         software,
-        **overlaps,
-        graphed_share=_graphed_share(f"graphed_{part}" for part in str(parts).split("+"))
-        if is_graphed
+        **switches,
+        graphed_share=_graphed_share(f"graphed_{part}" for part in parts.split("+"))
+        if isinstance(parts, str)
         else software.graphed_share,
         data_overlap=software.data_overlap and reduces,
         gather_overlap=software.gather_overlap
@@ -119,10 +121,6 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
         and settings.get("overlap_param_gather", True) is True,
         bucket_elements=float(settings.get("ddp_bucket_size") or software.bucket_elements),
         gathers_tokens=settings.get("moe_token_dispatcher") == "allgather",
-        offloads_optimizer=settings.get("optimizer_cpu_offload", software.offloads_optimizer) is True
-        and not software.plain_operations,
-        grouped_experts=settings.get("moe_grouped_gemm", software.grouped_experts) is True
-        or software.plain_operations,
     )
 
 

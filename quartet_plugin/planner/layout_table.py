@@ -164,10 +164,8 @@ def _with_partitions(
     choices = [TENSOR_PARTITION.choices(context) for context in contexts]
     labels = list(dict.fromkeys([STOCK, *(str(label) for labels in choices for label in labels)]))
     legal = [[labels.index(str(label)) for label in choice] for choice in choices]
-    counts = np.array([len(cuts) for cuts in legal], dtype=np.int64)
-    each = np.array([cut for key in inverse.tolist() for cut in legal[key]], dtype=np.int64)
     partitions = tuple(partition_from_label(label) for label in labels)
-    rows = np.repeat(columns, counts[inverse], axis=0)
+    rows, each = _repeated(columns, inverse, legal)
     return np.column_stack([rows, each, np.zeros_like(each)]), partitions
 
 
@@ -176,7 +174,7 @@ def _with_options(
 ) -> tuple[IntArray, tuple[LayoutOptions, ...]]:
     """The rows once for each choice of sequence parallelism and settings that the search leaves them.
 
-    Raises ConfigError for a setting of whose values no row may have one.
+    Raises ConfigError for a setting if no row may have any of its requested values.
     """
     knobs: list[LayoutKnob] = [
         knob for knob in (SEQUENCE_PARALLEL, *SETTINGS) if rules.search.requested(knob.name) != (STOCK,)
@@ -201,11 +199,16 @@ def _with_options(
     each = [[(layout.sequence_parallel, layout.settings) for layout in layouts] for layouts in offered]
     options = tuple(dict.fromkeys(option for choices in each for option in choices))
     number = {option: index for index, option in enumerate(options)}
-    counts = np.array([len(choices) for choices in each], dtype=np.int64)
-    picked = [number[option] for key in inverse.tolist() for option in each[key]]
-    rows = np.repeat(columns, counts[inverse], axis=0)
+    rows, picked = _repeated(columns, inverse, [[number[option] for option in choices] for choices in each])
     rows[:, OPTION] = picked
     return rows, options
+
+
+def _repeated(columns: IntArray, keys: IntArray, choices: list[list[int]]) -> tuple[IntArray, IntArray]:
+    """The rows once for each choice that their key has, and these choices."""
+    counts = np.array([len(choice) for choice in choices], dtype=np.int64)
+    each = np.array([number for key in keys.tolist() for number in choices[key]], dtype=np.int64)
+    return np.repeat(columns, counts[keys], axis=0), each
 
 
 def _axes(columns: IntArray) -> dict[str, IntArray]:

@@ -77,7 +77,7 @@ def exact_optimum(
     device_s, path_s = root_bounds(relaxed)
     unit_s = max(float(device_s.max()), path_s) or 1.0
     problem = _problem(costs, stages, relaxed, full_backward, unit_s)
-    # The time limit is not for the kernel's compilation, which a pass of a row per level brings with it.
+    # A pass that keeps one row per level compiles the kernel, which the time limit does not include.
     _search(problem, full_backward, 1, np.inf, deadline=np.inf, clock=clock)
     started = clock()
     best: _Incumbent | None = None

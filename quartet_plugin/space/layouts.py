@@ -309,7 +309,7 @@ def check_offered(
     rules: LayoutRules,
     is_custom: bool = False,
 ) -> None:
-    """Raises ConfigError for a knob of whose requested values none of the layouts, which it offers, has one.
+    """Raises ConfigError for a knob if none of the layouts, which it offers, has any of its requested values.
 
     `is_custom`: all layouts have a custom schedule. It is for knobs that are chosen last, so that a value can
     be refused by any layout that has the knob.
@@ -324,11 +324,16 @@ def check_offered(
             for layout in layouts
             if knob.applies(layout)
         )
-        fault = next(filter(None, (knob.fault(wanted[0], context) for context in contexts)), None)
-        words = fault or "it does nothing in any layout of the search"
+        words = _first_fault(knob, wanted[0], contexts)
         if commands == {None}:
             words = "the command's own value is not known"
         raise ConfigError(f"search.{knob.name}: {knob.request_text(wanted[0])}; {words}")
+
+
+def _first_fault(knob: LayoutKnob, value: Value, contexts: Iterable[KnobContext]) -> str:
+    """The first rule that the value breaks in these layouts; without one no layout has the knob."""
+    faults = (knob.fault(value, context) for context in contexts)
+    return next(filter(None, faults), "it does nothing in any layout of the search")
 
 
 def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: LayoutRules) -> str | None:
@@ -356,6 +361,5 @@ def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: Lay
             if isinstance(knob, SettingKnob) and rules.job.setting(knob.name) is None:
                 return f"{name}; the framework did not report the command's own value"
             able = [context for context in contexts if knob.applies(context.layout)]
-            faults = (knob.fault(wanted[0], context) for context in able or _with_free(knob, layouts, rules))
-            return f"{name}; {next(filter(None, faults), 'it does nothing in any layout of the search')}"
+            return f"{name}; {_first_fault(knob, wanted[0], able or _with_free(knob, layouts, rules))}"
     return None

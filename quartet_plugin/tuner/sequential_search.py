@@ -343,7 +343,7 @@ def check_progress(trials: list[FinishedTrial], *, num_before: int = 0) -> None:
 
 
 def clearly_slower(trials: list[FinishedTrial]) -> float:
-    """How many times longer than the best plan's per iteration of a plan is that cannot be the best.
+    """The ratio of a plan's seconds per iteration to the best plan's above which it cannot be the best.
 
     The best of several is partly lucky and launches scatter, so that a smaller lead may turn round.
     """

@@ -7,7 +7,6 @@ from typing import Any
 
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.megatron_arguments import value_in_words
-from quartet_plugin.model.recompute_modules import modules_of
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault
 
@@ -62,7 +61,7 @@ def _parts_fault(value: Value, context: KnobContext) -> str | None:
     if has_routing and {"moe_capacity", "fp8"} & set(features):
         return "moe_preprocess: refused with a capacity, or padding of the router for fp8"
     if context.layout.recompute == "selective":
-        again = set(modules_of(str(context.setting("recompute_modules") or "")))
+        again = set(context.recomputed_modules)
         if has_routing and "moe" in again:
             return "moe_router: refused beside recompute of moe"
         if "attn" in parts and "core_attn" in again:

@@ -4,9 +4,8 @@ weight gradients.
 
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.recompute_modules import modules_of
 from quartet_plugin.space.features import Axis
-from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault
+from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault, off_and_on
 from quartet_plugin.space.knobs.token_dispatcher import ALLTOALL, FLEX
 
 SHARED, OVERLAP, DELAY = (
@@ -17,10 +16,6 @@ SHARED, OVERLAP, DELAY = (
 # Features beside which another value was not tried: graphs are captured for one order of work, and sharded
 # or offloaded tensors come and go in one.
 _BOUND = ("cuda_graphs", "fsdp", "cpu_offload")
-
-
-def _switches(context: KnobContext) -> tuple[bool, ...]:
-    return (False, True)
 
 
 def _exchanges(layout: Layout) -> bool:
@@ -43,10 +38,6 @@ def _dispatcher_fault(context: KnobContext) -> str | None:
     return None if has_it else "needs --moe-token-dispatcher-type alltoall or flex"
 
 
-def _recomputes(context: KnobContext, module: str) -> bool:
-    return module in modules_of(str(context.setting("recompute_modules") or ""))
-
-
 def _kept_beside_shared(rules: KnobRules) -> str | None:
     if (kept := _kept_on_device(rules)) is not None:
         return kept
@@ -64,7 +55,7 @@ def _fault_beside_shared(value: Value, context: KnobContext) -> str | None:
         return None
     if context.is_on(OVERLAP, feature="overlap_moe"):
         return "refused beside --overlap-moe-expert-parallel-comm"
-    if context.layout.recompute == "selective" and _recomputes(context, "shared_experts"):
+    if context.layout.recompute == "selective" and "shared_experts" in context.recomputed_modules:
         return "refused beside recompute of shared_experts"
     return _dispatcher_fault(context)
 
@@ -96,7 +87,7 @@ def _fault_beside_microbatch(value: Value, context: KnobContext) -> str | None:
         return "runs in the framework's own schedules alone"
     if layout.recompute == "full":
         return "refused beside full recompute"
-    if _recomputes(context, "moe"):
+    if "moe" in context.recomputed_modules:
         return "refused beside recompute of moe"
     if context.is_on(SHARED, feature="moe_shared_expert_overlap"):
         return "refused beside --moe-shared-expert-overlap"
@@ -125,7 +116,7 @@ SHARED_EXPERT_OVERLAP = SettingKnob(
     destination="moe_shared_expert_overlap",
     needs_gpu=True,
     default="stock",
-    offers=_switches,
+    offers=off_and_on,
     fault=_fault_beside_shared,
     kept=_kept_beside_shared,
     read_back=lambda live: getattr(live.model, "moe_shared_expert_overlap", None),
@@ -147,7 +138,7 @@ EXPERT_OVERLAP = SettingKnob(
     destination="overlap_moe_expert_parallel_comm",
     needs_gpu=True,
     default="stock",
-    offers=_switches,
+    offers=off_and_on,
     fault=_fault_beside_microbatch,
     kept=_kept_beside_microbatch,
     read_back=lambda live: getattr(live.model, "overlap_moe_expert_parallel_comm", None),
@@ -167,7 +158,7 @@ DELAYED_WEIGHT_GRADIENTS = SettingKnob(
     destination="delay_wgrad_compute",
     needs_gpu=True,
     default="stock",
-    offers=_switches,
+    offers=off_and_on,
     fault=_delay_fault,
     kept=_kept_beside_microbatch,
     read_back=lambda live: getattr(live.model, "delay_wgrad_compute", None),

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.megatron_arguments import value_in_words
 from quartet_plugin.model.plan import STOCK, Plan
+from quartet_plugin.model.recompute_modules import modules_of
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.features import Axis
@@ -76,6 +77,11 @@ class KnobContext:
         """A setting's value in the layout: the plan's, or the command's where the plan keeps it."""
         planned = self.layout.setting(name)
         return self.rules.job.setting(name) if planned is None else planned
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """The modules that selective recompute repeats, as the plan or the command says them."""
+        return modules_of(str(self.setting("recompute_modules") or ""))
 
     def is_on(self, name: str, *, feature: str) -> bool:
         """Whether a switch is on; `feature` tells it of a command whose settings were not read."""
@@ -314,6 +320,11 @@ def kept_fault(value: Value, command: Value, reason: str | None) -> str | None:
         return None
     words = value_text(command)
     return f"must be the command's own {words}: {reason}"
+
+
+def off_and_on(context: KnobContext) -> tuple[bool, ...]:
+    """The values of a switch."""
+    return (False, True)
 
 
 def never_faulty(value: Value, context: KnobContext) -> str | None:

@@ -1,16 +1,11 @@
 """Grouped products: a device's experts in one call, or one expert after the other."""
 
 from quartet_plugin.model.frameworks import MEGATRON
-from quartet_plugin.model.recompute_modules import modules_of
 from quartet_plugin.space.features import Axis
-from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault
+from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault, off_and_on
 
 # Features that want grouped products in some of their forms, of which no rule here can tell.
 _BOUND = ("cuda_graphs", "cpu_offload", "moe_flex_dispatcher")
-
-
-def _offers(context: KnobContext) -> tuple[bool, ...]:
-    return (False, True)
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
@@ -20,8 +15,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return kept
     if value:
         return None if "no_linear_bias" in rules.job.features else "needs --disable-bias-linear"
-    modules = modules_of(str(context.setting("recompute_modules") or ""))
-    is_recomputed = context.layout.recompute == "selective" and "moe_act" in modules
+    is_recomputed = context.layout.recompute == "selective" and "moe_act" in context.recomputed_modules
     return "recompute of moe_act needs it" if is_recomputed else None
 
 
@@ -48,7 +42,7 @@ MOE_GROUPED_GEMM = SettingKnob(
     destination="moe_grouped_gemm",
     needs_gpu=True,
     default="stock",
-    offers=_offers,
+    offers=off_and_on,
     fault=_fault,
     kept=_kept,
     read_back=lambda live: getattr(live.model, "moe_grouped_gemm", None),

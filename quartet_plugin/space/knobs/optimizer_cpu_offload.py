@@ -2,14 +2,10 @@
 
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.space.features import Axis
-from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault
+from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault, off_and_on
 
 # Features that hold the optimizer's state in a way of their own, or of which a rule here cannot tell.
 _BOUND = ("fsdp", "torch_fsdp", "fp8", "fp4", "optimizer_offload_part")
-
-
-def _offers(context: KnobContext) -> tuple[bool, ...]:
-    return (False, True)
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
@@ -42,7 +38,7 @@ OPTIMIZER_CPU_OFFLOAD = SettingKnob(
     destination="optimizer_cpu_offload",
     needs_gpu=True,
     default="stock",
-    offers=_offers,
+    offers=off_and_on,
     fault=_fault,
     kept=_kept,
     read_back=lambda live: live.offloads_optimizer,

@@ -2,11 +2,14 @@
 
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.space.features import Axis
-from quartet_plugin.space.knobs.knob import KnobContext, SettingKnob, Value, has_copies, never_kept
-
-
-def _offers(context: KnobContext) -> list[bool]:
-    return [False, True]
+from quartet_plugin.space.knobs.knob import (
+    KnobContext,
+    SettingKnob,
+    Value,
+    has_copies,
+    never_kept,
+    off_and_on,
+)
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
@@ -25,7 +28,7 @@ OVERLAP_GRAD_REDUCE = SettingKnob(
     flag="--overlap-grad-reduce",
     destination="overlap_grad_reduce",
     default="stock",
-    offers=_offers,
+    offers=off_and_on,
     fault=_fault,
     kept=never_kept,
     read_back=lambda live: bool(live.optimizer.overlap_grad_reduce),

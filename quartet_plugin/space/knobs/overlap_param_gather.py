@@ -2,11 +2,14 @@
 
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.space.features import Axis
-from quartet_plugin.space.knobs.knob import KnobContext, SettingKnob, Value, has_copies, never_kept
-
-
-def _offers(context: KnobContext) -> list[bool]:
-    return [False, True]
+from quartet_plugin.space.knobs.knob import (
+    KnobContext,
+    SettingKnob,
+    Value,
+    has_copies,
+    never_kept,
+    off_and_on,
+)
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
@@ -24,7 +27,7 @@ OVERLAP_PARAM_GATHER = SettingKnob(
     flag="--overlap-param-gather",
     destination="overlap_param_gather",
     default="stock",
-    offers=_offers,
+    offers=off_and_on,
     fault=_fault,
     kept=never_kept,
     read_back=lambda live: bool(live.optimizer.overlap_param_gather),

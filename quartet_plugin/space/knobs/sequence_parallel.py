@@ -4,16 +4,12 @@ from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.features import Axis
-from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, Value, never_kept
+from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, Value, never_kept, off_and_on
 
 
 def divides_sequence(layout: Layout, shape: ModelShape) -> bool:
     """Whether the tensor-parallel ranks can share the part of a sequence that a context-parallel rank has."""
     return (shape.seq_length // layout.context_parallel) % layout.tensor_parallel == 0
-
-
-def _offers(context: KnobContext) -> list[bool]:
-    return [False, True]
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
@@ -38,7 +34,7 @@ SEQUENCE_PARALLEL = LayoutKnob(
     rule="TP above 1 divides a CP rank's sequence; experts with TP need it (megatron/training/arguments.py)",
     flag="--sequence-parallel",
     default="stock",
-    offers=_offers,
+    offers=off_and_on,
     fault=_fault,
     kept=never_kept,
     read_back=lambda live: bool(live.model.sequence_parallel),
