@@ -174,7 +174,7 @@ class ReplayingLaunches:
                 quartet_version="0",
             ),
             precision=job.precision,
-            tolerance=tolerance_for(job.precision, tensor_parallel_differs=False),
+            tolerance=tolerance_for(job.precision, partition_differs=False),
             steps=(same,),
             verdict="passed",
             failure=None,

@@ -293,7 +293,7 @@ def simulate(
     if trace is not None:
         write_trace(trace, order, simulation, table)
     if as_json:
-        print(json.dumps(figures(simulation) | {"busy_s": simulation.busy_s.tolist()}))
+        print(json.dumps({"schema_version": 1, **figures(simulation), "busy_s": simulation.busy_s.tolist()}))
     else:
         show(*schedule_summary(order, simulation, memory_limit_bytes=table.memory_limit_bytes).split("\n"))
 
@@ -320,7 +320,7 @@ def bound(
         table, placement=fixed, layers_per_stage=layers, num_chunks=count, allow_empty=allow_empty
     )
     if as_json:
-        print(json.dumps({"makespan_s": value.makespan_s, "reason": value.reason}))
+        print(json.dumps({"schema_version": 1, "makespan_s": value.makespan_s, "reason": value.reason}))
     else:
         show(f"makespan >= {value.makespan_s!r} s", *value.reason.split("\n"))
 

@@ -17,7 +17,7 @@ from quartet_plugin.cost.iteration.step import (
 )
 from quartet_plugin.cost.iteration.terms import stage_parts
 from quartet_plugin.cost.memory import Memory, distinct_numbers, peak_memory
-from quartet_plugin.cost.rows import Resolved, check_keys, resolve_with_config
+from quartet_plugin.cost.rows import READ_KNOBS, Resolved, check_keys, resolve_with_config
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.model.layout import Recompute
@@ -49,7 +49,7 @@ def predict_rows(
         raise ConfigError(f"{where}: must be an array of rows, not {type(data).__name__}")
     for index, row in enumerate(data):
         if not isinstance(row, dict):
-            raise ConfigError(f"{where}: {index}: must be an object, not {type(row).__name__}")
+            raise ConfigError(f"{where}: [{index}]: must be an object, not {type(row).__name__}")
         check_keys(row, where=f"{where}: [{index}]")
     return [predict_row(row, constants=constants, devices=devices, folder=folder) for row in data]
 
@@ -85,11 +85,10 @@ def predict_row(
 
 
 def _unread_knobs(data: Mapping[str, Any]) -> list[str]:
-    """A warning for a recipe's own settings, none of which changes a prediction."""
+    """A warning that names the recipe's settings that no prediction reads."""
     knobs = data.get("knobs")
-    return (
-        [f"knobs: {', '.join(map(str, knobs))[:200]}: not read"] if knobs and isinstance(knobs, dict) else []
-    )
+    unread = [str(name) for name in knobs if name not in READ_KNOBS] if isinstance(knobs, dict) else []
+    return [f"knobs: {', '.join(unread)[:200]}: not read"] if unread else []
 
 
 def _fitting(resolved: Resolved) -> Memory:

@@ -25,6 +25,7 @@ from quartet_plugin.model.huggingface import model_section
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.megatron_arguments import stages_of_layout
+from quartet_plugin.model.recompute_modules import modules_of, modules_text
 from quartet_plugin.model.schema import Bounds, Length, parse, record, unknown_key
 from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS, ModelShape
 from quartet_plugin.model.tensor_partition import partition_from_label
@@ -90,6 +91,19 @@ class Row:
 
 
 ALLOWED: frozenset[str] = frozenset(column.name for column in fields(Row))
+# The settings of a recipe, of the column `knobs`, that a prediction reads.
+READ_KNOBS = frozenset(
+    {
+        "cuda_graph_impl",
+        "cuda_graph_scope",
+        "expert_tensor_parallel_size",
+        "moe_a2a_overlap",
+        "moe_flex_dispatcher_backend",
+        "pp_layout",
+        "recompute_modules",
+        "recompute_num_layers",
+    }
+)
 # The column that a HuggingFace config.json's key of the `model` section fills.
 _OF_SECTION = {
     "layers": "num_layers",
@@ -226,6 +240,7 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
         has_whole_experts=(row.knobs or {}).get("expert_tensor_parallel_size") == 1,
         has_block_scales=any(name in (row.precision or "").lower() for name in BLOCK_SCALED),
         recomputed_layers=_recomputed_layers(row),
+        recomputed_modules=_recomputed_modules(row),
         mtp_layers=row.mtp_layers or 0,
         imbalance=imbalance_of(features),
     )
@@ -375,6 +390,13 @@ def _recomputed_layers(row: Row) -> int | None:
     """The layers of each stage that full recompute repeats (block method), where the row states them."""
     count = (row.knobs or {}).get("recompute_num_layers")
     return count if isinstance(count, int) and count >= 0 else None
+
+
+def _recomputed_modules(row: Row) -> tuple[str, ...]:
+    """The modules of a layer that selective recompute repeats: attention's core where the row states none."""
+    stated = (row.knobs or {}).get("recompute_modules")
+    text = modules_text(map(str, stated)) if isinstance(stated, list) else None
+    return ("core_attn",) if text is None else modules_of(text)
 
 
 def _check_partition(shape: ModelShape, layout: Layout, *, is_plain: bool) -> None:

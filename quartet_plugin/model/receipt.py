@@ -164,11 +164,14 @@ class StepValues:
     expert_loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def tolerance_for(precision: Precision, *, tensor_parallel_differs: bool) -> Tolerance:
-    """Rounding that another order of the same sums may cause, by precision."""
+def tolerance_for(precision: Precision, *, partition_differs: bool) -> Tolerance:
+    """Rounding that another order of the same sums may cause, by precision.
+
+    `partition_differs`: linear layers are cut otherwise, by another tensor-parallel size or partition.
+    """
     if precision != "fp32":
         return Tolerance(loss=2e-3, grad_norm=1e-2)
-    limit = 5e-6 if tensor_parallel_differs else 1e-6
+    limit = 5e-6 if partition_differs else 1e-6
     return Tolerance(loss=limit, grad_norm=limit)
 
 

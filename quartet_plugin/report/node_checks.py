@@ -303,7 +303,7 @@ _CHECKS: tuple[Callable[[NodeFacts], CheckRow], ...] = (
     _disk,
     _limits,
     _nccl,
-    _same("programs", lambda node: ", ".join(node["programs"]), fix="use use use one image on all nodes"),
+    _same("programs", lambda node: ", ".join(node["programs"]), fix="use one image on all nodes"),
     _same(
         "variables", lambda node: ", ".join(node["nccl_variables"]), fix="NCCL_* must be equal on all nodes"
     ),

@@ -83,7 +83,7 @@ def table_lines(history: RunHistory) -> list[str]:
 
 
 def records(history: RunHistory) -> dict[str, Any]:
-    """Every trial as plain data, in seconds, bytes and FLOP/s as measured; see docs/formats.md."""
+    """Every trial as plain data, in seconds, bytes and FLOP/s as measured; see docs/report.md."""
     return {
         "schema_version": 1,
         "run": history.name,

@@ -23,6 +23,7 @@ from quartet_plugin.errors import InfeasibleError, InfrastructureError, PlanErro
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.protocol import Launcher
 from quartet_plugin.model.conversion import TRACKER
+from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, Plan, ScheduleChoice, Split
 from quartet_plugin.model.receipt import (
     MAX_REASON,
@@ -41,6 +42,7 @@ from quartet_plugin.model.receipt import (
     tolerance_for,
     worst_of,
 )
+from quartet_plugin.model.tensor_partition import TensorPartition
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.protocol.rank_files import RankFileReader
 from quartet_plugin.split.layers import even_split
@@ -159,9 +161,7 @@ class ParityGate:
         if job is None:
             raise ParityUnavailableError("the reference run wrote no job description; see its stdout.log")
         precision: Precision = job.precision
-        tolerance = tolerance_for(
-            precision, tensor_parallel_differs=job.layout.tensor_parallel != plan.layout.tensor_parallel
-        )
+        tolerance = tolerance_for(precision, partition_differs=_cut_of(plan.layout) != _cut_of(job.layout))
         failure = find_failure(plan, reference.steps, measured.steps, tolerance=tolerance)
         by_layout = None
         rounds_otherwise = reference_plan is None and plan.layout.reductions != job.layout.reductions
@@ -218,7 +218,7 @@ class ParityGate:
         if find_failure(stock, reference.steps, second.steps, tolerance=limit) is not None:
             note = f"stock itself differs by {max(loss_rounding, grad_norm_rounding):.2g}"
             return _with_note(failure, f"{note} under {plan.layout.label}"), None
-        strict = tolerance_for(precision, tensor_parallel_differs=False)
+        strict = tolerance_for(precision, partition_differs=plan.layout.tensor_partition is not None)
         by_layout = LayoutReference(
             plan_key=stock.key,
             layout=plan.layout.label,
@@ -312,6 +312,11 @@ class ParityGate:
         job = None if result.job is None else parse_training_job(result.job)
         steps = _steps(result, num_steps=self.num_steps, is_plan=is_compared)
         return LossSeries(steps=steps, job=job, result=result)
+
+
+def _cut_of(layout: Layout) -> tuple[int, TensorPartition | None]:
+    """What decides how linear layers are cut."""
+    return layout.tensor_parallel, layout.tensor_partition
 
 
 def stock_of(plan: Plan) -> Plan:

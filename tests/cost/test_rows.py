@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.cost.predict import predict_row, predict_rows
-from quartet_plugin.cost.rows import ALLOWED, read_row, resolve, split_layers
+from quartet_plugin.cost.rows import ALLOWED, READ_KNOBS, read_row, resolve, split_layers
 from quartet_plugin.cost.run import Overlap, ScheduleKind
 from quartet_plugin.cost.software import software_named
 from quartet_plugin.errors import ConfigError
@@ -81,15 +81,51 @@ def test_a_key_that_no_table_has_is_refused(key: str, words: str) -> None:
     assert set(predict_row({**ROW, key: 1})) == {"id", "error"}
 
 
-def test_settings_of_a_recipe_are_not_read_and_said() -> None:
-    prediction = predict_row({**ROW, "knobs": {"overlap_a2a": True}})
+def test_settings_of_a_recipe_that_nothing_reads_are_named() -> None:
+    knobs = {"overlap_a2a": True, "moe_a2a_overlap": False, "cuda_graph_impl": "none"}
+    prediction = predict_row({**ROW, "knobs": knobs})
     assert prediction["warnings"] == [*predict_row(ROW)["warnings"], "knobs: overlap_a2a: not read"]
+
+
+ROW_OF_STAGES = {**ROW, "tp": 2, "pp": 4}
+KNOBS_OF_A_RECIPE: tuple[dict[str, Any], ...] = (
+    {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]},
+    {"expert_tensor_parallel_size": 1},
+    {"moe_a2a_overlap": True},
+    {"moe_flex_dispatcher_backend": "hybridep"},
+    {"pp_layout": "Et*13|t*12|t*12|t*11L"},
+    {"recompute_modules": ["layernorm"]},
+    {"recompute_num_layers": 1},
+)
+
+
+@pytest.mark.parametrize("knobs", KNOBS_OF_A_RECIPE)
+def test_every_setting_that_counts_as_read_changes_the_run(knobs: dict[str, Any]) -> None:
+    assert resolve(read_row({**ROW_OF_STAGES, "knobs": knobs})).run != resolve(read_row(ROW_OF_STAGES)).run
+
+
+def test_all_settings_that_count_as_read_are_tried() -> None:
+    assert {name for knobs in KNOBS_OF_A_RECIPE for name in knobs} == READ_KNOBS
+
+
+def test_recomputed_modules_of_a_recipe_are_read() -> None:
+    """Megatron's default repeats attention's core; another module costs its own forward and keeps it."""
+    row = {**ROW, "recompute": "selective"}
+    core = predict_row({**row, "knobs": {"recompute_modules": ["core_attn"]}})
+    assert core == {**predict_row(row), "id": core["id"]}
+    assert predict_row({**row, "knobs": {"recompute_modules": ["unknown"]}}) == core
+    norm, ffn = (
+        predict_row({**row, "knobs": {"recompute_modules": modules}})
+        for modules in (["layernorm"], ["layernorm", "mlp"])
+    )
+    assert norm["iter_time_s"] < ffn["iter_time_s"]
+    assert norm["peak_memory_bytes"] > ffn["peak_memory_bytes"]
 
 
 def test_no_array_is_refused() -> None:
     with pytest.raises(ConfigError, match="array of rows"):
         predict_rows({"rows": []}, where="ROWS.json")
-    with pytest.raises(ConfigError, match="0: must be an object"):
+    with pytest.raises(ConfigError, match=r"\[0\]: must be an object"):
         predict_rows([3], where="ROWS.json")
 
 

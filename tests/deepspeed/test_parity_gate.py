@@ -119,7 +119,7 @@ def test_the_rounding_of_another_micro_batch_is_stocks_own_and_a_wrong_stage_is_
     fault: str, verdict: str, tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A narrow tolerance stands for a large model, whose rounding exceeds the usual one."""
-    usual = tolerance_for("fp32", tensor_parallel_differs=False)
+    usual = tolerance_for("fp32", partition_differs=False)
     narrow = replace(usual, loss=5e-9, grad_norm=1e-9)
     monkeypatch.setattr(parity, "tolerance_for", lambda *_, **__: narrow)
     wide = replace(usual, loss=1e-3, grad_norm=1e-3)

@@ -170,9 +170,9 @@ def test_experts_with_other_tokens_fail() -> None:
 
 
 def test_tolerances_follow_the_precision() -> None:
-    assert tolerance_for("fp32", tensor_parallel_differs=False) == LIMIT
-    assert tolerance_for("fp32", tensor_parallel_differs=True).loss == 5e-6
-    assert tolerance_for("bf16", tensor_parallel_differs=True) == Tolerance(loss=2e-3, grad_norm=1e-2)
+    assert tolerance_for("fp32", partition_differs=False) == LIMIT
+    assert tolerance_for("fp32", partition_differs=True).loss == 5e-6
+    assert tolerance_for("bf16", partition_differs=True) == Tolerance(loss=2e-3, grad_norm=1e-2)
 
 
 def test_series_of_different_length_are_not_compared() -> None:

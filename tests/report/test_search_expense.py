@@ -106,3 +106,9 @@ def test_unstable_launches_are_counted_and_a_busy_machine_is_said() -> None:
     assert expense_lines(many)[2].endswith("; the machine was too busy")
     none = history(launch_s=100.0, launch_parts=LaunchSeconds(num_measured=31))
     assert expense_lines(none)[2] == ("unstable  none of 31 measured launches")
+
+
+def test_every_key_of_the_status_is_documented() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text()
+    section = text.partition("## `quartet status --json`")[2].partition("\n## ")[0]
+    assert [key for key in status_record(history()) if f'"{key}": ' not in section] == []

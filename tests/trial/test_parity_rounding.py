@@ -14,10 +14,13 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.receipt import Precision, Receipt, StepValues, read_receipt, write_receipt
 from quartet_plugin.model.schema import dump
+from quartet_plugin.model.tensor_partition import partition_from_label
+from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.protocol.attempt_files import KEPT_FILE, KeptWeights
 from quartet_plugin.trial import parity
 from quartet_plugin.trial.parity import ParityGate, stock_of
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
+from tests.megatron.entry_launch import make_plan
 from tests.model.plans import LAYOUT, PLAN, plan_with
 from tests.space.jobs import make_job
 
@@ -40,6 +43,7 @@ class Trainer:
     factors: tuple[float, float] = (1.0, 1.0)
     outcome_of_second: Outcome = Outcome.OK
     precision: Precision = "fp32"
+    tensor_parallel: int = 1
     names: list[str] = field(default_factory=list)
 
     def run(self, request: TrialRequest, **_: Any) -> TrialResult:
@@ -62,9 +66,14 @@ class Trainer:
             phase="done",
             loss=tuple(9.0 - step for step in range(NUM_STEPS)) if has_run else (),
             grad_norm=tuple(2.0 * fault * (1.0 + part) for part in self.rounding(layout)) if has_run else (),
-            job=dump(replace(make_job(), precision=self.precision)) if plan is None else None,
+            job=dump(self._job()) if plan is None else None,
             folder=request.folder,
         )
+
+    def _job(self) -> TrainingJob:
+        job = make_job()
+        layout = replace(job.layout, tensor_parallel=self.tensor_parallel)
+        return replace(job, precision=self.precision, layout=layout)
 
 
 def by_micro_batch(*parts: float) -> Callable[[Layout], tuple[float, ...]]:
@@ -101,6 +110,17 @@ def test_another_micro_batch_is_allowed_the_rounding_that_stock_has_with_it(
     assert receipt.decisive_steps == second.steps
     assert max(float(step.grad_norm_deviation) for step in second.steps) <= 1e-12
     assert len([name for name in trainer.names if name.startswith("layout-")]) == 1
+
+
+@pytest.mark.parametrize("label", ["stock", "rings"])
+def test_linear_layers_that_are_cut_otherwise_have_a_larger_tolerance(
+    label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partition = None if label == "stock" else partition_from_label(label)
+    stock = make_plan(split=(6,), tensor=2, hosts=("node-a",))
+    plan = replace(stock, layout=replace(stock.layout, sequence_parallel=True, tensor_partition=partition))
+    receipt, _ = check(tmp_path, monkeypatch, plan=plan, tensor_parallel=2, rounding=lambda _: NO_ROUNDING)
+    assert receipt.tolerance.grad_norm == (1e-6 if partition is None else 5e-6)
 
 
 def test_the_second_reference_is_run_once_a_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,7 @@ def make_receipt(plan: Plan, *, job: TrainingJob, passes: bool) -> Receipt:
             quartet_version="0",
         ),
         precision="fp32",
-        tolerance=tolerance_for("fp32", tensor_parallel_differs=False),
+        tolerance=tolerance_for("fp32", partition_differs=False),
         steps=(step,),
         verdict="passed" if passes else "failed",
         failure=None if passes else failure,
