@@ -30,7 +30,7 @@ from quartet_plugin.planner.bound_units import probe
 from quartet_plugin.planner.bounds import EXTRAPOLATION
 from quartet_plugin.planner.closed_form import solve_step, step_costs, step_s
 from quartet_plugin.planner.job import PlanRequest
-from quartet_plugin.planner.table_schedules import is_turning
+from quartet_plugin.planner.table_schedules import has_v_placement
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.split.entries import balanced_entries
 from quartet_plugin.split.layers import layers_of
@@ -291,7 +291,7 @@ class AssignmentSolver:
         """The split for the class's mapping, in this layout's number of stages."""
         if layout.virtual_stages == 1:
             return shared.split
-        key = (shape, layout, is_turning(schedule))
+        key = (shape, layout, has_v_placement(schedule))
         if key not in self._splits:
             slowdowns = np.array(shared.slowdowns)
             self._splits[key] = balanced_split(
@@ -431,9 +431,9 @@ def balanced_split(
         weight_grad_held_fraction=1.0,
         backward_fused_s=None,
     )
-    turns = schedule is not None and is_turning(schedule)
+    is_v = schedule is not None and has_v_placement(schedule)
     pp = layout.pipeline_parallel
-    placement = places.v_shape(pp) if turns else places.loop(pp, layout.virtual_stages)
+    placement = places.v_shape(pp) if is_v else places.loop(pp, layout.virtual_stages)
     return layers_of(balanced_entries(costs, placement))
 
 

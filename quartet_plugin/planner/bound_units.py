@@ -56,7 +56,9 @@ class UnitRows:
     kinds: tuple[FloatArray, ...]
     num_dense: int
 
-    def of_split(self, rows: IntArray, split: tuple[int, ...], pp: int, *, turns: bool) -> "SplitUnits":
+    def of_split(
+        self, rows: IntArray, split: tuple[int, ...], pp: int, *, is_v_placement: bool
+    ) -> "SplitUnits":
         """The units of some rows that have one split."""
         counts = np.array(split, dtype=np.int64)
         each = [counts]
@@ -66,8 +68,8 @@ class UnitRows:
         return SplitUnits(
             units=self.least[rows],
             kinds=tuple(kind[rows] for kind in self.kinds),
-            counts=tuple(_by_chunk(count, pp, turns=turns) for count in each),
-            turns=turns,
+            counts=tuple(_by_chunk(count, pp, is_v_placement=is_v_placement) for count in each),
+            is_v_placement=is_v_placement,
         )
 
 
@@ -78,7 +80,7 @@ class SplitUnits:
     units: FloatArray
     kinds: tuple[FloatArray, ...]
     counts: tuple[IntArray, ...]
-    turns: bool
+    is_v_placement: bool
 
     @property
     def virtual(self) -> int:
@@ -114,7 +116,7 @@ class SplitUnits:
         """Seconds of each device with those that the embedding and the head add [rows, pp]."""
         ends = self.units[:, 2:6].reshape(-1, 2, 2).sum(axis=2)
         busy[:, 0] += ends[:, 0]
-        busy[:, 0 if self.turns else -1] += ends[:, 1]
+        busy[:, 0 if self.is_v_placement else -1] += ends[:, 1]
         return busy
 
     def _total(self, quantity: Callable[[FloatArray], FloatArray], counts: Sequence[IntArray]) -> FloatArray:
@@ -125,10 +127,10 @@ class SplitUnits:
         return total
 
 
-def _by_chunk(counts: IntArray, pp: int, *, turns: bool) -> IntArray:
+def _by_chunk(counts: IntArray, pp: int, *, is_v_placement: bool) -> IntArray:
     """The layers of each chunk and device [virtual, pp]; the second chunks may run back."""
     stages = counts.reshape(-1, pp).copy()
-    if turns:
+    if is_v_placement:
         stages[1] = stages[1, ::-1].copy()
     return stages
 

@@ -37,7 +37,7 @@ from quartet_plugin.planner.layout_table import (
     written_splits,
 )
 from quartet_plugin.planner.table_rows import unique_rows
-from quartet_plugin.planner.table_schedules import KINDS, is_turning
+from quartet_plugin.planner.table_schedules import KINDS, has_v_placement
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.named import named
 from quartet_plugin.split.layers import even_split, even_split_with_ends
@@ -91,14 +91,14 @@ class LowerBounds:
         """The split that the layout of `row` is planned with."""
         pp, virtual, kind = (int(table.columns[row, column]) for column in (PP, VIRTUAL, SPLIT))
         ends = (int(self.first[row]), int(self.last[row]))
-        turns = is_turning(table.schedule(row))
-        return split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=ends, turns=turns)
+        is_v = has_v_placement(table.schedule(row))
+        return split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=ends, is_v_placement=is_v)
 
     def of_split(self, table: LayoutTable, row: int, split: tuple[int, ...]) -> tuple[float, float]:
         """The seconds and bytes that `row` with `split` cannot be under, on any order of ranks."""
         inputs, rows, schedule = self.inputs, np.array([row]), table.schedule(row)
         pp = int(table.columns[row, PP])
-        units = inputs.units.of_split(rows, split, pp, turns=is_turning(schedule))
+        units = inputs.units.of_split(rows, split, pp, is_v_placement=has_v_placement(schedule))
         microbatches = inputs.microbatches[rows]
         memory = _memory(units, microbatches, schedule)
         span = _span(units, microbatches, inputs.transfers_s[rows], schedule)
@@ -116,23 +116,23 @@ def split_of(
     virtual: int,
     kind: int,
     ends: tuple[int, int],
-    turns: bool = False,
+    is_v_placement: bool = False,
 ) -> tuple[int, ...]:
     """The split that the column `SPLIT` names: balanced, even, or one that the job writes out.
 
-    Where the second chunks `turn` back, the first device holds both ends.
+    In a V the second chunks run back over the devices, and the first device holds both ends.
     """
     if kind >= WRITTEN:
         return written_splits(job)[kind - WRITTEN]
     if kind == EVEN:
         return even_split(shape.num_layers, num_stages=pp * virtual)
     embedding, head = ends
-    if turns:
-        return turning_split(shape.num_layers, num_devices=pp, embedding=embedding, head=head)
+    if is_v_placement:
+        return v_split(shape.num_layers, num_devices=pp, embedding=embedding, head=head)
     return even_split_with_ends(shape.num_layers, num_stages=pp * virtual, embedding=embedding, head=head)
 
 
-def turning_split(num_layers: int, *, num_devices: int, embedding: int, head: int) -> tuple[int, ...]:
+def v_split(num_layers: int, *, num_devices: int, embedding: int, head: int) -> tuple[int, ...]:
     """The balanced split of two stages a device, the second ones back over the devices.
 
     `embedding` and `head` are the ends' loads in whole layers, both on device 0, whose stages they even out;
@@ -176,9 +176,9 @@ def bounds_of(
         rows = order[edges[group] : edges[group + 1]]
         schedule = KINDS[number]
         if slowdown is None:
-            turns = is_turning(schedule)
-            split = split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=(a, b), turns=turns)
-            of_split = partial(inputs.units.of_split, split=split, pp=pp, turns=turns)
+            is_v = has_v_placement(schedule)
+            split = split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=(a, b), is_v_placement=is_v)
+            of_split = partial(inputs.units.of_split, split=split, pp=pp, is_v_placement=is_v)
             memory[rows] = _memory(of_split(rows), microbatches_of_rows[rows], schedule)
         else:
             memory[rows] = _least_memory(
@@ -300,12 +300,12 @@ def _least_span(
         work / waning.sum(axis=1), compute / (waning * fastest).sum(axis=1)
     )
     slowest = float(slowdown.max())
-    whole = _least_busy(num_layers, pp, virtual, units, slowest, turns=is_turning(schedule))
+    whole = _least_busy(num_layers, pp, virtual, units, slowest, is_v_placement=has_v_placement(schedule))
     return np.maximum(bound, microbatches * whole)
 
 
 def _least_busy(
-    num_layers: int, pp: int, virtual: int, units: FloatArray, slowest: float, *, turns: bool
+    num_layers: int, pp: int, virtual: int, units: FloatArray, slowest: float, *, is_v_placement: bool
 ) -> FloatArray:
     """Seconds of a microbatch on the busiest rank of the replica with the slowest slot, layers being whole.
 
@@ -317,12 +317,12 @@ def _least_busy(
     slow_layer = layer + (slowest - 1) * units[:, 14]
     embedding, head = units[:, 2:6].reshape(-1, 2, 2).sum(axis=2).T
     nothing = np.zeros(len(units))
-    if pp == 1 or turns:
+    if pp == 1 or is_v_placement:
         ends = [(embedding + head, 1), (nothing, pp - 1)]
     else:
         ends = [(embedding, 1), (head, 1), (nothing, pp - 2)]
     ends = [(end, count) for end, count in ends if count]
-    least = max(0, virtual - (2 if turns else 1))
+    least = max(0, virtual - (2 if is_v_placement else 1))
 
     def capacity(t: FloatArray) -> FloatArray:
         usual = [np.floor((t - end) / layer + ROUNDING) for end, _ in ends]
@@ -353,15 +353,15 @@ def _least_memory(
 ) -> FloatArray:
     """Weights, gradients, optimizer state and the microbatches in flight, shared among the pipeline ranks."""
     kept, layer = units[:, 6:7], units[:, 8:9]
-    flying = _least_in_flight(schedule, virtual, pp, microbatches)
-    a_layer = layer + kept * flying
+    in_flight = _least_in_flight(schedule, virtual, pp, microbatches)
+    a_layer = layer + kept * in_flight
     bound: FloatArray = num_layers / (1.0 / a_layer).sum(axis=1)
     return np.maximum(bound, (units[:, 8] * num_layers + units[:, 9]) / pp)
 
 
 def _least_in_flight(schedule: ScheduleKind, virtual: int, pp: int, microbatches: IntArray) -> IntArray:
     """The microbatches that every chunk of a device has in flight before its first backward [rows, pp]."""
-    if is_turning(schedule):
+    if has_v_placement(schedule):
         return _in_flight_of_chunks(schedule, pp, microbatches).min(axis=1)
     devices, m = np.arange(pp), microbatches[:, None]
     match schedule:
@@ -377,19 +377,19 @@ def _memory(of_split: SplitUnits, microbatches: IntArray, schedule: ScheduleKind
     """Weights, gradients and optimizer state, and the chunks in flight before the first backward."""
     virtual, pp, units = of_split.virtual, of_split.pp, of_split.units
     held = of_split.summed(lambda kind: kind[:, 8]) + units[:, 9:10] * (np.arange(pp) == 0)
-    if is_turning(schedule):
+    if has_v_placement(schedule):
         by_chunk = _in_flight_of_chunks(schedule, pp, microbatches)
         kept = of_split.by_chunk(lambda kind: kind[:, 6])
-        flying = (by_chunk * (kept + units[:, 7, None, None])).sum(axis=1)
+        in_flight_bytes = (by_chunk * (kept + units[:, 7, None, None])).sum(axis=1)
     else:
         in_flight = _in_flight(schedule, virtual, pp, microbatches)
-        flying = in_flight * (of_split.least_chunk(lambda kind: kind[:, 6]) + units[:, 7:8])
-    bound: FloatArray = (held + flying).max(axis=1)
+        in_flight_bytes = in_flight * (of_split.least_chunk(lambda kind: kind[:, 6]) + units[:, 7:8])
+    bound: FloatArray = (held + in_flight_bytes).max(axis=1)
     return bound
 
 
 def _in_flight_of_chunks(schedule: ScheduleKind, pp: int, microbatches: IntArray) -> IntArray:
-    """The forwards of both chunks before each device's first backward where chunks turn [rows, 2, pp]."""
+    """The forwards of both chunks before each device's first backward in a V [rows, 2, pp]."""
     # Longer orders begin alike.
     counts, inverse = np.unique(np.minimum(microbatches, 2 * pp), return_inverse=True)
     each = np.array([first_forwards(schedule, pp, count) for count in counts.tolist()])

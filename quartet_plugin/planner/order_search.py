@@ -28,7 +28,7 @@ from quartet_plugin.model.plan import ScheduleChoice
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.ranking import Ranked, Ranking, best_plans
-from quartet_plugin.planner.table_schedules import is_searched, is_turning
+from quartet_plugin.planner.table_schedules import has_v_placement, is_searched
 from quartet_plugin.schedule.bound import lower_bound
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
@@ -65,7 +65,7 @@ def with_searched_orders(
     done: set[object] = set()
     plans: list[Ranked] = []
     for ranked in best:
-        key = (ranked.shape, ranked.layout, ranked.split, ranked.slots, is_turning(ranked.schedule))
+        key = (ranked.shape, ranked.layout, ranked.split, ranked.slots, has_v_placement(ranked.schedule))
         if key not in done and len(done) < MAX_SEARCHED and may_search(job, ranked):
             done.add(key)
             ranked = searched(

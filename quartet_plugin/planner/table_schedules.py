@@ -20,8 +20,8 @@ KINDS: tuple[ScheduleKind, ...] = (
 )
 
 
-def is_turning(kind: ScheduleKind) -> bool:
-    """Whether the second chunks run back over the devices: device 0 holds both ends of the model."""
+def has_v_placement(kind: ScheduleKind) -> bool:
+    """Whether the schedule's placement is a V: device 0 holds both ends of the model."""
     return kind.spec is not None and kind.spec.placement is PlacementKind.V
 
 

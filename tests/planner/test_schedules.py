@@ -10,7 +10,7 @@ import pytest
 from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.plan import read_plan, write_plan
-from quartet_plugin.planner.bounds import first_forwards, turning_split
+from quartet_plugin.planner.bounds import first_forwards, v_split
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.explain import explained, job_of_plan
 from quartet_plugin.planner.job import PlanRequest, parse_job
@@ -92,9 +92,9 @@ def test_longer_orders_begin_as_those_of_two_rounds(kind: ScheduleKind, devices:
         assert first_forwards(kind, devices, count) == short
 
 
-def test_a_turning_split_evens_out_devices_that_hold_both_ends() -> None:
+def test_the_split_of_a_v_evens_out_devices_that_hold_both_ends() -> None:
     for layers, devices, embedding, head in ((24, 4, 0, 4), (30, 4, 2, 6), (7, 3, 0, 1), (9, 2, 5, 0)):
-        split = np.array(turning_split(layers, num_devices=devices, embedding=embedding, head=head))
+        split = np.array(v_split(layers, num_devices=devices, embedding=embedding, head=head))
         assert split.sum() == layers
         assert (split >= 0).all()
         assert (split[1:-1] > 0).all()
@@ -102,7 +102,7 @@ def test_a_turning_split_evens_out_devices_that_hold_both_ends() -> None:
         loads[0] += embedding + head
         assert loads.max() <= -(-(layers + embedding + head) // devices) + 1
     # Too few layers for two stages a device.
-    assert sum(turning_split(3, num_devices=3, embedding=0, head=0)) == 3
+    assert sum(v_split(3, num_devices=3, embedding=0, head=0)) == 3
 
 
 def planned(**search: Any) -> tuple[PlanRequest, Ranking]:

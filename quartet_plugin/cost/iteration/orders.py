@@ -48,7 +48,9 @@ def device_of_stages(run: TrainingRun) -> Placement:
     """The pipeline rank of each stage under the run's schedule."""
     if run.custom is not None:
         return run.custom.placement
-    return _placement(run.layout.pipeline_parallel, run.layout.virtual_stages, _turns(run.schedule))
+    return _placement(
+        run.layout.pipeline_parallel, run.layout.virtual_stages, _has_snake_placement(run.schedule)
+    )
 
 
 def stages_of_devices(run: TrainingRun) -> tuple[tuple[int, ...], ...]:
@@ -56,14 +58,14 @@ def stages_of_devices(run: TrainingRun) -> tuple[tuple[int, ...], ...]:
     return _stages(run.layout.pipeline_parallel, device_of_stages(run))
 
 
-def _turns(kind: ScheduleKind) -> bool:
+def _has_snake_placement(kind: ScheduleKind) -> bool:
     """Whether the stages of one chunk after the other run to and fro over the devices."""
     return kind.spec is not None and kind.spec.placement in (PlacementKind.V, PlacementKind.SNAKE)
 
 
 @functools.lru_cache(maxsize=512)
-def _placement(devices: int, chunks: int, turns: bool) -> Placement:
-    return places.snake(devices, chunks) if turns else places.loop(devices, chunks)
+def _placement(devices: int, chunks: int, is_snake: bool) -> Placement:
+    return places.snake(devices, chunks) if is_snake else places.loop(devices, chunks)
 
 
 @functools.lru_cache(maxsize=512)
