@@ -243,7 +243,7 @@ def list_named(
                 name,
                 "two copies" if spec.copies == 2 else spec.placement.value,
                 "even" if spec.even_chunks else chunks,
-                "split" if spec.split_backward else "whole",
+                "split" if spec.split_backward else "full",
                 "-" if makespan is None else f"{makespan:g}",
                 "-" if memory is None else f"{memory:g}",
                 "yes" if spec.executable else "simulate only",

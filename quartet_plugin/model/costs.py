@@ -40,7 +40,7 @@ class Costs:
 
     `device_slowdown` [num_devices]; `transfer_s` [num_devices, num_devices], diagonal 0;
     `memory_limit_bytes` [num_devices] or None, for activations only; `backward_fused_s` [len(layers)]
-    or None, the whole backward where it is cheaper than I + W. `exchange_s` [len(layers)] or None, the
+    or None, the full backward where it is cheaper than I + W. `exchange_s` [len(layers)] or None, the
     seconds of F and of the backward (I or B) that are the experts' all-to-all: an overlapped pair hides them.
     """
 
@@ -149,5 +149,5 @@ def without_exchanges(costs: Costs) -> Costs:
         replace(layer, forward_s=layer.forward_s - forward_s, input_grad_s=layer.input_grad_s - backward_s)
         for layer, (forward_s, backward_s) in zip(costs.layers, exchange, strict=True)
     )
-    whole = None if fused is None else tuple(b - e for b, (_, e) in zip(fused, exchange, strict=True))
-    return replace(costs, layers=layers, backward_fused_s=whole, exchange_s=None)
+    fused_s = None if fused is None else tuple(b - e for b, (_, e) in zip(fused, exchange, strict=True))
+    return replace(costs, layers=layers, backward_fused_s=fused_s, exchange_s=None)

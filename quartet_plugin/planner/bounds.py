@@ -286,7 +286,7 @@ def _least_span(
 
     Work is shared among the pipeline ranks, computation by their speed. Of all replicas one has no more speed
     than the mean, and the one with the slowest slot has at most pp - 1 of the fastest beside it. With
-    one stage a rank and whole backwards rank d is behind d others: from T >= m x_d + sum of x_k for k < d
+    one stage a rank and full backwards rank d is behind d others: from T >= m x_d + sum of x_k for k < d
     follows x_d <= T / m (1 - 1 / m)^d for the times x of a microbatch on the ranks, largest first.
     """
     work = units[:, :2].sum(axis=1) * num_layers + units[:, 2:6].sum(axis=1)

@@ -1,7 +1,7 @@
 """One unit of pipeline work, two that run beside each other, and their text forms.
 
 The texts are those of PyTorch's pipelining: `{stage}{kind}{microbatch}`, so `2F0` is the forward of
-microbatch 0 on stage 2, `2I0` its input gradient, `2W0` its weight gradient, `2B0` a whole backward;
+microbatch 0 on stage 2, `2I0` its input gradient, `2W0` its weight gradient, `2B0` a full backward;
 `(0F4;3B2)OVERLAP_F_B` is an overlapped pair, the forward `0F4` beside the backward `3B2`.
 """
 

@@ -4,7 +4,7 @@ Split and placement fixed. `relaxation` gives every action a head (no schedule s
 class order, memory) and a tail (no schedule finishes earlier after its end: the same, and the load of
 other devices). The bound is the largest, over devices, of the preemptive one-machine optimum with these
 heads and tails, and the longest path. The relaxed actions are never more work than the legal ones, so it
-holds for every mixture of whole and split backwards.
+holds for every mixture of full and split backwards.
 
 Split free. The bound is the least, over splits, of the bound above; splits are skipped only when a cheaper
 bound of theirs reaches the least found. Where too many remain, an integer program over the cut positions

@@ -2,8 +2,8 @@
 
 The relaxed pipeline: on stage s every microbatch needs F (`forward_s`), then I (`input_grad_s`), then W
 (`weight_grad_s`); F follows the F of the stage before and I the I of the stage behind, each after its
-transfer; every device runs one action at a time. A whole backward is I with W at once behind it, so the
-relaxed costs of `relaxed_costs` make every legal mixture of whole and split backwards a solution.
+transfer; every device runs one action at a time. A full backward is I with W at once behind it, so the
+relaxed costs of `relaxed_costs` make every legal mixture of full and split backwards a solution.
 
 Two facts carry everything here. **Microbatches in order**: in any solution hand out each class (stage,
 kind)'s time slots to the microbatches in ascending order. The i-th smallest start of a class is preceded
@@ -56,9 +56,9 @@ class Classes(NamedTuple):
 
 
 def relaxed_costs(stages: StageCosts) -> tuple[FloatArray, FloatArray]:
-    """Durations of I and W [num_stages] that no legal backward, whole or split, can beat.
+    """Durations of I and W [num_stages] that no legal backward, full or split, can beat.
 
-    With B the whole backward: I' = min(I, B) and I' + W' = min(I + W, B). A whole backward covers I' and
+    With B the full backward: I' = min(I, B) and I' + W' = min(I + W, B). A full backward covers I' and
     then W'; a split one covers I' in I, and W' in W when B >= I, while W' = 0 otherwise.
     """
     input_grad_s = np.minimum(stages.input_grad_s, stages.backward_s)

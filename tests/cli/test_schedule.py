@@ -316,7 +316,7 @@ def test_list_names_every_schedule(quartet: Quartet) -> None:
     rows = [line.split() for line in quartet("list").splitlines()]
     by_name = {row[0]: row for row in rows if row and row[0] in NAMED}
     assert set(by_name) == set(NAMED)
-    assert {"linear", "whole", "117", "8", "yes"} <= set(by_name["1f1b"])
+    assert {"linear", "full", "117", "8", "yes"} <= set(by_name["1f1b"])
     assert {"v", "split", "99.5", "8", "yes"} <= set(by_name["zb-v"])
     for name, row in by_name.items():
         assert (row[-1] == "yes") == NAMED[name].executable

@@ -1,4 +1,4 @@
-"""Deferred weight gradients of one local linear layer, compared with the layer's own whole backward."""
+"""Deferred weight gradients of one local linear layer, compared with the layer's own full backward."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -60,7 +60,7 @@ def forward(function: Any, layer_input: Any, parameter: Any, *, is_fused: bool =
 
 
 def expected(num_microbatches: int) -> tuple[list[Any], Any]:
-    """Megatron's own whole backward: input gradients, and the sum of the weight's."""
+    """Megatron's own full backward: input gradients, and the sum of the weight's."""
     parameter, inputs = weight(), [sample(m) for m in range(num_microbatches)]
     for layer_input in inputs:
         forward(LINEAR, layer_input, parameter).square().sum().backward()

@@ -452,7 +452,7 @@ def hard_to_read(measured: Measured) -> list[tuple[str, str, str]]:
 
 
 def test_letters_on_every_shade_can_be_read_in_a_dark_browser(tmp_path: Path) -> None:
-    """Of schedules in chunks, with split backwards and whole ones; light pages are measured below."""
+    """Of schedules in chunks, with split backwards and full ones; light pages are measured below."""
     orders = (
         named("zb-v", num_devices=2, num_microbatches=4),
         named("interleaved", num_devices=2, num_microbatches=4, chunks=4),

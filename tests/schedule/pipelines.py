@@ -64,7 +64,7 @@ def random_costs(
 def random_schedule(
     rng: np.random.Generator, *, placement: list[int], num_microbatches: int, mixed: bool = True
 ) -> Schedule:
-    """Run any action that could run, until all have; backwards whole or split as it falls, or all split."""
+    """Run any action that could run, until all have; backwards full or split as it falls, or all split."""
     num_stages = len(placement)
     whole = (
         rng.random((num_stages, num_microbatches)) < 0.4

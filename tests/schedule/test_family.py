@@ -100,7 +100,7 @@ def test_no_slack_is_a_static_order_of_keys() -> None:
 @pytest.mark.parametrize("name", sorted(n for n, spec in NAMED.items() if spec.executable))
 @pytest.mark.parametrize(("p", "k"), [(3, 3), (4, 2), (4, 4), (8, 4)])
 def test_named_schedules_are_points_of_the_family(name: str, p: int, k: int) -> None:
-    """A candidate reaches each one's makespan at its own placement and memory, whole backwards kept whole."""
+    """A candidate reaches each one's makespan at its own placement and memory, full backwards kept full."""
     m = p * k
     assert refusal_of(name, num_devices=p, num_microbatches=m) is None
     schedule = named(name, num_devices=p, num_microbatches=m)

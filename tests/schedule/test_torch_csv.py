@@ -78,7 +78,7 @@ SIZES = [(1, 2), (2, 4), (2, 7), (3, 6), (4, 8), (4, 10), (4, 19), (6, 12), (8, 
 
 
 def cases() -> Iterator[tuple[str, Schedule]]:
-    """A V, a loop and a linear placement, with whole and split backwards, alone and in overlapped pairs."""
+    """A V, a loop and a linear placement, with full and split backwards, alone and in overlapped pairs."""
     for name, placement in (("v", [0, 1, 2, 2, 1, 0]), ("loop", [0, 1, 2, 0, 1, 2]), ("linear", [0, 1, 2])):
         schedule = make(1, placement, num_microbatches=6)
         kinds = {a.kind for d in range(schedule.num_devices) for a in schedule.actions(d)}

@@ -66,7 +66,7 @@ class ScheduleProblem:
 
     @property
     def fused_pays(self) -> bool:
-        """Whether a whole backward is cheaper than I and W somewhere."""
+        """Whether a full backward is cheaper than I and W somewhere."""
         return bool(np.any(np.diff(self.prefix[3]) < np.diff(self.prefix[1] + self.prefix[2]) * (1 - 1e-9)))
 
     def placed(self, placement: Sequence[int], *, num_microbatches: int | None = None) -> PlacedCosts:
