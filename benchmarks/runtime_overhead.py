@@ -234,7 +234,7 @@ def searched(scenario: Scenario) -> Any:
     )
     costs = cost_table(
         shape,
-        ends=flops_end_loads(shape).rounded(),
+        end_loads=flops_end_loads(shape).rounded(),
         placement=scenario.placement,
         num_devices=2,
         num_microbatches=scenario.num_microbatches,

@@ -149,7 +149,7 @@ def custom_plan(name: str, words: Sequence[str], *, num_processes: int) -> Plan:
         num_devices=2,
         chunks=chunks,
         num_microbatches=layout.num_microbatches(args.global_batch_size),
-        ends=None,
+        end_loads=None,
         split=None,
     )
     return replace(

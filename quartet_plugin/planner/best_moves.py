@@ -100,7 +100,7 @@ def _search(
         num_layers=plan.shape.num_layers,
         incumbent_s=incumbent_s,
         allowed=splits,
-        least_of_ends=space.least_of_ends,
+        least_of_end_stages=space.least_of_end_stages,
         num_splits=num_splits,
     )
 

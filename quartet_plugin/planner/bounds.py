@@ -90,9 +90,11 @@ class LowerBounds:
     def split(self, job: PlanRequest, shape: ModelShape, table: LayoutTable, row: int) -> tuple[int, ...]:
         """The split that the layout of `row` is planned with."""
         pp, virtual, kind = (int(table.columns[row, column]) for column in (PP, VIRTUAL, SPLIT))
-        ends = (int(self.first[row]), int(self.last[row]))
+        end_loads = (int(self.first[row]), int(self.last[row]))
         is_v = has_v_placement(table.schedule(row))
-        return split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=ends, is_v_placement=is_v)
+        return split_of(
+            job, shape, pp=pp, virtual=virtual, kind=kind, end_loads=end_loads, is_v_placement=is_v
+        )
 
     def of_split(self, table: LayoutTable, row: int, split: tuple[int, ...]) -> tuple[float, float]:
         """The seconds and bytes that `row` with `split` cannot be under, on any order of ranks."""
@@ -115,7 +117,7 @@ def split_of(
     pp: int,
     virtual: int,
     kind: int,
-    ends: tuple[int, int],
+    end_loads: tuple[int, int],
     is_v_placement: bool = False,
 ) -> tuple[int, ...]:
     """The split that the column `SPLIT` names: balanced, even, or one that the job writes out.
@@ -126,7 +128,7 @@ def split_of(
         return written_splits(job)[kind - WRITTEN]
     if kind == EVEN:
         return even_split(shape.num_layers, num_stages=pp * virtual)
-    embedding, head = ends
+    embedding, head = end_loads
     if is_v_placement:
         return v_split(shape.num_layers, num_devices=pp, embedding=embedding, head=head)
     return even_split_with_ends(shape.num_layers, num_stages=pp * virtual, embedding=embedding, head=head)
@@ -177,7 +179,9 @@ def bounds_of(
         schedule = KINDS[number]
         if slowdown is None:
             is_v = has_v_placement(schedule)
-            split = split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=(a, b), is_v_placement=is_v)
+            split = split_of(
+                job, shape, pp=pp, virtual=virtual, kind=kind, end_loads=(a, b), is_v_placement=is_v
+            )
             of_split = partial(inputs.units.of_split, split=split, pp=pp, is_v_placement=is_v)
             memory[rows] = _memory(of_split(rows), microbatches_of_rows[rows], schedule)
         else:

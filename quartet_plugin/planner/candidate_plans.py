@@ -336,7 +336,7 @@ class PlanCandidates:
         return balanced_split(
             calibrated.times(slot_indices(self._space.nodes, plan.mapping), plan.mapping),
             plan.shape.num_layers,
-            least_of_ends=self._space.least_of_ends,
+            least_of_end_stages=self._space.least_of_end_stages,
         )
 
 
@@ -382,8 +382,8 @@ class _PathParams:
         return number
 
     def unit_float(self, name: str) -> float:
-        ends = flops_end_loads(self._shape, mtp_layers=self._mtp_layers)
-        load = ends.head if name == SPLIT_HEAD else ends.embedding
+        end_loads = flops_end_loads(self._shape, mtp_layers=self._mtp_layers)
+        load = end_loads.head if name == SPLIT_HEAD else end_loads.embedding
         self.params[name] = share = _share(load, self._shape.num_layers)
         return share
 

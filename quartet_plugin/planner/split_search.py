@@ -52,7 +52,7 @@ def best_splits(
     num_layers: int,
     incumbent_s: float = float("inf"),
     allowed: Sequence[tuple[int, ...]] | None = None,
-    least_of_ends: tuple[int, int] = (0, 0),
+    least_of_end_stages: tuple[int, int] = (0, 0),
     max_work: int = MAX_WORK,
     num_splits: int = NUM_SPLITS,
 ) -> SplitsFound:
@@ -67,7 +67,7 @@ def best_splits(
     started: list[tuple[float, int, Pipeline, tuple[int, ...], Mapping]] = []
     for slots, mapping in first.values():
         times = calibrated.times(slots, mapping)
-        start = balanced_split(times, num_layers, least_of_ends=least_of_ends)
+        start = balanced_split(times, num_layers, least_of_end_stages=least_of_end_stages)
         pipeline = Pipeline(times)
         started.append((pipeline.seconds(start), len(started), pipeline, start, mapping))
     timed_splits: list[FoundSplit] = []
@@ -84,7 +84,7 @@ def best_splits(
             continue
         done, splits = pipeline.search(
             start,
-            least_layers(pipeline.times, least_of_ends),
+            least_layers(pipeline.times, least_of_end_stages),
             incumbent_s=limit,
             max_work=max_work,
             num_splits=num_splits,
@@ -99,27 +99,27 @@ def best_splits(
     return SplitsFound(splits=tuple(ranked), work=work, num_cut_off=num_cut_off)
 
 
-def least_layers(times: SplitTimes, of_ends: tuple[int, int]) -> IntArray:
-    """The fewest layers a stage may hold, `of_ends` the first and the last one, the others one layer [S].
+def least_layers(times: SplitTimes, least_of_end_stages: tuple[int, int]) -> IntArray:
+    """The fewest layers a stage may hold [S]: `least_of_end_stages` the first and the last, the others one.
 
     Dense layers that are cheaper than the others count on the first stage, which must have as many layers
     that no time is below 0.
     """
     least = np.ones(len(times.placement), dtype=np.int64)
-    least[0], least[-1] = of_ends
+    least[0], least[-1] = least_of_end_stages
     missing_s = np.maximum(0.0, -times.fixed_s[:, 0])
     least[0] = max(least[0], int(np.ceil(missing_s / np.maximum(times.layer_s[:, 0], 1e-300)).max()))
     return least
 
 
 def balanced_split(
-    times: SplitTimes, num_layers: int, *, least_of_ends: tuple[int, int] = (0, 0)
+    times: SplitTimes, num_layers: int, *, least_of_end_stages: tuple[int, int] = (0, 0)
 ) -> tuple[int, ...]:
     """The split whose busiest device has the least to do in a microbatch: exact, for any placement.
 
     Layers go one by one to the device that then has the least to do, there to its stage with the least to do.
     """
-    counts = least_layers(times, least_of_ends)
+    counts = least_layers(times, least_of_end_stages)
     split_kernel.balance(
         counts, num_layers, times.placement, times.fixed_s.sum(axis=0), times.layer_s.sum(axis=0)
     )

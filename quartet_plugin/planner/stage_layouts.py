@@ -128,14 +128,14 @@ def _balanced(request: PlanRequest, layout: Layout, even: Counts, constants: Con
     if len(even) < 3:
         return even
     layer_s = totals[len(even) // 2] / even[len(even) // 2]
-    ends = EndLoads(
+    end_loads = EndLoads(
         embedding=max(0.0, totals[0] / layer_s - even[0]), head=max(0.0, totals[-1] / layer_s - even[-1])
     )
     return split_for_end_loads(
         request.shape.num_layers,
         num_devices=layout.pipeline_parallel,
         chunks=layout.virtual_stages,
-        ends=ends,
+        end_loads=end_loads,
     )
 
 

@@ -67,7 +67,7 @@ def with_all_stages(plan: Plan, *, factor: int) -> Plan:
             num_devices=layout.pipeline_parallel,
             chunks=layout.virtual_stages,
             num_microbatches=plan.num_microbatches,
-            ends=None,
+            end_loads=None,
             split=split.transformer_layers_per_stage,
             mtp_layers=made_for.mtp_layers,
         )

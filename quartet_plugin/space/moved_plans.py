@@ -14,7 +14,7 @@ from quartet_plugin.space.param_sources import (
 )
 from quartet_plugin.space.plan_space import Space, schedule_param
 from quartet_plugin.space.searched_orders import ORDER, order_text
-from quartet_plugin.space.split_shifts import decoded_ends, origin_split, shift_params
+from quartet_plugin.space.split_shifts import decoded_end_loads, origin_split, shift_params
 from quartet_plugin.split.layers import end_loads_for_split
 from quartet_plugin.split.shifts import shifts_between
 
@@ -89,18 +89,23 @@ def _move_layers(
         return False  # a file says the split
     num_layers, layout = plan.shape.num_layers, plan.layout
     if layout.num_stages == 2:
-        ends = end_loads_for_split(split, num_devices=layout.pipeline_parallel, chunks=layout.virtual_stages)
-        if ends is None:
+        end_loads = end_loads_for_split(
+            split, num_devices=layout.pipeline_parallel, chunks=layout.virtual_stages
+        )
+        if end_loads is None:
             return False
-        params[SPLIT_EMBEDDING], params[SPLIT_HEAD] = ends.embedding / num_layers, ends.head / num_layers
+        params[SPLIT_EMBEDDING], params[SPLIT_HEAD] = (
+            end_loads.embedding / num_layers,
+            end_loads.head / num_layers,
+        )
         return True
-    ends = decoded_ends((float(params[SPLIT_EMBEDDING]), float(params[SPLIT_HEAD])), num_layers)
+    end_loads = decoded_end_loads((float(params[SPLIT_EMBEDDING]), float(params[SPLIT_HEAD])), num_layers)
     if schedule is not None:
-        ends = ends.rounded()
+        end_loads = end_loads.rounded()
     elif plan.schedule.custom is not None:
         schedule = space.schedule_name(params, plan)
-        ends = ends.rounded()
-    origin = origin_split(plan, schedule=schedule, ends=ends)
+        end_loads = end_loads.rounded()
+    origin = origin_split(plan, schedule=schedule, end_loads=end_loads)
     shifts = shifts_between(origin, split)
     _drop(params, "split.", kept=(SPLIT_EMBEDDING, SPLIT_HEAD))
     # Without shifts a custom schedule's split would be chosen together with its order.

@@ -94,8 +94,8 @@ class ParamEncoder:
     """The parameters that lead to `plan`, recorded as they are requested.
 
     `order` is how the space makes the plan's mapping, None where it does not. `schedule` is the schedule's
-    name in the space, `ends` the end loads where they are known, `shifts` those of the stage boundaries, None
-    where none is shifted.
+    name in the space, `end_loads` is None where they are not known, `shifts` are those of the stage
+    boundaries, None where none is shifted.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class ParamEncoder:
         *,
         order: EncodedOrder | None,
         schedule: str,
-        ends: EndLoads | None = None,
+        end_loads: EndLoads | None = None,
         shifts: Shifts | None = None,
     ) -> None:
         self._plan = plan
         self._order = order
         self._schedule = schedule
-        self._ends = ends
+        self._end_loads = end_loads
         self._shifts = shifts
         self.params: dict[str, str | int | float] = {}
 
@@ -132,9 +132,9 @@ class ParamEncoder:
 
     def unit_float(self, name: str) -> float:
         """The end load that the split implies, over all layers. KeyError is raised where it implies none."""
-        if self._ends is None:
+        if self._end_loads is None:
             raise KeyError(name)
-        load = self._ends.head if name == SPLIT_HEAD else self._ends.embedding
+        load = self._end_loads.head if name == SPLIT_HEAD else self._end_loads.embedding
         value = load / self._plan.shape.num_layers
         if not -1.0 <= value <= 1.0:
             raise KeyError(name)
@@ -203,25 +203,25 @@ def param_encoders(
     layout, custom = plan.layout, plan.schedule.custom
     order = encoded_order(plan.mapping, orders=orders_of(layout), lengths=lengths_of(layout))
     if custom is None:
-        ends, shifts = encoded_split(plan)
-        yield ParamEncoder(plan, order=order, schedule=plan.schedule.name, ends=ends, shifts=shifts)
+        end_loads, shifts = encoded_split(plan)
+        yield ParamEncoder(plan, order=order, schedule=plan.schedule.name, end_loads=end_loads, shifts=shifts)
         return
     if custom.named is not None:
         guesses = end_load_candidates(plan)
         for guess in (*guesses, None):
-            yield ParamEncoder(plan, order=order, schedule=custom.named, ends=guess)
+            yield ParamEncoder(plan, order=order, schedule=custom.named, end_loads=guess)
         for guess in guesses if layout.num_stages > 2 else ():
             yield ParamEncoder(
                 plan,
                 order=order,
                 schedule=custom.named,
-                ends=guess,
-                shifts=encoded_shifts(plan, schedule=custom.named, ends=guess),
+                end_loads=guess,
+                shifts=encoded_shifts(plan, schedule=custom.named, end_loads=guess),
             )
     for name in written:
         yield ParamEncoder(plan, order=order, schedule=name)
     balanced, shifts = encoded_custom_split(plan, schedule=SEARCHED)
-    yield ParamEncoder(plan, order=order, schedule=SEARCHED, ends=balanced, shifts=shifts)
+    yield ParamEncoder(plan, order=order, schedule=SEARCHED, end_loads=balanced, shifts=shifts)
 
 
 @lru_cache(maxsize=65_536)

@@ -58,7 +58,7 @@ from quartet_plugin.space.param_sources import (
 from quartet_plugin.space.rules import LayoutRules
 from quartet_plugin.space.schedules import CustomOrder, custom_order, placement_of
 from quartet_plugin.space.searched_orders import ORDER, stored_order
-from quartet_plugin.space.split_shifts import choose_split, decoded_ends
+from quartet_plugin.space.split_shifts import choose_split, decoded_end_loads
 from quartet_plugin.space.written_schedules import WrittenSchedule, written_order
 from quartet_plugin.split.layers import EndLoads, even_split, is_legal_split, split_for_end_loads
 
@@ -158,7 +158,7 @@ class Space:
         """
         counts = plan.split.transformer_layers_per_stage
         for feature, count, least in zip(
-            BARE_STAGES, (counts[0], counts[-1]), self.least_of_ends, strict=True
+            BARE_STAGES, (counts[0], counts[-1]), self.least_of_end_stages, strict=True
         ):
             if count < least:
                 return f"split: {plan.split.label} leaves a stage without any layer ({feature})"
@@ -166,7 +166,7 @@ class Space:
         return None if rule is None else f"search.forbid has {rule.label}"
 
     @property
-    def least_of_ends(self) -> tuple[int, int]:
+    def least_of_end_stages(self) -> tuple[int, int]:
         """The fewest layers of the first and the last stage: 1 where it holds nothing else."""
         first, last = (int(feature in self.job.features) for feature in BARE_STAGES)
         return first, last
@@ -264,7 +264,7 @@ class Space:
             shape.num_layers,
             num_devices=layout.pipeline_parallel,
             chunks=layout.virtual_stages,
-            ends=_end_loads(source, shape),
+            end_loads=_end_loads(source, shape),
         )
         return choose_split(source, origin) or origin
 
@@ -287,13 +287,17 @@ class Space:
         if name in self.written:
             return written_order(self.written[name], shape=shape, mtp_layers=self.job.mtp_layers)
         num_devices, chunks = layout.pipeline_parallel, layout.virtual_stages
-        split, ends = self._fixed_split(source, shape, layout), None
+        split, end_loads = self._fixed_split(source, shape, layout), None
         origin = split or ()
         if split is None:
-            ends = _end_loads(source, shape).rounded()
+            end_loads = _end_loads(source, shape).rounded()
             placement = placement_of(name, num_devices=num_devices, chunks=chunks)
             origin = split_for_end_loads(
-                shape.num_layers, num_devices=num_devices, chunks=chunks, ends=ends, placement=placement
+                shape.num_layers,
+                num_devices=num_devices,
+                chunks=chunks,
+                end_loads=end_loads,
+                placement=placement,
             )
             split = choose_split(source, origin)
         num_microbatches = layout.num_microbatches(self.job.global_batch_size)
@@ -306,7 +310,7 @@ class Space:
             num_devices=num_devices,
             chunks=chunks,
             num_microbatches=num_microbatches,
-            ends=ends,
+            end_loads=end_loads,
             split=split,
             mtp_layers=self.job.mtp_layers,
             limits=self.search.family_limits,
@@ -484,4 +488,4 @@ def _degree_labels(layouts: Sequence[Layout]) -> tuple[str, ...]:
 
 def _end_loads(source: ParamSource, shape: ModelShape) -> EndLoads:
     shares = source.unit_float(SPLIT_EMBEDDING), source.unit_float(SPLIT_HEAD)
-    return decoded_ends(shares, shape.num_layers)
+    return decoded_end_loads(shares, shape.num_layers)

@@ -93,14 +93,14 @@ def custom_order(
     num_devices: int,
     chunks: int,
     num_microbatches: int,
-    ends: EndLoads | None,
+    end_loads: EndLoads | None,
     split: tuple[int, ...] | None,
     mtp_layers: int | None = None,
     limits: FamilyLimits = FREE,
 ) -> CustomOrder:
     """The best split and order of a custom schedule; `split` is given where it is fixed.
 
-    `ends` are the sampler's end loads, None for those by FLOPs, which count the `mtp_layers`. A searched
+    `end_loads` are the sampler's end loads, None for those by FLOPs, which count the `mtp_layers`. A searched
     order keeps the `limits` of the family. Raises KeyError where they leave it no placement.
     """
     placement = placement_of(name, num_devices=num_devices, chunks=chunks)
@@ -111,7 +111,7 @@ def custom_order(
         placement = allowed
     costs = cost_table(
         shape,
-        ends=ends or flops_end_loads(shape, mtp_layers=mtp_layers).rounded(),
+        end_loads=end_loads or flops_end_loads(shape, mtp_layers=mtp_layers).rounded(),
         placement=placement,
         num_devices=num_devices,
         num_microbatches=num_microbatches,
@@ -142,14 +142,14 @@ def placement_of(name: str, *, num_devices: int, chunks: int) -> Placement:
 
 
 def cost_table(
-    shape: ModelShape, *, ends: EndLoads, placement: Placement, num_devices: int, num_microbatches: int
+    shape: ModelShape, *, end_loads: EndLoads, placement: Placement, num_devices: int, num_microbatches: int
 ) -> Costs:
     """Relative costs of a microbatch: attention's core has no weights, the embedding's gradients are in I.
 
     An end load below 0 makes the end's device faster by as many layers.
     """
     core = core_share(shape)
-    embedding, head = max(0.0, ends.embedding), max(0.0, ends.head)
+    embedding, head = max(0.0, end_loads.embedding), max(0.0, end_loads.head)
     layer = LayerCost(
         name="layer",
         forward_s=1.0,
@@ -166,7 +166,7 @@ def cost_table(
     )
     last = LayerCost(name=HEAD, forward_s=head, input_grad_s=head, weight_grad_s=head, activation_bytes=0.0)
     spare = np.zeros(num_devices)
-    for device, weight in ((placement[0], ends.embedding), (placement[-1], ends.head)):
+    for device, weight in ((placement[0], end_loads.embedding), (placement[-1], end_loads.head)):
         spare[device] -= min(0.0, weight)
     share = shape.num_layers / num_devices
     return Costs(

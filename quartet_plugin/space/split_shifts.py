@@ -55,7 +55,7 @@ def shift_params(shifts: Shifts | None, origin: Sequence[int]) -> dict[str, str 
     return params
 
 
-def origin_split(plan: Plan, *, schedule: str | None, ends: EndLoads) -> tuple[int, ...]:
+def origin_split(plan: Plan, *, schedule: str | None, end_loads: EndLoads) -> tuple[int, ...]:
     """The split that shifts begin from; `schedule` names a custom schedule, None the stock one."""
     layout = plan.layout
     placement = None
@@ -65,7 +65,7 @@ def origin_split(plan: Plan, *, schedule: str | None, ends: EndLoads) -> tuple[i
         plan.shape.num_layers,
         num_devices=layout.pipeline_parallel,
         chunks=layout.virtual_stages,
-        ends=ends,
+        end_loads=end_loads,
         placement=placement,
     )
 
@@ -74,19 +74,21 @@ def encoded_split(plan: Plan) -> tuple[EndLoads, Shifts | None]:
     """End loads and shifts that make the split of a stock schedule's plan: no shifts where ends alone do."""
     split, layout = plan.split.transformer_layers_per_stage, plan.layout
     if layout.num_stages < 3:
-        ends = end_loads_for_split(split, num_devices=layout.pipeline_parallel, chunks=layout.virtual_stages)
-        return ends or EndLoads(), None
+        end_loads = end_loads_for_split(
+            split, num_devices=layout.pipeline_parallel, chunks=layout.virtual_stages
+        )
+        return end_loads or EndLoads(), None
     best: tuple[EndLoads, Shifts] | None = None
     usual = sum(split[1:-1]) / (len(split) - 2)
     by_counts = EndLoads(embedding=usual - split[0], head=usual - split[-1])
     by_flops = flops_end_loads(plan.shape, mtp_layers=plan.made_for.mtp_layers)
     for guess in (by_flops, EndLoads(), by_counts):
-        ends = decoded_ends(encoded_ends(guess, plan.shape.num_layers), plan.shape.num_layers)
-        shifts = shifts_between(origin_split(plan, schedule=None, ends=ends), split)
+        end_loads = decoded_end_loads(encoded_end_loads(guess, plan.shape.num_layers), plan.shape.num_layers)
+        shifts = shifts_between(origin_split(plan, schedule=None, end_loads=end_loads), split)
         if not any(shifts):
-            return ends, None
+            return end_loads, None
         if best is None or sum(map(abs, shifts)) < sum(map(abs, best[1])):
-            best = ends, shifts
+            best = end_loads, shifts
     assert best is not None
     return best
 
@@ -101,24 +103,24 @@ def encoded_custom_split(plan: Plan, *, schedule: str) -> tuple[EndLoads | None,
         return end_loads_for_split(split, num_devices=layout.pipeline_parallel), None
     num_layers = plan.shape.num_layers
     by_flops = flops_end_loads(plan.shape, mtp_layers=plan.made_for.mtp_layers)
-    ends = decoded_ends(encoded_ends(by_flops, num_layers), num_layers)
-    return ends, encoded_shifts(plan, schedule=schedule, ends=ends.rounded())
+    end_loads = decoded_end_loads(encoded_end_loads(by_flops, num_layers), num_layers)
+    return end_loads, encoded_shifts(plan, schedule=schedule, end_loads=end_loads.rounded())
 
 
-def encoded_shifts(plan: Plan, *, schedule: str, ends: EndLoads) -> Shifts:
+def encoded_shifts(plan: Plan, *, schedule: str, end_loads: EndLoads) -> Shifts:
     """The shifts that make the plan's split under a custom schedule and these end loads."""
-    origin = origin_split(plan, schedule=schedule, ends=ends)
+    origin = origin_split(plan, schedule=schedule, end_loads=end_loads)
     return shifts_between(origin, plan.split.transformer_layers_per_stage)
 
 
-def encoded_ends(ends: EndLoads, num_layers: int) -> tuple[float, float]:
+def encoded_end_loads(end_loads: EndLoads, num_layers: int) -> tuple[float, float]:
     """Embedding's and head's loads as parameters: shares of all layers, from -1 to 1."""
-    loads = ends.rounded()
+    loads = end_loads.rounded()
     first, last = (min(1.0, max(-1.0, load / num_layers)) for load in (loads.embedding, loads.head))
     return first, last
 
 
-def decoded_ends(shares: tuple[float, float], num_layers: int) -> EndLoads:
+def decoded_end_loads(shares: tuple[float, float], num_layers: int) -> EndLoads:
     """The end loads of two parameters."""
     return EndLoads(embedding=shares[0] * num_layers, head=shares[1] * num_layers)
 

@@ -121,7 +121,7 @@ def written_order(
     schedule = replace(written.schedule, layers_per_stage=entries, origin=_checked_origin(written.schedule))
     costs = cost_table(
         shape,
-        ends=flops_end_loads(shape, mtp_layers=mtp_layers).rounded(),
+        end_loads=flops_end_loads(shape, mtp_layers=mtp_layers).rounded(),
         placement=schedule.placement,
         num_devices=schedule.num_devices,
         num_microbatches=schedule.num_microbatches,

@@ -106,10 +106,10 @@ def split_for_end_loads(
     *,
     num_devices: int,
     chunks: int = 1,
-    ends: EndLoads,
+    end_loads: EndLoads,
     placement: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """The split of equal layers that balances devices under `ends`.
+    """The split of equal layers that balances devices under `end_loads`.
 
     Stage k lies on device `placement[k]`, by default on k % num_devices.
 
@@ -125,9 +125,9 @@ def split_for_end_loads(
     for stage in inner:
         counts[stage] = 1
     loads = [0.0] * num_devices
-    loads[device[0]] += ends.embedding
-    loads[device[-1]] += ends.head
-    fixed = {0: max(0.0, ends.embedding), num_stages - 1: max(0.0, ends.head)}
+    loads[device[0]] += end_loads.embedding
+    loads[device[-1]] += end_loads.head
+    fixed = {0: max(0.0, end_loads.embedding), num_stages - 1: max(0.0, end_loads.head)}
     # Of each device its stages, those with the least to do first.
     stages_of: list[list[tuple[float, int, int]]] = [[] for _ in range(num_devices)]
     for place, stage in enumerate([*inner, *sorted({0, num_stages - 1})]):
@@ -160,9 +160,11 @@ def end_loads_for_split(split: Sequence[int], *, num_devices: int, chunks: int =
     for embedding, head in grid:
         if max(abs(embedding), abs(head)) > num_layers:
             continue
-        ends = EndLoads(embedding=embedding, head=head)
-        if split_for_end_loads(num_layers, num_devices=num_devices, chunks=chunks, ends=ends) == tuple(split):
-            return ends
+        end_loads = EndLoads(embedding=embedding, head=head)
+        if split_for_end_loads(
+            num_layers, num_devices=num_devices, chunks=chunks, end_loads=end_loads
+        ) == tuple(split):
+            return end_loads
     return None
 
 

@@ -32,7 +32,7 @@ V = places.v_shape(DEVICES)
 def costs_on(placement: Placement) -> Costs:
     return cost_table(
         make_shape(num_layers=8),
-        ends=EndLoads(embedding=0.0, head=0.5),
+        end_loads=EndLoads(embedding=0.0, head=0.5),
         placement=placement,
         num_devices=DEVICES,
         num_microbatches=MICROBATCHES,

@@ -53,7 +53,7 @@ def makespan_s(order: CustomOrder, *, shape: ModelShape, num_microbatches: int) 
     schedule = make_schedule(spec, num_microbatches)
     costs = cost_table(
         shape,
-        ends=flops_end_loads(shape).rounded(),
+        end_loads=flops_end_loads(shape).rounded(),
         placement=schedule.placement,
         num_devices=schedule.num_devices,
         num_microbatches=num_microbatches,
@@ -225,7 +225,7 @@ def test_a_searched_order_is_no_slower_than_zb_h1_and_holds_no_more_than_1f1b(
 ) -> None:
     shape = make_shape(num_layers=devices * chunks + more)
     sizes: dict[str, Any] = {
-        "shape": shape, "num_devices": devices, "num_microbatches": microbatches, "ends": None
+        "shape": shape, "num_devices": devices, "num_microbatches": microbatches, "end_loads": None
     }  # fmt: skip
     even = even_split(shape.num_layers, num_stages=devices * chunks)
     found = custom_order(SEARCHED, chunks=chunks, split=even, **sizes)
@@ -246,17 +246,17 @@ def test_a_heavier_head_takes_layers_off_its_device() -> None:
         "shape": shape, "num_devices": 2, "chunks": 1, "num_microbatches": 8, "split": None
     }  # fmt: skip
     for name in ("zb-h1", SEARCHED):
-        light = custom_order(name, ends=EndLoads(embedding=0.0, head=0.0), **sizes)
-        heavy = custom_order(name, ends=EndLoads(embedding=0.0, head=6.0), **sizes)
-        spare = custom_order(name, ends=EndLoads(embedding=0.0, head=-6.0), **sizes)
+        light = custom_order(name, end_loads=EndLoads(embedding=0.0, head=0.0), **sizes)
+        heavy = custom_order(name, end_loads=EndLoads(embedding=0.0, head=6.0), **sizes)
+        spare = custom_order(name, end_loads=EndLoads(embedding=0.0, head=-6.0), **sizes)
         assert heavy.split[-1] < light.split[-1] < spare.split[-1]
 
 
 def test_the_split_that_fits_the_flops_is_predicted_to_be_fastest() -> None:
     shape = make_shape(num_layers=12, vocab_size=32768)
     sizes: dict[str, Any] = {"num_devices": 2, "chunks": 1, "num_microbatches": 8, "split": None}
-    right = custom_order("zb-h1", shape=shape, ends=flops_end_loads(shape).rounded(), **sizes)
-    wrong = custom_order("zb-h1", shape=shape, ends=EndLoads(embedding=6.0, head=0.0), **sizes)
+    right = custom_order("zb-h1", shape=shape, end_loads=flops_end_loads(shape).rounded(), **sizes)
+    wrong = custom_order("zb-h1", shape=shape, end_loads=EndLoads(embedding=6.0, head=0.0), **sizes)
     seconds = [makespan_s(order, shape=shape, num_microbatches=8) for order in (right, wrong)]
     assert seconds[0] < seconds[1]
 

@@ -19,10 +19,10 @@ from quartet_plugin.split.layers import (
 def test_every_split_of_two_stages_can_be_reached(num_layers: int) -> None:
     for first in range(num_layers + 1):
         split = (first, num_layers - first)
-        ends = end_loads_for_split(split, num_devices=2)
-        assert ends is not None
-        assert max(abs(ends.embedding), abs(ends.head)) <= num_layers
-        assert split_for_end_loads(num_layers, num_devices=2, ends=ends) == split
+        end_loads = end_loads_for_split(split, num_devices=2)
+        assert end_loads is not None
+        assert max(abs(end_loads.embedding), abs(end_loads.head)) <= num_layers
+        assert split_for_end_loads(num_layers, num_devices=2, end_loads=end_loads) == split
 
 
 @settings(max_examples=200, deadline=None)
@@ -32,8 +32,8 @@ def test_splits_for_end_loads_are_legal(
 ) -> None:
     stages = devices * chunks
     layers = max(1, stages - 2) + more
-    ends = EndLoads(embedding=embedding * layers, head=head * layers)
-    split = split_for_end_loads(layers, num_devices=devices, chunks=chunks, ends=ends)
+    end_loads = EndLoads(embedding=embedding * layers, head=head * layers)
+    split = split_for_end_loads(layers, num_devices=devices, chunks=chunks, end_loads=end_loads)
     assert is_legal_split(split, num_layers=layers, num_stages=stages)
 
 
@@ -53,8 +53,8 @@ def test_splits_for_end_loads_are_optimal(stages: int, more: int, embedding: flo
         for split in product(range(layers + 1), repeat=stages)
         if is_legal_split(split, num_layers=layers, num_stages=stages)
     ]
-    ends = EndLoads(embedding=embedding, head=head)
-    best = split_for_end_loads(layers, num_devices=stages, ends=ends)
+    end_loads = EndLoads(embedding=embedding, head=head)
+    best = split_for_end_loads(layers, num_devices=stages, end_loads=end_loads)
     assert worst(best) == pytest.approx(min(worst(split) for split in every))
 
 
@@ -83,7 +83,7 @@ def test_layers_go_one_by_one_to_the_least_loaded_device(data: st.DataObject) ->
         layers,
         num_devices=devices,
         chunks=chunks,
-        ends=EndLoads(embedding=embedding, head=head),
+        end_loads=EndLoads(embedding=embedding, head=head),
         placement=placement,
     )
     assert found == tuple(counts)
