@@ -118,7 +118,7 @@ def uniform_cluster_of(resolved: ResolvedCluster, constants: Constants) -> Unifo
     )
 
 
-def ideal(
+def best_case_cluster(
     resolved: ResolvedCluster, constants: Constants, *, is_one_domain: bool = False
 ) -> tuple[UniformCluster, Constants]:
     """A uniform cluster and constants that no mapping can beat: every link the best of its kind.

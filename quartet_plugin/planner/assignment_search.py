@@ -12,7 +12,7 @@ from enum import Enum
 
 import numpy as np
 
-from quartet_plugin.cost.cluster import ideal
+from quartet_plugin.cost.cluster import best_case_cluster
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.iteration.step import RowPrediction, contention_gain
@@ -26,7 +26,7 @@ from quartet_plugin.mapping.topology import Topology, blocks_of, degrees_alone
 from quartet_plugin.model.costs import Costs, FloatArray, LayerCost
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.planner.bound_units import probe
+from quartet_plugin.planner.bound_units import small_run
 from quartet_plugin.planner.bounds import EXTRAPOLATION
 from quartet_plugin.planner.closed_form import solve_step, step_costs, step_s
 from quartet_plugin.planner.job import PlanRequest
@@ -195,7 +195,7 @@ class AssignmentSolver:
     ) -> None:
         self._job, self._constants, self._topology, self._effort = job, constants, topology, effort
         assert job.cluster is not None, "equal devices keep the launcher's order while they are ranked"
-        self._ideal = ideal(job.cluster, constants, is_one_domain=True)
+        self._ideal = best_case_cluster(job.cluster, constants, is_one_domain=True)
         self._classes: dict[
             tuple[ModelShape, Layout, tuple[int, ...] | None], ClosedFormAssignment | None
         ] = {}
@@ -443,7 +443,7 @@ def _layer_seconds(
     """Compute of one microbatch in the embedding, a transformer layer and the head, in seconds."""
     alike = None if job.experts is None else replace(job.experts, num_dense_layers=0)
     three = replace(layout, pipeline_parallel=3, virtual_stages=1)
-    run = probe(replace(job, experts=alike), replace(shape, num_layers=3), three)
+    run = small_run(replace(job, experts=alike), replace(shape, num_layers=3), three)
     first, layer, last = (
         sum(times.total for name, times in part.items() if name not in COLLECTIVES)
         for part in stage_parts(run, constants)

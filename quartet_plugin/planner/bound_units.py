@@ -224,7 +224,7 @@ def _unit(
     """A row of `UnitRows` without recompute where all layers are alike, with weights for bytes."""
     tp, cp, size, ep = key
     layout = layout_of(tp, cp, 3, ep, size, 1, 0, 0, ep=ep, partition=partition)
-    run = probe(job, replace(shape, num_layers=3), layout)
+    run = small_run(job, replace(shape, num_layers=3), layout)
     # A stage's time beside its layers is left out.
     unit = unit_parts(run, constants)
     parts = unit.dense if run.experts is None else unit.routed
@@ -259,7 +259,7 @@ def _both_ways(times: Times) -> tuple[float, float]:
     return times.forward, times.input_grad + times.weight_grad
 
 
-def probe(job: PlanRequest, shape: ModelShape, layout: Layout) -> TrainingRun:
+def small_run(job: PlanRequest, shape: ModelShape, layout: Layout) -> TrainingRun:
     """A small run on as many devices as `layout` needs, its layers split evenly."""
     small = replace(
         job,
@@ -284,7 +284,7 @@ def _transfer(job: PlanRequest, shape: ModelShape, key: list[int], constants: Co
     """Seconds a sequence, without latency; neighbours that may share a domain count as sharing it."""
     tp, cp, apart, looped = key
     layout = layout_of(tp, cp, 2, 1, 1, 1 + looped, 0, 0)
-    run = probe(job, replace(shape, num_layers=layout.num_stages), layout)
+    run = small_run(job, replace(shape, num_layers=layout.num_stages), layout)
     inter = communication.transfer_s(run, constants, sender=0, receiver=job.machines.scale_up_devices)
     intra = communication.transfer_s(run, constants, sender=0, receiver=0)
     return (inter if apart else min(intra, inter)) - communication.transfer_latency_s(constants)
@@ -305,7 +305,7 @@ def once_s(
     for (tp, cp, pp, dp, sharded, ep), row in zip(keys.tolist(), index.tolist(), strict=True):
         most = -(-shape.num_layers // pp)
         held, routed = most * float(dense[row]), most * float(expert[row])
-        run = probe(job, shape, layout_of(tp, cp, 1, dp, 1, 1, 0, sharded, ep=ep))
+        run = small_run(job, shape, layout_of(tp, cp, 1, dp, 1, 1, 0, sharded, ep=ep))
         # All traffic that compute can hide is hidden: the exposed share is what is left.
         traffic = communication.data_parallel(
             run, constants, dense=held, expert=routed, forward_s=math.inf, backward_s=math.inf

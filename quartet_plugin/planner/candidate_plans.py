@@ -55,10 +55,10 @@ _LAYOUT_KINDS = ("shape", "layout", *map(kind_of, BEFORE_SCHEDULE))
 # A number that is least for the best plan, such as seconds for equal work; a plan's model for any split and
 # mapping; the order searched for its calibrated costs; whether a plan can be predicted; whether it may fit in
 # memory.
-Rate = Callable[[Sequence[Plan]], list[float]]
+CostsOf = Callable[[Sequence[Plan]], list[float]]
 SplitsOf = Callable[[Plan], CalibratedSplits | None]
 OrderOf = Callable[[Plan], CustomSchedule | None]
-Knows = Callable[[Plan], bool]
+IsPredictable = Callable[[Plan], bool]
 MayFit = Callable[[Plan], bool]
 
 
@@ -76,10 +76,15 @@ class PlanCandidates:
     """The candidates of a space; those that do not depend on predictions are made once."""
 
     def __init__(
-        self, space: Space, *, knows: Knows, request: PlanRequest, constants: Constants | None = None
+        self,
+        space: Space,
+        *,
+        is_predictable: IsPredictable,
+        request: PlanRequest,
+        constants: Constants | None = None,
     ) -> None:
         self._space = space
-        self._knows = knows
+        self._is_predictable = is_predictable
         self._request = request
         self._constants = constants
         self._layouts: tuple[Candidate, ...] | None = None
@@ -93,10 +98,10 @@ class PlanCandidates:
         self._cut: set[tuple[int, ...]] = set()
 
     def best(
-        self, *, rate: Rate, splits_of: SplitsOf, order_of: OrderOf, may_fit: MayFit = lambda _: True
+        self, *, costs_of: CostsOf, splits_of: SplitsOf, order_of: OrderOf, may_fit: MayFit = lambda _: True
     ) -> list[Candidate]:
         """Distinct plans, the baseline among them where the space holds it; the same for the same answers."""
-        layouts = _in_order(self.layouts, rate)
+        layouts = _in_order(self.layouts, costs_of)
         opened = [
             self._balanced(candidate, splits_of)
             for layout in layouts[:MAX_OPENED]
@@ -108,7 +113,7 @@ class PlanCandidates:
             for candidate in self._open_custom(layout)
         ]
         allowed = self._allowed(self._distinct([*layouts, *opened, *custom]))
-        ranked = _in_order(allowed, rate)
+        ranked = _in_order(allowed, costs_of)
         named = [best for best in ranked if not self._is_searched(best)]
         # What hardly fits says nothing about which moves of others are too slow.
         fitting = [best for best in named if may_fit(best.plan)]
@@ -118,10 +123,10 @@ class PlanCandidates:
             replace(ranked_plan, params=params, plan=plan) for ranked_plan, params, plan in moves.plans
         ]
         every = self._allowed(self._distinct([*allowed, *moved_plans]))
-        chosen, num_chosen_from = self._to_order(_in_order(every, rate))
+        chosen, num_chosen_from = self._to_order(_in_order(every, costs_of))
         if num_chosen_from > len(chosen):
             self._limits += (f"searched orders: for the {len(chosen)} best plans, of {num_chosen_from}",)
-        ordered = [best for plan in chosen for best in self._ordered(plan, rate, splits_of, order_of)]
+        ordered = [best for plan in chosen for best in self._ordered(plan, costs_of, splits_of, order_of)]
         return self._distinct([*every, *ordered])
 
     def _to_order(self, ranked: Sequence[Candidate]) -> tuple[list[Candidate], int]:
@@ -148,7 +153,7 @@ class PlanCandidates:
         return list(first.values())[:MAX_ORDERED], len(first)
 
     def _ordered(
-        self, candidate: Candidate, rate: Rate, splits_of: SplitsOf, order_of: OrderOf
+        self, candidate: Candidate, costs_of: CostsOf, splits_of: SplitsOf, order_of: OrderOf
     ) -> Iterator[Candidate]:
         """The candidate with the order for the calibrated costs, or that for costs by FLOPs if it is faster.
 
@@ -164,7 +169,7 @@ class PlanCandidates:
             for order in (order_of(plan), None)
             if (ordered := with_order(self._space, candidate.params, plan, custom=order)) is not None
         ]
-        for best in _in_order(made, rate)[:1]:
+        for best in _in_order(made, costs_of)[:1]:
             order = best.plan.schedule.custom
             if custom is None or order is None or order.named is None or order.named != custom.named:
                 yield best
@@ -254,7 +259,7 @@ class PlanCandidates:
         first: dict[object, Candidate] = {}
         for candidate in candidates:
             first.setdefault(candidate.plan.identity, candidate)
-        return [candidate for candidate in first.values() if self._knows(candidate.plan)]
+        return [candidate for candidate in first.values() if self._is_predictable(candidate.plan)]
 
     def _allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         return [candidate for candidate in candidates if self._space.refusal_of(candidate.plan) is None]
@@ -445,7 +450,7 @@ def _share(load: float, num_layers: int) -> float:
     return min(1.0, max(-1.0, rounded / num_layers))
 
 
-def _in_order(candidates: Sequence[Candidate], rate: Rate) -> list[Candidate]:
+def _in_order(candidates: Sequence[Candidate], costs_of: CostsOf) -> list[Candidate]:
     """The fastest first."""
-    rates = rate([candidate.plan for candidate in candidates])
-    return [candidates[index] for index in sorted(range(len(candidates)), key=lambda i: (rates[i], i))]
+    costs = costs_of([candidate.plan for candidate in candidates])
+    return [candidates[index] for index in sorted(range(len(candidates)), key=lambda i: (costs[i], i))]

@@ -81,7 +81,7 @@ class StepCosts:
     hidden_s: FloatArray
     exposed_share: float = 1.0
     peer_share: float = 1.0
-    blocking: bool = True
+    is_blocking: bool = True
 
 
 class StepTime:
@@ -153,7 +153,7 @@ class StepTime:
                 *arrays,
                 costs.num_microbatches,
                 layout.virtual_stages,
-                costs.blocking,
+                costs.is_blocking,
                 costs.hidden_s,
                 costs.exposed_share,
             )
@@ -178,7 +178,7 @@ class StepTime:
         if len(busy) > 1:
             forward = self._transfer_s[domains[:-1], domains[1:]]
             backward = self._transfer_s[domains[1:], domains[:-1]]
-            if costs.blocking:
+            if costs.is_blocking:
                 busy[:-1] += forward
                 busy[1:] += backward
             else:
@@ -330,7 +330,7 @@ def step_costs(assigned: AssignedRun) -> StepCosts:
         hidden_s=hides,
         exposed_share=share,
         peer_share=constants.peer / constants.scale_up,
-        blocking=blocks_on_sends(run),
+        is_blocking=blocks_on_sends(run),
     )
 
 

@@ -154,7 +154,7 @@ class OrderCandidates:
             expert_gradients=none,
             boundary_bytes=1.0,
             hidden_s=np.zeros(ranks),
-            blocking=times.is_blocking,
+            is_blocking=times.is_blocking,
         )
         num_blocks = layout.world_size // layout.tensor_parallel
         effort = EVALUATIONS if len(set(slowdowns.tolist())) > 1 else 0

@@ -74,7 +74,9 @@ class PlanScorer:
         self._space = space
         self._objective = objective
         self._request, self._constants = request, constants
-        self._candidates = PlanCandidates(space, knows=predictor.knows, request=request, constants=constants)
+        self._candidates = PlanCandidates(
+            space, is_predictable=predictor.knows, request=request, constants=constants
+        )
         self._orders = CalibratedOrders(
             space,
             splits_of=predictor.split_model,
@@ -101,7 +103,7 @@ class PlanScorer:
     def scored_plans(self, pending: Sequence[Plan] = ()) -> list[ScoredPlan]:
         """Every candidate, the most promising first. Something must have been measured."""
         candidates = self._candidates.best(
-            rate=self._rates,
+            costs_of=self._log_costs,
             splits_of=self.predictor.split_model,
             order_of=self._orders.of,
             may_fit=self._may_fit,
@@ -176,7 +178,7 @@ class PlanScorer:
             total += weight * expected_improvement(log_speedup, spread)
         return total * self.predictor.feasibility.chance(plan)
 
-    def _rates(self, plans: Sequence[Plan]) -> list[float]:
+    def _log_costs(self, plans: Sequence[Plan]) -> list[float]:
         """The logarithm of each plan's likeliest seconds for equal work over its chance to fit in memory."""
         likeliest = self.predictor.most_likely_s(plans)
         chance = self.predictor.feasibility.chance_of_memory

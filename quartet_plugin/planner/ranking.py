@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from quartet_plugin.cost.cluster import ideal
+from quartet_plugin.cost.cluster import best_case_cluster
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.memory import Memory, available_bytes, distinct_numbers, peak_memory
 from quartet_plugin.cost.predict import predict
@@ -97,7 +97,7 @@ class Ranking:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Field:
+class _ShapeLayouts:
     """The layouts of one shape; `scale` makes their times those for the FLOPs of the requested shape."""
 
     shape: ModelShape
@@ -116,14 +116,14 @@ def rank(
     none fits; it names the layout that needs the least memory.
     """
     used = constants or fitted()
-    fields = [_field(job, shape, used) for shape in shapes_of(job)]
-    total = sum(len(field.table) for field in fields)
+    layouts_by_shape = [_shape_layouts(job, shape, used) for shape in shapes_of(job)]
+    total = sum(len(layouts.table) for layouts in layouts_by_shape)
     if not total:
         raise InfeasibleError(no_layout_words(job))
     solver = None if job.cluster is None else AssignmentSolver(job, used, job.topology(used))
     best: list[tuple[float, int, int, Ranked]] = []
     limit = _available(job)
-    order = _ordered(fields, limit=math.inf if exhaustive else limit)
+    order = _ordered(layouts_by_shape, limit=math.inf if exhaustive else limit)
     predicted, visited, too_slow = 0, 0, 0
     unfit: list[tuple[int, int]] = []
     for bound, index, row in order:
@@ -131,7 +131,9 @@ def rank(
             break
         visited += 1
         last = best[-1][0] if len(best) == top and not exhaustive else math.inf
-        ranked = _planned(job, fields[index], row, used, solver, limit_s=last / fields[index].scale)
+        ranked = _planned(
+            job, layouts_by_shape[index], row, used, solver, limit_s=last / layouts_by_shape[index].scale
+        )
         if ranked is NoPlan.UNFIT:
             unfit.append((index, row))
         if isinstance(ranked, NoPlan):
@@ -141,14 +143,14 @@ def rank(
         bisect.insort(best, (ranked.equal_work_s, index, row, ranked), key=lambda entry: entry[:3])
         del best[top:]
     if not best:
-        raise InfeasibleError(_nearest(job, fields))
+        raise InfeasibleError(_nearest(job, layouts_by_shape))
     return Ranking(
         best=tuple(entry[3] for entry in best),
         num_considered=total,
         num_predicted=predicted,
         num_too_large=total - len(order) + len(unfit),
         num_pruned=len(order) - visited + too_slow,
-        too_large=_too_large(fields, unfit, limit),
+        too_large=_too_large(layouts_by_shape, unfit, limit),
     )
 
 
@@ -218,13 +220,13 @@ def shapes_of(job: PlanRequest) -> tuple[ModelShape, ...]:
     return equal_shapes(job.shape, rule=rule)
 
 
-def _field(job: PlanRequest, shape: ModelShape, constants: Constants) -> _Field:
+def _shape_layouts(job: PlanRequest, shape: ModelShape, constants: Constants) -> _ShapeLayouts:
     table = layout_table_of(job, shape)
     bounded, used = job, constants
     if job.cluster is not None:
-        machines, used = ideal(job.cluster, constants)
+        machines, used = best_case_cluster(job.cluster, constants)
         bounded = replace(job, machines=machines)
-    return _Field(
+    return _ShapeLayouts(
         shape=shape,
         table=table,
         bounds=bounds_of(
@@ -247,9 +249,9 @@ def least_seconds(
     They are infinite for the rows that do not fit in memory.
     """
     for shape in shapes_of(job):
-        field = _field(job, shape, constants)
-        fits = field.bounds.memory_bytes <= _available(job)
-        yield shape, field.table, np.where(fits, field.bounds.time_s * field.scale, np.inf)
+        layouts = _shape_layouts(job, shape, constants)
+        fits = layouts.bounds.memory_bytes <= _available(job)
+        yield shape, layouts.table, np.where(fits, layouts.bounds.time_s * layouts.scale, np.inf)
 
 
 def slowdown_of(job: PlanRequest) -> FloatArray | None:
@@ -257,12 +259,12 @@ def slowdown_of(job: PlanRequest) -> FloatArray | None:
     return job.cluster.slowdown if job.cluster is not None and job.has_unequal_devices else None
 
 
-def _ordered(fields: list[_Field], *, limit: float) -> list[tuple[float, int, int]]:
-    """(bound, field, row) by rising bound, of the layouts whose memory may be under `limit` bytes."""
-    scaled = np.concatenate([field.bounds.time_s * field.scale for field in fields])
-    memory = np.concatenate([field.bounds.memory_bytes for field in fields])
-    owner = np.repeat(np.arange(len(fields)), [len(field.table) for field in fields])
-    rows = np.concatenate([np.arange(len(field.table)) for field in fields])
+def _ordered(layouts_by_shape: list[_ShapeLayouts], *, limit: float) -> list[tuple[float, int, int]]:
+    """(bound, index of shape, row) by rising bound, of layouts whose memory may be under `limit` bytes."""
+    scaled = np.concatenate([layouts.bounds.time_s * layouts.scale for layouts in layouts_by_shape])
+    memory = np.concatenate([layouts.bounds.memory_bytes for layouts in layouts_by_shape])
+    owner = np.repeat(np.arange(len(layouts_by_shape)), [len(layouts.table) for layouts in layouts_by_shape])
+    rows = np.concatenate([np.arange(len(layouts.table)) for layouts in layouts_by_shape])
     order = np.argsort(scaled, kind="stable")
     order = order[memory[order] <= limit]
     return list(zip(scaled[order].tolist(), owner[order].tolist(), rows[order].tolist(), strict=True))
@@ -270,7 +272,7 @@ def _ordered(fields: list[_Field], *, limit: float) -> list[tuple[float, int, in
 
 def _planned(
     job: PlanRequest,
-    field: _Field,
+    layouts: _ShapeLayouts,
     row: int,
     constants: Constants,
     solver: AssignmentSolver | None,
@@ -278,10 +280,10 @@ def _planned(
     limit_s: float = math.inf,
 ) -> Ranked | NoPlan:
     """The row with its best group's prediction, or why there is none; none over `limit_s` need be made."""
-    refused = None if limit_s == math.inf else lru_cache(partial(_refused, job, field, row, limit_s))
+    refused = None if limit_s == math.inf else lru_cache(partial(_refused, job, layouts, row, limit_s))
     planned = [
-        _planned_with(job, field, row, group, constants, solver, limit_s, refused)
-        for group in field.table.groups(row)
+        _planned_with(job, layouts, row, group, constants, solver, limit_s, refused)
+        for group in layouts.table.groups(row)
     ]
     able = [ranked for ranked in planned if isinstance(ranked, Ranked)]
     if able:
@@ -290,10 +292,10 @@ def _planned(
 
 
 def _refused(
-    job: PlanRequest, field: _Field, row: int, limit_s: float, split: tuple[int, ...]
+    job: PlanRequest, layouts: _ShapeLayouts, row: int, limit_s: float, split: tuple[int, ...]
 ) -> NoPlan | None:
     """Why the row cannot be planned with a split, by its bounds; None where it may."""
-    time, memory = field.bounds.of_split(field.table, row, split)
+    time, memory = layouts.bounds.of_split(layouts.table, row, split)
     if memory > _available(job):
         return NoPlan.UNFIT
     return NoPlan.TOO_SLOW if time > limit_s else None
@@ -301,7 +303,7 @@ def _refused(
 
 def _planned_with(
     job: PlanRequest,
-    field: _Field,
+    layouts: _ShapeLayouts,
     row: int,
     group: int | None,
     constants: Constants,
@@ -310,11 +312,11 @@ def _planned_with(
     refused: Callable[[tuple[int, ...]], NoPlan | None] | None,
 ) -> Ranked | NoPlan:
     """The row's prediction with one group; splits that are `refused` are not tried."""
-    layout, schedule = field.table.layout(row), field.table.schedule(row)
-    split = field.bounds.split(job, field.shape, field.table, row)
-    ranked = partial(Ranked, shape=field.shape, layout=layout, split=split, schedule=schedule, group=group)
+    layout, schedule = layouts.table.layout(row), layouts.table.schedule(row)
+    split = layouts.bounds.split(job, layouts.shape, layouts.table, row)
+    ranked = partial(Ranked, shape=layouts.shape, layout=layout, split=split, schedule=schedule, group=group)
     if solver is None:
-        run = job.run(field.shape, layout, split, schedule=schedule, group=group)
+        run = job.run(layouts.shape, layout, split, schedule=schedule, group=group)
         # Memory takes less to compute: it goes first while no time is too long.
         memory = peak_memory(run) if limit_s == math.inf else None
         if memory is not None and not memory.fits:
@@ -327,11 +329,11 @@ def _planned_with(
         if not memory.fits:
             return NoPlan.UNFIT
         return ranked(
-            iteration_s=time, equal_work_s=time * field.scale, terms=prediction.terms, memory=memory
+            iteration_s=time, equal_work_s=time * layouts.scale, terms=prediction.terms, memory=memory
         )
-    is_free = int(field.table.columns[row, SPLIT]) == BALANCED
+    is_free = int(layouts.table.columns[row, SPLIT]) == BALANCED
     assignment = solver.assign(
-        field.shape,
+        layouts.shape,
         layout,
         split,
         may_split=is_free,
@@ -342,7 +344,7 @@ def _planned_with(
     )
     if isinstance(assignment, NoPlan):
         return assignment
-    bare = ranked(iteration_s=1.0, equal_work_s=field.scale, terms={}, memory=assignment.memory)
+    bare = ranked(iteration_s=1.0, equal_work_s=layouts.scale, terms={}, memory=assignment.memory)
     return _with(bare, assignment)
 
 
@@ -361,13 +363,15 @@ def _with(ranked: Ranked, assignment: Assignment) -> Ranked:
     )
 
 
-def _too_large(fields: list[_Field], unfit: list[tuple[int, int]], limit: float) -> tuple[TooLarge, ...]:
+def _too_large(
+    layouts_by_shape: list[_ShapeLayouts], unfit: list[tuple[int, int]], limit: float
+) -> tuple[TooLarge, ...]:
     """The layouts over `limit` bytes or measured unfit, grouped by degrees."""
     groups: list[TooLarge] = []
-    for index, field in enumerate(fields):
-        over = field.bounds.memory_bytes > limit
+    for index, layouts in enumerate(layouts_by_shape):
+        over = layouts.bounds.memory_bytes > limit
         over[[row for owner, row in unfit if owner == index]] = True
-        groups += TooLarge.by_degrees(field.table.columns[over], field.bounds.memory_bytes[over])
+        groups += TooLarge.by_degrees(layouts.table.columns[over], layouts.bounds.memory_bytes[over])
     return tuple(groups)
 
 
@@ -375,23 +379,23 @@ def _available(job: PlanRequest) -> float:
     return available_bytes(float(job.machines.memory_bytes))
 
 
-def _nearest(job: PlanRequest, fields: list[_Field]) -> str:
+def _nearest(job: PlanRequest, layouts_by_shape: list[_ShapeLayouts]) -> str:
     """Which layout needs the least memory, and how much too much that is."""
     order = sorted(
-        (float(field.bounds.memory_bytes[row]), index, row)
-        for index, field in enumerate(fields)
-        for row in range(len(field.table))
+        (float(layouts.bounds.memory_bytes[row]), index, row)
+        for index, layouts in enumerate(layouts_by_shape)
+        for row in range(len(layouts.table))
     )
     best: tuple[float, Layout, Memory] | None = None
     for bound, index, row in order:
         if best is not None and bound >= best[0]:
             break
-        field = fields[index]
-        layout = field.table.layout(row)
-        split = field.bounds.split(job, field.shape, field.table, row)
-        schedule = field.table.schedule(row)
-        group = field.table.groups(row)[0]
-        memory = peak_memory(job.run(field.shape, layout, split, schedule=schedule, group=group))
+        layouts = layouts_by_shape[index]
+        layout = layouts.table.layout(row)
+        split = layouts.bounds.split(job, layouts.shape, layouts.table, row)
+        schedule = layouts.table.schedule(row)
+        group = layouts.table.groups(row)[0]
+        memory = peak_memory(job.run(layouts.shape, layout, split, schedule=schedule, group=group))
         if best is None or memory.total < best[0]:
             best = (memory.total, layout, memory)
     assert best is not None

@@ -204,7 +204,7 @@ def show(explanation: Explanation, *, console: "Console") -> None:
     if stated is not None and abs(stated / explanation.iteration_s - 1) > 1e-3:
         words += f" (predicted before its launch: {stated:.4g} s)"
     parts: list[RenderableType] = [*head, Text(f"{explanation.word:<10}{words}")]
-    parts += [Text(terminal_line(f"{name:<10}{line}")) for name, line in _grounds(explanation)]
+    parts += [Text(terminal_line(f"{name:<10}{line}")) for name, line in _time_lines(explanation)]
     parts.append(Text(f"{'rates':<10}{explanation.rates.words}"))
     parts += [] if explanation.cost is None else [Text(f"{'cost':<10}{explanation.cost.words}")]
     parts += [Text(""), Text(TERMS_NOTE)]
@@ -214,7 +214,7 @@ def show(explanation: Explanation, *, console: "Console") -> None:
         console.print(part)
 
 
-def _grounds(explanation: Explanation) -> list[tuple[str, str]]:
+def _time_lines(explanation: Explanation) -> list[tuple[str, str]]:
     """The measured and predicted times, and the trials that calibrated the predictions."""
     lines = []
     if explanation.measured_s is not None:

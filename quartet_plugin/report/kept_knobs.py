@@ -121,10 +121,10 @@ def _pair_words(
     ]
     if not pairs:
         return f"no two measured plans differ only in this; {len(others)} of {len(measured)} plans changed it"
-    (other, plan), (twin, _) = max(pairs, key=lambda pair: (_speed(pair[0]), _speed(pair[1])))
-    share = 100 * (other.value or 0.0) / (twin.value or math.inf)
+    (other, plan), (unchanged, _) = max(pairs, key=lambda pair: (_speed(pair[0]), _speed(pair[1])))
+    share = 100 * (other.value or 0.0) / (unchanged.value or math.inf)
     words = f"with {knob.text(knob.value_of(plan))}, trial {other.number}"
-    return f"{words} reached {share:.0f} % of the speed of trial {twin.number}"
+    return f"{words} reached {share:.0f} % of the speed of trial {unchanged.number}"
 
 
 def _differs_alone(knob: Knob, plan: Plan, other: Plan) -> bool:

@@ -48,7 +48,7 @@ _LEFT_OUT_FIRST = ("mapping", "split", "shape", "schedule", "layout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class WatchedLaunch:
     """A launch without a result yet; `began_s` on the watcher's clock, `plan` None for the user's command."""
 
     label: str
@@ -80,7 +80,7 @@ class PlainLines:
     def __init__(self, write: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._write = write
         self._clock = clock
-        self._running: Running | None = None
+        self._running: WatchedLaunch | None = None
 
     def __enter__(self) -> Self:
         """Enter the block; lines need no preparation."""
@@ -105,7 +105,7 @@ class PlainLines:
     ) -> None:
         """Write a line that says which launch begins, with which plan, and what share of time measured."""
         began_s = self._clock()
-        self._running = Running(
+        self._running = WatchedLaunch(
             label=label, phase=phase, plan=plan, began_s=began_s, time_left_s=time_left_s, position=position
         )
         words = self._running.sentence(now_s=began_s, names_plan=True)
@@ -133,7 +133,7 @@ class LiveTable:
         self._console = console
         self._clock = clock
         self._rows: list[LaunchRecord] = []
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, WatchedLaunch] = {}
         self._measured_share: float | None = None
         self._live: Live | None = None
 
@@ -173,7 +173,7 @@ class LiveTable:
         """Show the launch below the table, and the share of the time so far in measured iterations."""
         self._drop(label)
         self._measured_share = measured_share
-        self._running[label] = Running(
+        self._running[label] = WatchedLaunch(
             label=label,
             phase=phase,
             plan=plan,

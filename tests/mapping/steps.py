@@ -32,7 +32,7 @@ def make_costs(layout: Layout, *, seed: int) -> StepCosts:
         hidden_s=np.full(ranks, 0.1),
         exposed_share=0.3,
         peer_share=0.5,
-        blocking=draw.random() < 0.5,
+        is_blocking=draw.random() < 0.5,
     )
 
 

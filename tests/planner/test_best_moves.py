@@ -60,14 +60,14 @@ def candidates_of(space: Space, truth: Truth) -> tuple[float, Plan, PlanCandidat
             return None
         return CalibratedSplits(model=truth._iteration_models.split_model(plan), point=truth.theta)
 
-    def rate(plans: Sequence[Plan]) -> list[float]:
+    def costs_of(plans: Sequence[Plan]) -> list[float]:
         return [truth(plan) for plan in plans]
 
     candidates = PlanCandidates(
-        space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+        space, is_predictable=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
     )
     found = candidates.best(
-        rate=rate,
+        costs_of=costs_of,
         splits_of=splits_of,
         order_of=lambda plan: None,
     )

@@ -73,7 +73,7 @@ def test_pruning_keeps_the_optimum_of_two_kinds_of_layers(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20, 28))
 def test_no_placed_prediction_is_under_the_bound_of_its_split(seed: int) -> None:
     job = random_cluster_job(seed)
-    field = ranking._field(job, job.shape, fitted())
+    field = ranking._shape_layouts(job, job.shape, fitted())
     topology = job.topology(fitted())
     draw = random.Random(seed)
     for row in range(0, len(field.table), max(1, len(field.table) // 12)):

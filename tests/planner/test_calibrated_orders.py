@@ -71,11 +71,11 @@ class Machine:
     def candidates(self) -> list[Candidate]:
         request = request_of_space(self.space, machine=KnownMachine())
 
-        def rate(plans: Sequence[Plan]) -> list[float]:
+        def costs_of(plans: Sequence[Plan]) -> list[float]:
             return [self.truth(plan) for plan in plans]
 
-        return PlanCandidates(self.space, knows=lambda plan: True, request=request).best(
-            rate=rate, splits_of=self.splits_of, order_of=self.orders().of
+        return PlanCandidates(self.space, is_predictable=lambda plan: True, request=request).best(
+            costs_of=costs_of, splits_of=self.splits_of, order_of=self.orders().of
         )
 
 

@@ -47,9 +47,9 @@ def no_order(plan: Plan) -> None:
 
 def found_in(space: Space) -> list[Candidate]:
     candidates = PlanCandidates(
-        space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+        space, is_predictable=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
     )
-    return candidates.best(rate=rates, splits_of=no_splits, order_of=no_order)
+    return candidates.best(costs_of=rates, splits_of=no_splits, order_of=no_order)
 
 
 def discrete(plan: Plan) -> object:
@@ -91,8 +91,8 @@ def test_beside_the_best_split_the_next_best_are_there() -> None:
         return CalibratedSplits(model=truth._iteration_models.split_model(plan), point=truth.theta)
 
     found = PlanCandidates(
-        space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
-    ).best(rate=lambda plans: [truth(plan) for plan in plans], splits_of=splits_of, order_of=no_order)
+        space, is_predictable=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+    ).best(costs_of=lambda plans: [truth(plan) for plan in plans], splits_of=splits_of, order_of=no_order)
     chosen = min(found, key=lambda one: truth(one.plan)).plan
     alike = [one.plan.split.label for one in found if one.plan.layout == chosen.layout]
     every = {
@@ -114,19 +114,19 @@ def test_the_schedule_of_a_file_is_there_although_its_layout_is_the_slowest(tmp_
         return [1e3 if plan.layout.virtual_stages == 2 else by_formula(plan) for plan in plans]
 
     candidates = PlanCandidates(
-        space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+        space, is_predictable=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
     )
-    found = candidates.best(rate=slow_where_it_fits, splits_of=no_splits, order_of=no_order)
+    found = candidates.best(costs_of=slow_where_it_fits, splits_of=no_splits, order_of=no_order)
     assert any(one.plan.split.transformer_layers_per_stage == (3, 1, 2, 2) for one in found)
 
 
 def test_a_large_space_is_cut_to_what_can_be_ranked() -> None:
     space = space_of({"schedule": "stock"}, 8, 8, 8, 8, pipeline_parallel=4, data_parallel=8)
     candidates = PlanCandidates(
-        space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+        space, is_predictable=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
     )
     assert len(candidates.layouts) <= 400
-    assert len(candidates.best(rate=rates, splits_of=no_splits, order_of=no_order)) <= 4000
+    assert len(candidates.best(costs_of=rates, splits_of=no_splits, order_of=no_order)) <= 4000
 
 
 @pytest.mark.parametrize("schedule", ["stock", "zb-h1"])
@@ -138,7 +138,7 @@ def test_of_too_many_layouts_those_that_may_be_fastest_are_predicted(
     monkeypatch.setattr(candidate_plans, "MAX_LAYOUTS_CUSTOM", most)
     space = space_of({"schedule": schedule}, 8, 8, pipeline_parallel=4, data_parallel=4)
     request = request_of_space(space, machine=KnownMachine())
-    candidates = PlanCandidates(space, knows=lambda plan: True, request=request)
+    candidates = PlanCandidates(space, is_predictable=lambda plan: True, request=request)
     every = [(shape, layout) for shape, layouts in space.layouts.items() for layout in layouts]
     bounds = dict(zip(every, least_seconds_of(every, request=request, constants=None), strict=True))
     kept = {(candidate.plan.shape, candidate.plan.layout) for candidate in candidates.layouts}
@@ -147,7 +147,7 @@ def test_of_too_many_layouts_those_that_may_be_fastest_are_predicted(
     fastest = rank(request).best[0]
     assert (fastest.shape, fastest.layout) in kept
     assert bounds[fastest.shape, fastest.layout] <= fastest.equal_work_s
-    candidates.best(rate=rates, splits_of=no_splits, order_of=no_order)
+    candidates.best(costs_of=rates, splits_of=no_splits, order_of=no_order)
     (words,) = [line for line in candidates.limits if line.startswith("layouts: ")]
     assert words.startswith(f"layouts: {most} of {len(every)} are predicted, those of the least bounds; ")
 
@@ -156,9 +156,9 @@ def test_plans_that_cannot_be_predicted_are_left_out() -> None:
     space = space_of({"schedule": "stock"}, 2)
     candidates = PlanCandidates(
         space,
-        knows=lambda plan: plan.layout.data_parallel == 1,
+        is_predictable=lambda plan: plan.layout.data_parallel == 1,
         request=request_of_space(space, machine=KnownMachine()),
     )
-    found = candidates.best(rate=rates, splits_of=no_splits, order_of=no_order)
+    found = candidates.best(costs_of=rates, splits_of=no_splits, order_of=no_order)
     assert found
     assert all(one.plan.layout.data_parallel == 1 for one in found)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.mapping_optimum import compared
-from quartet_plugin.cost.cluster import ideal, topology_of, uniform_topology_of
+from quartet_plugin.cost.cluster import best_case_cluster, topology_of, uniform_topology_of
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.predict import predict
@@ -74,7 +74,7 @@ def test_no_placed_prediction_is_under_its_bounds(seed: int) -> None:
     job = random_cluster_job(seed)
     assert job.cluster is not None
     candidates = layout_table_of(job, job.shape)
-    machines, constants = ideal(job.cluster, fitted())
+    machines, constants = best_case_cluster(job.cluster, fitted())
     bounded = PlanRequest(
         shape=job.shape,
         machines=machines,

@@ -126,11 +126,11 @@ def test_the_cost_models_candidates_leave_out_what_is_forbidden() -> None:
     space = forbidding([{"mapping": "1,0"}, {"split": "even", "schedule": "1f1b"}])
     candidates = PlanCandidates(
         space,
-        knows=lambda plan: plan.schedule.custom is None,
+        is_predictable=lambda plan: plan.schedule.custom is None,
         request=request_of_space(space, machine=KnownMachine()),
     )
     found = candidates.best(
-        rate=lambda plans: [0.0] * len(plans), splits_of=lambda _: None, order_of=lambda _: None
+        costs_of=lambda plans: [0.0] * len(plans), splits_of=lambda _: None, order_of=lambda _: None
     )
     plans = [one.plan for one in found]
     assert plans

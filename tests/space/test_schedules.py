@@ -262,15 +262,15 @@ def test_the_split_that_fits_the_flops_is_predicted_to_be_fastest() -> None:
 
 
 def test_schedules_of_ours_are_among_the_candidates_of_a_study() -> None:
-    def rate(plans: Sequence[Plan]) -> list[float]:
+    def costs_of(plans: Sequence[Plan]) -> list[float]:
         return [float(plan.num_microbatches) for plan in plans]
 
     for batch in (8, 32):
         space = space_of({"pipeline_parallel": 2}, global_batch_size=batch)
         candidates = PlanCandidates(
-            space, knows=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+            space, is_predictable=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
         )
-        found = candidates.best(rate=rate, splits_of=lambda plan: None, order_of=lambda plan: None)
+        found = candidates.best(costs_of=costs_of, splits_of=lambda plan: None, order_of=lambda plan: None)
         own = {one.plan.schedule.label for one in found if one.plan.schedule.custom is not None}
         assert len(own) > 1
 

@@ -52,9 +52,9 @@ class PlacedCosts(NamedTuple):
 
 
 @inner
-def lanes_of_split(counts: IntArray, placed: PlacedCosts) -> Lanes:
+def lanes_of_split(counts: IntArray, costs: PlacedCosts) -> Lanes:
     """The stages of a split of `counts` entries; the same numbers as `costs.stage_costs`."""
-    placement, prefix, transfer = placed.placement, placed.prefix, placed.transfer
+    placement, prefix, transfer = costs.placement, costs.prefix, costs.transfer
     num_stages = len(counts)
     cost = np.empty((4, num_stages))
     send = np.empty((2, num_stages))
@@ -62,38 +62,38 @@ def lanes_of_split(counts: IntArray, placed: PlacedCosts) -> Lanes:
     begin = 0
     for stage in range(num_stages):
         end = begin + counts[stage]
-        slow = placed.slowdown[placement[stage]]
+        slow = costs.slowdown[placement[stage]]
         for kind in range(4):
             cost[kind, stage] = (prefix[kind, end] - prefix[kind, begin]) * slow
         sizes[stage] = prefix[4, end] - prefix[4, begin]
         send[0, stage] = transfer[placement[stage], placement[stage + 1]] if stage < num_stages - 1 else 0.0
         send[1, stage] = transfer[placement[stage], placement[stage - 1]] if stage > 0 else 0.0
         begin = end
-    route = np.zeros(placed.num_microbatches, dtype=np.int64)
+    route = np.zeros(costs.num_microbatches, dtype=np.int64)
     unhidden = np.zeros((2, num_stages))
     return Lanes(
-        num_stages, placed.num_microbatches, placement, cost, send, sizes, placed.held, route, unhidden
+        num_stages, costs.num_microbatches, placement, cost, send, sizes, costs.held, route, unhidden
     )
 
 
 @inner
-def order_score(orders: IntArray, offsets: IntArray, counts: IntArray, placed: PlacedCosts) -> float:
+def order_score(orders: IntArray, offsets: IntArray, counts: IntArray, costs: PlacedCosts) -> float:
     """Seconds of a fixed order under a split; over 1e30 by the excess when memory does not fit."""
-    num_devices = len(placed.slowdown)
-    lanes = lanes_of_split(counts, placed)
+    num_devices = len(costs.slowdown)
+    lanes = lanes_of_split(counts, costs)
     peak = np.zeros(num_devices)
     check_memory(orders, offsets, lanes, np.full(num_devices, np.inf), peak)
     excess = 0.0
     for device in range(num_devices):
-        if peak[device] > placed.limit[device] * (1.0 + 1e-9):
-            excess += peak[device] / max(placed.limit[device], 1e-300) - 1.0
+        if peak[device] > costs.limit[device] * (1.0 + 1e-9):
+            excess += peak[device] / max(costs.limit[device], 1e-300) - 1.0
     if excess > 0.0:
         return TOO_LARGE * (1.0 + excess)
     parts = np.empty(0, dtype=np.uint8)
     ran, _, end, sequence = run_orders(orders, offsets, parts, lanes)
     if ran < len(orders):
         return np.inf
-    if placed.want_period:
+    if costs.want_period:
         return steady_period(orders, offsets, parts, sequence, lanes, _PERIOD_ROUNDS)
     last = 0.0
     for position in range(len(end)):
@@ -114,18 +114,18 @@ def climb_split(
     offsets: IntArray,
     counts: IntArray,
     least: IntArray,
-    placed: PlacedCosts,
+    costs: PlacedCosts,
     steps: int,
     seed: int,
 ) -> float:
     """Improve `counts` in place by `steps` random moves of layers; return the best score."""
     np.random.seed(seed)
-    score = order_score(orders, offsets, counts, placed)
+    score = order_score(orders, offsets, counts, costs)
     trial = counts.copy()
     for _ in range(steps):
         _take(trial, counts)
         _move_layers(trial, least)
-        trial_score = order_score(orders, offsets, trial, placed)
+        trial_score = order_score(orders, offsets, trial, costs)
         if trial_score <= score:
             score = trial_score
             _take(counts, trial)
@@ -133,11 +133,11 @@ def climb_split(
 
 
 @compiled
-def family_score(params: FloatArray, full_backward: IntArray, counts: IntArray, placed: PlacedCosts) -> float:
+def family_score(params: FloatArray, full_backward: IntArray, counts: IntArray, costs: PlacedCosts) -> float:
     """Seconds of the order that a parameter vector and a split make; inf where it cannot be made."""
-    lanes = lanes_of_split(counts, placed)
-    makespan, orders, offsets = orders_of_params(params, full_backward, placed.chunk, lanes, placed.limit)
-    if not placed.want_period or makespan == np.inf:
+    lanes = lanes_of_split(counts, costs)
+    makespan, orders, offsets = orders_of_params(params, full_backward, costs.chunk, lanes, costs.limit)
+    if not costs.want_period or makespan == np.inf:
         return makespan
     parts = np.empty(0, dtype=np.uint8)
     _, _, _, sequence = run_orders(orders, offsets, parts, lanes)
@@ -145,10 +145,10 @@ def family_score(params: FloatArray, full_backward: IntArray, counts: IntArray, 
 
 
 @inner
-def _mutate(params: FloatArray, placed: PlacedCosts) -> None:
+def _mutate(params: FloatArray, costs: PlacedCosts) -> None:
     """Change one to three parameters in place."""
-    num_devices, num_microbatches = len(placed.slowdown), placed.num_microbatches
-    slacks, w_limits = placed.slacks, placed.w_limits
+    num_devices, num_microbatches = len(costs.slowdown), costs.num_microbatches
+    slacks, w_limits = costs.slacks, costs.w_limits
     v = (len(params) - NUM_SCALARS) // 4
     for _ in range(1 + np.random.randint(0, 3)):
         pick = np.random.randint(0, 4 * v + 5)
@@ -206,7 +206,7 @@ def climb_family(
     full_backward: IntArray,
     counts: IntArray,
     least: IntArray,
-    placed: PlacedCosts,
+    costs: PlacedCosts,
     split_rate: float,
     full_backward_rate: float,
     score: float,
@@ -232,13 +232,13 @@ def climb_family(
         if np.random.random() < split_rate:
             _move_layers(trial_counts, least)
             if np.random.random() < 0.3:
-                _mutate(trial, placed)
+                _mutate(trial, costs)
         elif np.random.random() < full_backward_rate:
             stage = np.random.randint(0, len(full_backward))
             trial_backward[stage] = 1 - trial_backward[stage]
         else:
-            _mutate(trial, placed)
-        trial_score = family_score(trial, trial_backward, trial_counts, placed)
+            _mutate(trial, costs)
+        trial_score = family_score(trial, trial_backward, trial_counts, costs)
         if trial_score <= score * (1.0 + 1e-12):
             score = trial_score
             _take(params, trial)

@@ -48,7 +48,7 @@ class NamedStart:
             *flatten(self.schedule),
             counts,
             problem.least_counts(len(counts)),
-            problem.placed(self.schedule.placement),
+            problem.costs_under(self.schedule.placement),
             steps,
             seed,
         )

@@ -69,7 +69,7 @@ class ScheduleProblem:
         """Whether a full backward is cheaper than I and W somewhere."""
         return bool(np.any(np.diff(self.prefix[3]) < np.diff(self.prefix[1] + self.prefix[2]) * (1 - 1e-9)))
 
-    def placed(self, placement: Sequence[int], *, num_microbatches: int | None = None) -> PlacedCosts:
+    def costs_under(self, placement: Sequence[int], *, num_microbatches: int | None = None) -> PlacedCosts:
         """The kernels' view of a placement, for another number of microbatches than the costs' if given."""
         return PlacedCosts(
             placement=np.array(placement, dtype=np.int64),
@@ -124,15 +124,15 @@ class FamilyCandidate:
         """A hill climb from here; the same candidate with its score when `steps` is 0."""
         params, full_backward = self.params.copy(), self.full_backward.copy()
         counts = np.array(self.split, dtype=np.int64)
-        placed = problem.placed(self.placement, num_microbatches=num_microbatches)
-        score = float(family_score(params, full_backward, counts, placed))
+        costs = problem.costs_under(self.placement, num_microbatches=num_microbatches)
+        score = float(family_score(params, full_backward, counts, costs))
         if steps > 0:
             score = climb_family(
                 params,
                 full_backward,
                 counts,
                 problem.least_counts(len(counts)),
-                placed,
+                costs,
                 0.35 if problem.free_split else 0.0,
                 0.15 if problem.fused_pays else 0.0,
                 score,
