@@ -99,7 +99,7 @@ def show(name: str, run: TrainingRun) -> None:
     terms = sorted(prediction.terms.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{term.removesuffix('_s')} {value:.2f}" for term, value in terms if value > 0.05)
     print(f"{name}: {prediction.iter_time_s:.2f} s, {run.layout.label}, recompute {run.layout.recompute}")
-    print(f"   {shown}; {memory.total / 2**30:.0f} GiB of {memory.available / 2**30:.0f}")
+    print(f"   {shown}; {memory.total_bytes / 2**30:.0f} GiB of {memory.available_bytes / 2**30:.0f}")
 
 
 def show_case(case: str) -> None:

@@ -65,7 +65,7 @@ def planned(job: Job, *, config: TuneConfig, cwd: Path, paths: BatchPaths) -> Jo
         predicted_s=best.iteration_s,
         tokens_per_s=rates_of(request, best.iteration_s, shape=best.shape).tokens_per_s,
         ratio=plain.iteration_s / best.iteration_s if is_same_model else None,
-        peak_memory_bytes=round(best.memory.total),
+        peak_memory_bytes=round(best.memory.total_bytes),
         plan=str(path),
     )
 

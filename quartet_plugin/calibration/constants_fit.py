@@ -198,8 +198,8 @@ def _part(run: TrainingRun, constants: Constants, quantity: Quantity, *, is_alon
 
 def _directed(times: Times, direction: Direction | None) -> float:
     if direction is None or direction is Direction.BACKWARD:
-        return times.input_grad + times.weight_grad
-    return float(getattr(times, direction))
+        return times.input_grad_s + times.weight_grad_s
+    return float(getattr(times, f"{direction}_s"))
 
 
 def _centre(start: Constants) -> ClusterConstants:

@@ -73,7 +73,7 @@ class FeasibilityModel:
         elif record.verdict == "infeasible" and 1.0 < record.excess < REFUSED_EXCESS:
             self._learn_failure(trial.plan, memory, record.peak_memory_bytes + record.excess)
         untracked = record.untracked_memory_bytes
-        if record.verdict == "measured" and 0 < untracked <= MAX_CONTEXT_SHARE * memory.capacity:
+        if record.verdict == "measured" and 0 < untracked <= MAX_CONTEXT_SHARE * memory.capacity_bytes:
             self._context_bytes.append(float(untracked))
 
     def chance(self, plan: Plan) -> float:
@@ -124,7 +124,7 @@ class FeasibilityModel:
             return None
         process, runtime, scale, more = self._mean
         ranks = memory_by_device(run_of_plan(plan, self._machine_model))
-        rest = np.array([rank.total - rank.activations for rank in ranks])
+        rest = np.array([rank.total_bytes - rank.activations_bytes for rank in ranks])
         room = self._available(memory) - self._need(plan, memory)[1] - process - runtime - scale * rest
         limits: FloatArray = np.maximum(0.0, room / max(scale + more, _LEAST_SCALE))
         return limits
@@ -154,7 +154,7 @@ class FeasibilityModel:
             context = float(np.median(self._context_bytes))
         available = self._failed_bytes
         if model.is_known:
-            available = min(available, available_bytes(memory.capacity, context=context))
+            available = min(available, available_bytes(memory.capacity_bytes, context_bytes=context))
         if model.memory_limit_bytes is not None:
             available = min(available, float(model.memory_limit_bytes))
         return available
@@ -184,12 +184,12 @@ class FeasibilityModel:
 def _features(plan: Plan, memory: Memory) -> FloatArray:
     """The factors of the coefficients: a process, the runtime's share of it, tensors, custom activations."""
     is_custom = float(plan.schedule.custom is not None)
-    return np.array([1.0, is_custom, memory.total, is_custom * memory.activations])
+    return np.array([1.0, is_custom, memory.total_bytes, is_custom * memory.activations_bytes])
 
 
 def _variance(memory: Memory, peak_bytes: float) -> float:
     """The squared error of a peak in bytes that no coefficient explains."""
-    return (_NOISE * memory.total) ** 2 + (_LEAST_NOISE * peak_bytes) ** 2
+    return (_NOISE * memory.total_bytes) ** 2 + (_LEAST_NOISE * peak_bytes) ** 2
 
 
 def _is_similar(plan: Plan, other: Plan) -> bool:

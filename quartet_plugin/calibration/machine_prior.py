@@ -15,7 +15,7 @@ from quartet_plugin.cost.cluster import ResolvedCluster, look_up, uniform_cluste
 from quartet_plugin.cost.coefficients import COEFFICIENTS, Coefficient, MachineModel
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, library
-from quartet_plugin.cost.memory import PROCESS_BYTES, capacity_of
+from quartet_plugin.cost.memory import PROCESS_BYTES, capacity_bytes_of
 from quartet_plugin.cost.run import HalfPrecision, UniformCluster, uniform_cluster_of_device
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.orders import slots_of
@@ -133,7 +133,7 @@ def devices_of(nodes: Sequence[NodeInfo], *, precision: HalfPrecision, machine: 
         if on_cpu:
             # The limit is the whole process's: what the process holds beside its tensors is no driver's.
             available = max(0.0, machines.memory_bytes - PROCESS_BYTES)
-            machines = replace(machines, memory_bytes=int(capacity_of(available)))
+            machines = replace(machines, memory_bytes=int(capacity_bytes_of(available)))
     return KnownDevices(machines=machines, cluster=resolved, constants=constants, is_known=is_known)
 
 

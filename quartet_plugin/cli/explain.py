@@ -198,7 +198,9 @@ def _explanation(
         compute_terms=prediction.compute_terms,
         bubble_fraction=prediction.bubble_fraction,
         memory=[
-            StageMemory(rank=rank, num_layers=layers[rank], total_bytes=memory.total, terms=memory.terms)
+            StageMemory(
+                rank=rank, num_layers=layers[rank], total_bytes=memory.total_bytes, terms=memory.terms
+            )
             for rank, memory in enumerate(explained.memory)
         ],
         available_bytes=explained.available_bytes,

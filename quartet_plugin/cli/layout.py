@@ -144,7 +144,7 @@ def _data(best: "StageLayout", even: "StageLayout") -> dict[str, Any]:
             "iteration_s": layout.iteration_s,
             "forward_s": list(layout.forward_s),
             "backward_s": list(layout.backward_s),
-            "peak_memory_bytes": [memory.total for memory in layout.memory],
+            "peak_memory_bytes": [memory.total_bytes for memory in layout.memory],
             "fits": layout.fits,
         }
 
@@ -162,16 +162,16 @@ def _lines(best: "StageLayout", even: "StageLayout", *, chunks: int, pipeline: i
         layers = "+".join(str(counts[stage]) for stage in stages)
         forward_s = sum(best.forward_s[stage] for stage in stages)
         backward_s = sum(best.backward_s[stage] for stage in stages)
-        note = "" if memory.fits else f", more than the {size(memory.available)} that it has"
+        note = "" if memory.fits else f", more than the {size(memory.available_bytes)} that it has"
         lines.append(
             f"pipeline rank {rank}: {layers} layers, forward {time_of(forward_s)}, backward "
-            f"{time_of(backward_s)} a microbatch, memory {size(memory.total)}{note}"
+            f"{time_of(backward_s)} a microbatch, memory {size(memory.total_bytes)}{note}"
         )
     lines.append(f"iteration {time_of(best.iteration_s)} predicted")
     if even.split == best.split:
         return [*lines, "the even split is the fastest of those that were compared"]
     excess = even.iteration_s / best.iteration_s - 1
-    fullest = max(memory.total for memory in even.memory)
+    fullest = max(memory.total_bytes for memory in even.memory)
     note = "" if even.fits else ", which does not fit"
     return [
         *lines,

@@ -84,7 +84,7 @@ def look_up(
     """
     names = list(dict.fromkeys(name for node in cluster.nodes for name in node.devices))
     specs = {name: _device(name, cluster, devices) for name in names}
-    rate = {name: device.ceiling(precision) for name, device in specs.items()}
+    rate = {name: device.ceiling_flops(precision) for name, device in specs.items()}
     fastest = max(names, key=lambda name: rate[name])
     slowdowns = [
         slowdown * rate[fastest] / rate[name]

@@ -108,7 +108,7 @@ def tensor_parallel(run: TrainingRun, constants: Constants) -> tuple[Times, floa
         return _collectives(run, constants)
     share, cut = stock_share(partition), exposed_times(run, constants)
     times, repeated = _collectives(run, constants)
-    return times.scaled(share).plus(cut), repeated * share + cut.forward
+    return times.scaled(share).plus(cut), repeated * share + cut.forward_s
 
 
 def _collectives(run: TrainingRun, constants: Constants) -> tuple[Times, float]:
@@ -146,7 +146,7 @@ def skew(run: TrainingRun, constants: Constants, layer: LayerTimes) -> Times:
     is_apart = run.layout.tensor_parallel > 1 and run.software.tensor_overlap is Overlap.NONE
     if not (is_apart and isinstance(constants, ClusterConstants)):
         return Times()
-    return Times(constants.skew * layer.total.forward, constants.skew * layer.total.input_grad, 0.0)
+    return Times(constants.skew * layer.total.forward_s, constants.skew * layer.total.input_grad_s, 0.0)
 
 
 def context_parallel(run: TrainingRun, constants: Constants, attention: Times) -> Times:
@@ -162,8 +162,8 @@ def context_parallel(run: TrainingRun, constants: Constants, attention: Times) -
         return Times(forward, 2 * forward, 0.0)
     left = constants.tensor_exposed
     return Times(
-        max(forward * left, forward - attention.forward),
-        max(2 * forward * left, 2 * forward - attention.input_grad),
+        max(forward * left, forward - attention.forward_s),
+        max(2 * forward * left, 2 * forward - attention.input_grad_s),
         0.0,
     )
 
@@ -266,9 +266,11 @@ def _beside_shared_expert(constants: Constants, exchange: Times, layer: LayerTim
         return sum(max(left * both / 2, both / 2 - product) for product in products)
 
     into, out = layer.shared_into, layer.shared_out
-    backward = (part.input_grad + part.weight_grad for part in (into, out))
+    backward = (part.input_grad_s + part.weight_grad_s for part in (into, out))
     return Times(
-        exposed(exchange.forward, into.forward, out.forward), exposed(exchange.input_grad, *backward), 0.0
+        exposed(exchange.forward_s, into.forward_s, out.forward_s),
+        exposed(exchange.input_grad_s, *backward),
+        0.0,
     )
 
 
@@ -277,7 +279,9 @@ def hideable_s(constants: Constants, exchanges: Sequence[Times]) -> FloatArray:
 
     As with all overlapped traffic, a constant part of it stays exposed.
     """
-    seconds = np.array([(exchange.forward, exchange.input_grad) for exchange in exchanges], dtype=np.float64)
+    seconds = np.array(
+        [(exchange.forward_s, exchange.input_grad_s) for exchange in exchanges], dtype=np.float64
+    )
     hideable: FloatArray = (1.0 - constants.data_exposed) * seconds.T
     return hideable
 
@@ -339,36 +343,37 @@ def transfer_latency_s(constants: Constants) -> float:
     return constants.hop_s * ratio
 
 
-def buckets(parameters: float, ranks: int, *, elements: float = 0.0) -> float:
+def num_buckets(num_parameters: float, num_ranks: int, *, bucket_elements: float = 0.0) -> float:
     """Megatron's number of gradient buckets, of 40 million elements or, if more, a million a rank.
 
-    `elements` is another size of a bucket; 0 is Megatron's.
+    `bucket_elements` is another size of a bucket; 0 is Megatron's.
     """
-    return max(1.0, parameters / (elements or max(40e6, 1e6 * ranks)))
+    return max(1.0, num_parameters / (bucket_elements or max(40e6, 1e6 * num_ranks)))
 
 
-def data_parallel(
+def data_parallel_s(
     run: TrainingRun,
     constants: Constants,
     *,
-    dense: float,
-    expert: float,
+    num_dense: float,
+    num_expert: float,
     forward_s: float,
     backward_s: float,
 ) -> float:
     """The exposed time of reducing gradients and gathering updated parameters.
 
-    `dense` parameters are shared by all data and context parallel ranks, `expert` ones by ranks that hold the
-    same experts. The traffic can hide behind `forward_s` and `backward_s`, those of one microbatch.
+    The `num_dense` parameters are shared by all data and context parallel ranks, the `num_expert` ones by
+    ranks that hold the same experts. The traffic can hide behind `forward_s` and `backward_s`, those of one
+    microbatch.
     """
     if run.zero_stage == 3:
         return 0.0
     tp, ep = run.layout.tensor_parallel, run.layout.expert_parallel
-    reduce, gather = _reduce_and_gather(run, constants, dense, ranks=run.copies, stride=tp)
+    reduce, gather = _reduce_and_gather(run, constants, num_dense, num_ranks=run.copies, stride=tp)
     shards = run.expert_shards
     expert_copies = run.copies * tp // (ep * shards)
-    if expert and expert_copies > 1:
-        more = _reduce_and_gather(run, constants, expert, ranks=expert_copies, stride=shards * ep)
+    if num_expert and expert_copies > 1:
+        more = _reduce_and_gather(run, constants, num_expert, num_ranks=expert_copies, stride=shards * ep)
         reduce, gather = reduce + more[0], gather + more[1]
     if not run.software.data_overlap:
         return reduce + gather
@@ -384,30 +389,30 @@ def data_parallel(
 
 
 def _reduce_and_gather(
-    run: TrainingRun, constants: Constants, parameters: float, *, ranks: int, stride: int
+    run: TrainingRun, constants: Constants, num_parameters: float, *, num_ranks: int, stride: int
 ) -> tuple[float, float]:
-    if ranks == 1:
+    if num_ranks == 1:
         return 0.0, 0.0
-    reducing = group(run.machines, constants, size=ranks, stride=stride)
-    gradients = float(run.software.gradient_bytes) * parameters
+    reducing = group(run.machines, constants, size=num_ranks, stride=stride)
+    gradients = float(run.software.gradient_bytes) * num_parameters
     if run.zero_stage == 0:
         return reducing.reduce_s(gradients), 0.0
-    shards = min(run.optimizer_group, ranks)
-    calls = buckets(parameters, ranks, elements=run.software.bucket_elements)
+    shards = min(run.optimizer_group, num_ranks)
+    calls = num_buckets(num_parameters, num_ranks, bucket_elements=run.software.bucket_elements)
     reduce = (
         reducing.reduce_s(gradients)
-        if shards < ranks or run.software.reduces_all
+        if shards < num_ranks or run.software.reduces_all
         else reducing.gather_s(gradients, calls=calls)
     )
     back = group(run.machines, constants, size=shards, stride=stride)
-    gather = back.gather_s(float(run.parameter_bytes) * parameters, calls=calls)
+    gather = back.gather_s(float(run.parameter_bytes) * num_parameters, calls=calls)
     if run.software.zero_broadcasts:
         gather += shards * (back.num_domains - 1) * constants.hop_s
     return reduce, gather
 
 
-def sharded_parameters(
-    run: TrainingRun, constants: Constants, *, parameters: float, forward_s: float, backward_s: float
+def sharded_parameters_s(
+    run: TrainingRun, constants: Constants, *, num_parameters: float, forward_s: float, backward_s: float
 ) -> float:
     """The exposed time of fully sharded parameters (ZeRO-3, FSDP) for a microbatch.
 
@@ -418,8 +423,8 @@ def sharded_parameters(
     size = run.shard_group
     ranks = group(run.machines, constants, size=size, stride=run.layout.tensor_parallel)
     calls = float(run.shape.num_layers * run.software.collectives_per_layer)
-    gather = ranks.gather_s(float(run.element_bytes) * parameters, calls=calls)
-    scatter = ranks.gather_s(float(run.software.gradient_bytes) * parameters, calls=calls)
+    gather = ranks.gather_s(float(run.element_bytes) * num_parameters, calls=calls)
+    scatter = ranks.gather_s(float(run.software.gradient_bytes) * num_parameters, calls=calls)
     left = constants.data_exposed
     backward = gather + scatter
     return max(gather * left, gather - forward_s) + max(backward * left, backward - backward_s)

@@ -37,7 +37,7 @@ _NONE = Times()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """A layer's compute by cause; `recompute` is the part of the forward that the backward repeats.
+    """A layer's compute by cause; `recompute_s` is the part of the forward that the backward repeats.
 
     Of the products `routed_experts` are those behind the exchange of tokens, `shared_into` and `shared_out`
     those into the shared expert's hidden width and out of it.
@@ -47,7 +47,7 @@ class LayerTimes:
     attention: Times
     elementwise: Times
     launch: Times
-    recompute: float = 0.0
+    recompute_s: float = 0.0
     routed_experts: Times = _NONE
     shared_into: Times = _NONE
     shared_out: Times = _NONE
@@ -65,7 +65,7 @@ class Rates:
         device = run.machines.device
         low = run.has_narrow_products
         self.half = half_rate(device, run.half, constants)
-        self.matmul = device.ceiling(run.matmul) * constants.fp8_rate if low else self.half
+        self.matmul = device.ceiling_flops(run.matmul) * constants.fp8_rate if low else self.half
         self.flash = self.half * constants.flash_rate * flash_share(run)
         self.memory = device.memory_bandwidth_bytes_per_s * MEMORY_RATE
         self.traffic = constants.gemm_traffic / device.memory_bandwidth_bytes_per_s
@@ -78,7 +78,7 @@ class Rates:
         self.host_operation_s = 0.0 if self.units == 1 else constants.host_operation_s
         self.ratios = constants if isinstance(constants, ClusterConstants) else NEUTRAL
 
-    def gemm(self, m: float, n: float, k: float, *, gradient: bool = False) -> float:
+    def gemm_s(self, m: float, n: float, k: float, *, gradient: bool = False) -> float:
         """Seconds of [m, k] x [k, n] in the layers' precision; a weight gradient adds to fp32."""
         size = self.operand_bytes
         out = 8 if gradient else self.element
@@ -88,7 +88,7 @@ class Rates:
             units=self.units,
         )
 
-    def half_gemm(
+    def half_gemm_s(
         self, m: float, n: float, k: float, batch: float = 1.0, *, out: float | None = None
     ) -> float:
         """Seconds of `batch` products in half precision; `out` are bytes an element of the result."""
@@ -133,7 +133,7 @@ def flash_share(run: TrainingRun) -> float:
 
 def half_rate(device: DeviceSpec, precision: Precision, constants: Constants) -> float:
     """FLOP/s of large half-precision products: near the ceiling, or at the limit of the power budget."""
-    reached = device.ceiling(precision) * constants.gemm_rate
+    reached = device.ceiling_flops(precision) * constants.gemm_rate
     if device.power_watts is None or device.generation not in POWER_LIMITED:
         return reached
     return min(reached, device.power_watts * constants.flops_per_joule)
@@ -208,7 +208,7 @@ def layer_times(
         start * 0.5 * rates.ratios.launch_weight,
     )
     if experts is not None:
-        launch = launch.plus(host_operations.kernels_alone(run, experts).scaled(rates.launch_s))
+        launch = launch.plus(host_operations.kernels_alone(run, experts).times(rates.launch_s))
     if cut is not None:
         gemm, launch = cut[0], launch.plus(cut[1])
     routed_experts, shared_into, shared_out = products_of_experts
@@ -222,22 +222,22 @@ def layer_times(
         shared_out=shared_out,
     )
     if experts is not None:
-        host = host_operations.operations(run, experts).scaled(rates.host_operation_s)
+        host = host_operations.operations(run, experts).times(rates.host_operation_s)
         wait = host_operations.exposed_times(host, times.total)
         times = replace(times, launch=launch.plus(wait))
-    last = rates.gemm(t, shape.hidden_size, hidden_ffn) if run.software.early_stop else 0.0
+    last = rates.gemm_s(t, shape.hidden_size, hidden_ffn) if run.software.early_stop else 0.0
     if run.layout.recompute == "selective":
-        return replace(times, recompute=_modules_s(run, constants, rates, times, experts=experts))
+        return replace(times, recompute_s=_modules_s(run, constants, rates, times, experts=experts))
     is_full = run.layout.recompute == "full"
-    repeated = (times.total.forward - last) * run.recomputed_share if is_full else 0.0
-    return replace(times, recompute=repeated)
+    repeated = (times.total.forward_s - last) * run.recomputed_share if is_full else 0.0
+    return replace(times, recompute_s=repeated)
 
 
 def head_times(run: TrainingRun, constants: Constants, rates: Rates) -> LayerTimes:
     """Final norm, output product and loss; the logits stay in half precision until the loss."""
     t, tp = run.tokens_per_microbatch, run.layout.tensor_parallel
     vocab, h = run.shape.vocab_size / tp, run.shape.hidden_size
-    forward = rates.half_gemm(t, vocab, h)
+    forward = rates.half_gemm_s(t, vocab, h)
     logits = t * vocab / rates.memory * constants.logits
     fused = run.software.fused_loss
     add = _eager_sum_s(run, rates)
@@ -246,8 +246,8 @@ def head_times(run: TrainingRun, constants: Constants, rates: Rates) -> LayerTim
     return LayerTimes(
         gemm=Times(
             forward,
-            rates.half_gemm(t, h, vocab),
-            rates.half_gemm(vocab, h, t, out=8) * rates.ratios.weight_product,
+            rates.half_gemm_s(t, h, vocab),
+            rates.half_gemm_s(vocab, h, t, out=8) * rates.ratios.weight_product,
         ),
         attention=Times(),
         elementwise=Times(logits * (8 if fused else 16), logits * back, add),
@@ -277,9 +277,9 @@ def embedding_times(run: TrainingRun, rates: Rates) -> LayerTimes:
 
 
 def _gemms(rates: Rates, tokens: float, sizes: list[tuple[float, float]]) -> Times:
-    forward = sum(rates.gemm(tokens, n, k) for n, k in sizes)
-    inputs = sum(rates.gemm(tokens, k, n) for n, k in sizes)
-    weights = sum(rates.gemm(n, k, tokens, gradient=True) for n, k in sizes)
+    forward = sum(rates.gemm_s(tokens, n, k) for n, k in sizes)
+    inputs = sum(rates.gemm_s(tokens, k, n) for n, k in sizes)
+    weights = sum(rates.gemm_s(n, k, tokens, gradient=True) for n, k in sizes)
     return Times(forward, inputs, weights * rates.ratios.weight_product)
 
 
@@ -300,7 +300,7 @@ def _attention(run: TrainingRun, constants: Constants, rates: Rates) -> tuple[Ti
         forward = flops / (rates.flash * min(1.0, (qk + v) / 2 / 128) ** 0.5)
         return Times(forward, forward * FLASH_BACKWARD, 0.0), 0.0
     batch = b * heads
-    forward = rates.half_gemm(query, s, qk, batch) + rates.half_gemm(query, v, s, batch)
+    forward = rates.half_gemm_s(query, s, qk, batch) + rates.half_gemm_s(query, v, s, batch)
     scores = batch * query * s * (rates.element / 2) / rates.memory * constants.softmax
     drop = 5.0 if run.software.dropout else 0.0
     moves = 2 * rates.element * run.tokens_per_microbatch * heads * (2 * qk + 2 * v)
@@ -378,10 +378,10 @@ def _modules_s(
     t, tp, h = run.tokens_per_microbatch, run.layout.tensor_parallel, run.shape.hidden_size
     split = tp if run.layout.sequence_parallel else 1
     byte_s = constants.elementwise * run.element_bytes * t / rates.memory
-    other = times.gemm.forward + times.elementwise.forward
+    other = times.gemm.forward_s + times.elementwise.forward_s
     seconds = run.software.selective_fraction * other
     if run.recomputes("core_attn"):
-        seconds += times.attention.forward
+        seconds += times.attention.forward_s
     if run.recomputes("layernorm"):
         # Read the input, write the output.
         norms = run.num_norm_modules(has_experts=experts is not None)
@@ -389,7 +389,7 @@ def _modules_s(
     if run.recomputes("mla_up_proj") and run.latent is not None:
         _, queries, _, keys, _ = products(run)
         rotated = 2.0 * run.shape.num_attention_heads / tp * run.latent.qk_pos_emb_head_dim
-        seconds += rates.gemm(t, *queries) + rates.gemm(t, *keys) + 2.0 * rotated * byte_s
+        seconds += rates.gemm_s(t, *queries) + rates.gemm_s(t, *keys) + 2.0 * rotated * byte_s
     if experts is None:
         ffn = run.shape.ffn_hidden_size / tp
         return seconds + (_ffn_s(run, rates, ffn, byte_s) if run.recomputes("mlp") else 0.0)
@@ -397,9 +397,9 @@ def _modules_s(
     if run.recomputes("moe"):
         products_of_experts, width, permuted = _experts(run, rates, experts)
         passes = permuted * constants.elementwise / rates.memory
-        product_s = sum(part.forward for part in products_of_experts)
+        product_s = sum(part.forward_s for part in products_of_experts)
         # A layer's launches count its experts' as much as the rest.
-        return seconds + product_s + _activation(run) * width * byte_s + passes + times.launch.forward / 2
+        return seconds + product_s + _activation(run) * width * byte_s + passes + times.launch.forward_s / 2
     if run.recomputes("moe_act"):
         width = experts.ffn_hidden_size * experts.experts_per_token / tp
         seconds += _activation(run) * width * byte_s + rates.launch_s
@@ -411,7 +411,7 @@ def _modules_s(
 def _ffn_s(run: TrainingRun, rates: Rates, ffn: float, byte_s: float) -> float:
     """Seconds of the forward of an FFN of `ffn` columns on this rank: two products and the activation."""
     sizes = ffn_products(run.shape.hidden_size, ffn, gated=run.shape.gated_ffn)
-    product_s = sum(rates.gemm(run.tokens_per_microbatch, n, k) for n, k in sizes)
+    product_s = sum(rates.gemm_s(run.tokens_per_microbatch, n, k) for n, k in sizes)
     return product_s + _activation(run) * ffn * byte_s + rates.launch_s
 
 

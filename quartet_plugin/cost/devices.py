@@ -65,16 +65,16 @@ class DeviceSpec:
     host_memory_bytes_per_s: Positive | None = field(default=None, metadata=ADDED)
 
     @property
-    def host_link(self) -> float:
+    def resolved_host_link_bytes_per_s(self) -> float:
         """Bytes/s of the device's copies to or from its host."""
         return self.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S
 
     @property
-    def host_memory(self) -> float:
+    def resolved_host_memory_bytes_per_s(self) -> float:
         """Bytes/s of the host's memory that one device has."""
         return self.host_memory_bytes_per_s or HOST_MEMORY_BYTES_PER_S
 
-    def peak(self, precision: Precision) -> float:
+    def peak_flops_of(self, precision: Precision) -> float:
         """Dense FLOP/s; a format the device lacks runs at the rate of the next wider one it has.
 
         fp32 where only narrower formats are known: a fixed share of half precision's.
@@ -87,7 +87,7 @@ class DeviceSpec:
         half = max(halves or self.peak_flops.values())
         return half * SINGLE_PRECISION if precision == "fp32" else half
 
-    def ceiling(self, precision: Precision) -> float:
+    def ceiling_flops(self, precision: Precision) -> float:
         """The highest rate a matrix product reaches in practice, FLOP/s.
 
         A format that was not measured takes the widest measured one's fraction, less what narrower formats
@@ -95,11 +95,11 @@ class DeviceSpec:
         """
         measured = self.matmul_ceiling
         if precision in measured:
-            return self.peak(precision) * measured[precision]
+            return self.peak_flops_of(precision) * measured[precision]
         widest = next((measured[name] for name in ("bf16", "fp16") if name in measured), None)
         fraction = DEFAULT_MATMUL_CEILING if widest is None else widest
         narrow = NARROW_FORMAT if precision in ("fp8", "fp4") else 1.0
-        return self.peak(precision) * fraction * narrow
+        return self.peak_flops_of(precision) * fraction * narrow
 
 
 def read_device(path: str | os.PathLike[str]) -> DeviceSpec:

@@ -9,63 +9,92 @@ Counted are operations of Megatron-Core with Transformer Engine: PyTorch's and t
 which starts a kernel, allocates or does both. Its grouped product is one call to cuBLAS an expert.
 """
 
+from typing import NamedTuple
+
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.cost.times import Times
 from quartet_plugin.model.job_description import Experts
 
+
+class Counts(NamedTuple):
+    """Numbers of operations or kernels of a forward, an input gradient and a weight gradient."""
+
+    num_forward: float = 0.0
+    num_input_grad: float = 0.0
+    num_weight_grad: float = 0.0
+
+    def scaled(self, factor: float) -> "Counts":
+        """The numbers of `factor` such computations."""
+        return Counts(self.num_forward * factor, self.num_input_grad * factor, self.num_weight_grad * factor)
+
+    def plus(self, other: "Counts") -> "Counts":
+        """The sums of forwards, of input gradients and of weight gradients."""
+        return Counts(
+            self.num_forward + other.num_forward,
+            self.num_input_grad + other.num_input_grad,
+            self.num_weight_grad + other.num_weight_grad,
+        )
+
+    def times(self, each_s: float) -> Times:
+        """The seconds where each operation or kernel takes `each_s`."""
+        return Times(self.num_forward * each_s, self.num_input_grad * each_s, self.num_weight_grad * each_s)
+
+
 # Operations of a layer beside its experts, as PyTorch's dispatcher counts them in Megatron-Core 0.19 without
 # views, which are as many again: 76 in the forward (norms, attention, router, permutations, residuals), 64 in
 # the backward and a hook of each weight.
-LAYER_OPERATIONS = Times(75.0, 60.0, 15.0)
+NUM_LAYER_OPERATIONS = Counts(75.0, 60.0, 15.0)
 # Four parts of a layer that run beside another microbatch's: wait for an event, enter a stream, detach and
 # keep the inputs, leave, record the event; in the backward also start autograd and take the gradients.
-OVERLAP_OPERATIONS = Times(4 * 8.0, 4 * 10.0, 0.0)
+NUM_OVERLAP_OPERATIONS = Counts(4 * 8.0, 4 * 10.0, 0.0)
 # An expert's product: choose cuBLAS's algorithm and start it; of a weight's gradient also make an empty one
 # for autograd, and call the hook that marks the sum as ready.
-PRODUCT_OPERATIONS = Times(2.0, 2.0, 4.0)
+NUM_PRODUCT_OPERATIONS = Counts(2.0, 2.0, 4.0)
 # A scale a tensor: find the largest value, make the scale, cast, and make the tensor of both; of the input
 # and of the output's gradient.
-TENSOR_SCALE_OPERATIONS = Times(4.0, 4.0, 0.0)
+NUM_TENSOR_SCALE_OPERATIONS = Counts(4.0, 4.0, 0.0)
 # A scale a block: cast, make the tensor, and bring both operands' scales into the order of each product.
-BLOCK_SCALE_OPERATIONS = Times(4.0, 4.0, 2.0)
+NUM_BLOCK_SCALE_OPERATIONS = Counts(4.0, 4.0, 2.0)
 # An expert's FFN: into the hidden width and out of it.
-PRODUCTS_OF_EXPERT = 2
+NUM_PRODUCTS_OF_EXPERT = 2
 # Of an expert that is computed alone: beside its products, as PyTorch's dispatcher counts them in
 # `SequentialMLP` without views (a gated activation and the router's weight, and their backward).
-ALONE_OPERATIONS = Times(4.0, 8.0, 0.0)
+NUM_ALONE_OPERATIONS = Counts(4.0, 8.0, 0.0)
 # Kernels of an expert alone that start one after the other: two products and the activation.
-ALONE_KERNELS = Times(3.0, 3.0, 2.0)
+NUM_ALONE_KERNELS = Counts(3.0, 3.0, 2.0)
 
 
-def operations(run: TrainingRun, experts: Experts) -> Times:
+def operations(run: TrainingRun, experts: Experts) -> Counts:
     """The host's operations in the passes of a layer with experts; those replayed from graphs are none."""
     if run.software.graphs:
-        return Times()
+        return Counts()
     local = max(1.0, experts.num_experts / run.layout.expert_parallel)
-    product = PRODUCT_OPERATIONS
+    product = NUM_PRODUCT_OPERATIONS
     if run.has_narrow_products:
-        product = product.plus(BLOCK_SCALE_OPERATIONS if run.has_block_scales else TENSOR_SCALE_OPERATIONS)
-    layer = LAYER_OPERATIONS.scaled(1.0 - run.software.graphed_share)
+        product = product.plus(
+            NUM_BLOCK_SCALE_OPERATIONS if run.has_block_scales else NUM_TENSOR_SCALE_OPERATIONS
+        )
+    layer = NUM_LAYER_OPERATIONS.scaled(1.0 - run.software.graphed_share)
     if run.software.expert_overlap:
-        layer = layer.plus(OVERLAP_OPERATIONS)
-    alone = Times() if run.software.grouped_experts else ALONE_OPERATIONS.scaled(local)
-    return layer.plus(product.scaled(PRODUCTS_OF_EXPERT * local)).plus(alone)
+        layer = layer.plus(NUM_OVERLAP_OPERATIONS)
+    alone = Counts() if run.software.grouped_experts else NUM_ALONE_OPERATIONS.scaled(local)
+    return layer.plus(product.scaled(NUM_PRODUCTS_OF_EXPERT * local)).plus(alone)
 
 
-def kernels_alone(run: TrainingRun, experts: Experts) -> Times:
+def kernels_alone(run: TrainingRun, experts: Experts) -> Counts:
     """The kernels of a layer's experts beside those of the first, where each expert is computed alone.
 
     Grouped products run beside each other, and the layer's own kernels count theirs once.
     """
     if run.software.grouped_experts:
-        return Times()
-    return ALONE_KERNELS.scaled(max(0.0, experts.num_experts / run.layout.expert_parallel - 1.0))
+        return Counts()
+    return NUM_ALONE_KERNELS.scaled(max(0.0, experts.num_experts / run.layout.expert_parallel - 1.0))
 
 
 def exposed_times(host: Times, device: Times) -> Times:
     """What the device waits for the host in a forward and in a backward, whose directions share the wait."""
-    backward_s = host.input_grad + host.weight_grad
-    wait_s = max(0.0, backward_s - device.input_grad - device.weight_grad)
+    backward_s = host.input_grad_s + host.weight_grad_s
+    wait_s = max(0.0, backward_s - device.input_grad_s - device.weight_grad_s)
     share = wait_s / backward_s if backward_s else 0.0
-    forward_s = max(0.0, host.forward - device.forward)
-    return Times(forward_s, host.input_grad * share, host.weight_grad * share)
+    forward_s = max(0.0, host.forward_s - device.forward_s)
+    return Times(forward_s, host.input_grad_s * share, host.weight_grad_s * share)

@@ -38,10 +38,10 @@ class RunRates(PartitionRates):
         m, n, k = sizes
         match phase:
             case Phase.F:
-                return self.compute.gemm(m, k, n)
+                return self.compute.gemm_s(m, k, n)
             case Phase.B:
-                return self.compute.gemm(m, n, k)
-        return self.compute.gemm(k, n, m, gradient=True) * self.compute.ratios.weight_product
+                return self.compute.gemm_s(m, n, k)
+        return self.compute.gemm_s(k, n, m, gradient=True) * self.compute.ratios.weight_product
 
 
 def run_rates(run: TrainingRun, constants: Constants) -> RunRates:
@@ -112,7 +112,7 @@ def partition_products(run: TrainingRun, rates: Rates, partition: TensorPartitio
     for linear, _, loads in _cut_linears(run, partition):
         m, n, k = (size / pieces for size, pieces in zip(linear.sizes, loads.partition.pieces, strict=True))
         steps = [len(loads.partition.steps[phase]) for phase in Phase]
-        seconds = (rates.gemm(m, k, n), rates.gemm(m, n, k), rates.gemm(k, n, m, gradient=True))
+        seconds = (rates.gemm_s(m, k, n), rates.gemm_s(m, n, k), rates.gemm_s(k, n, m, gradient=True))
         forward, inputs, weights = (count * each for count, each in zip(steps, seconds, strict=True))
         products.append(Times(forward, inputs, weights * rates.ratios.weight_product))
         starts.append(Times(*((count - 1) * rates.launch_s for count in steps)))

@@ -33,59 +33,65 @@ USABLE = 0.985
 # Holes that caching allocators before expandable segments leave between activations.
 FRAGMENTATION = 1.08
 # The terms of `Memory`, in the order of its sum.
-TERMS = ("parameters", "gradients", "optimizer", "activations", "temporary")
+TERMS = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "temporary_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """Parameters of one stage on one rank: those all data-parallel ranks share, and the experts'."""
 
-    dense: float
-    expert: float
+    num_dense: float
+    num_expert: float
 
     @classmethod
     def total_of(cls, stages: Iterable["Weights"]) -> "Weights":
         """The parameters of several stages on one rank."""
         held = list(stages)
-        return cls(dense=sum(w.dense for w in held), expert=sum(w.expert for w in held))
+        return cls(num_dense=sum(w.num_dense for w in held), num_expert=sum(w.num_expert for w in held))
 
     @property
-    def total(self) -> float:
+    def num_total(self) -> float:
         """Dense and expert parameters together."""
-        return self.dense + self.expert
+        return self.num_dense + self.num_expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes at the peak of the fullest pipeline device, by what holds them; `fits` compares the sum."""
 
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    temporary: float
+    parameters_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    activations_bytes: float
+    temporary_bytes: float
     device: int
-    capacity: float
+    capacity_bytes: float
 
     @property
-    def total(self) -> float:
+    def total_bytes(self) -> float:
         """Bytes that the allocator holds at the peak."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
+        return (
+            self.parameters_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.temporary_bytes
+        )
 
     @property
-    def available(self) -> float:
+    def available_bytes(self) -> float:
         """Bytes that the device has for the allocator, beside its driver's context."""
-        return available_bytes(self.capacity)
+        return available_bytes(self.capacity_bytes)
 
     @property
     def fits(self) -> bool:
         """Whether the device can hold the peak."""
-        return self.total <= self.available
+        return self.total_bytes <= self.available_bytes
 
     @property
     def terms(self) -> dict[str, float]:
-        """The bytes by what holds them; the values sum to `total`."""
-        return {f"{name}_bytes": getattr(self, name) for name in TERMS}
+        """The bytes by what holds them; the values sum to `total_bytes`."""
+        return {name: getattr(self, name) for name in TERMS}
 
 
 def distinct_numbers(first: float, second: float, *, digits: int) -> tuple[str, str]:
@@ -97,14 +103,14 @@ def distinct_numbers(first: float, second: float, *, digits: int) -> tuple[str, 
     return texts
 
 
-def available_bytes(capacity: float, *, context: float = CONTEXT_BYTES) -> float:
-    """Bytes that a device of `capacity` bytes has for the allocator, beside a context of `context` bytes."""
-    return capacity * USABLE - context
+def available_bytes(capacity_bytes: float, *, context_bytes: float = CONTEXT_BYTES) -> float:
+    """Bytes that a device of `capacity_bytes` has for the allocator, beside a context of `context_bytes`."""
+    return capacity_bytes * USABLE - context_bytes
 
 
-def capacity_of(available: float) -> float:
-    """The inverse of `available_bytes`: bytes of a device that has `available` bytes for the allocator."""
-    return (available + CONTEXT_BYTES) / USABLE
+def capacity_bytes_of(available_bytes: float) -> float:
+    """The inverse of `available_bytes`: bytes of a device that has `available_bytes` for the allocator."""
+    return (available_bytes + CONTEXT_BYTES) / USABLE
 
 
 def weights_of_stages(run: TrainingRun) -> list[Weights]:
@@ -140,7 +146,7 @@ def weights_of_stages(run: TrainingRun) -> list[Weights]:
                 # A second copy of the embedding, of the further tokens.
                 total += vocabulary
             total += mtp * (2.0 * h * h / tp + (shared if run.experts else dense))
-            kinds[kind] = Weights(dense=total, expert=(count - plain + mtp) * routed)
+            kinds[kind] = Weights(num_dense=total, num_expert=(count - plain + mtp) * routed)
         stages.append(kinds[kind])
     return stages
 
@@ -160,7 +166,7 @@ def layer_activation_bytes(run: TrainingRun, *, experts: Experts | None) -> floa
 
 def peak_memory(run: TrainingRun) -> Memory:
     """The fullest device's memory at the peak of a step."""
-    return max(memory_by_device(run), key=lambda memory: memory.total)
+    return max(memory_by_device(run), key=lambda memory: memory.total_bytes)
 
 
 def memory_by_device(run: TrainingRun) -> list[Memory]:
@@ -178,7 +184,7 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
     devices = []
     for device, stages in enumerate(stages_of_devices(run)):
         held_weights = Weights.total_of(weights[k] for k in stages)
-        share = (held_weights.dense, held_weights.expert)
+        share = (held_weights.num_dense, held_weights.num_expert)
         if share not in states:
             states[share] = _states(run, *share)
         ends = (0 in stages, last in stages)
@@ -187,13 +193,13 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
         parameters, gradients, optimizer = states[share]
         devices.append(
             Memory(
-                parameters=parameters,
-                gradients=gradients,
-                optimizer=optimizer,
-                activations=float(peaks[device]) * fragmented,
-                temporary=temporary[ends],
+                parameters_bytes=parameters,
+                gradients_bytes=gradients,
+                optimizer_bytes=optimizer,
+                activations_bytes=float(peaks[device]) * fragmented,
+                temporary_bytes=temporary[ends],
                 device=device,
-                capacity=float(run.machines.memory_bytes),
+                capacity_bytes=float(run.machines.memory_bytes),
             )
         )
     return devices

@@ -16,7 +16,7 @@ def rates_of(device: DeviceSpec) -> PartitionRates:
     """The rates of a device of the library in bf16, with the cost model's constants."""
     constants = fitted()
     return PartitionRates(
-        flops_per_s=device.ceiling("bf16") * constants.gemm_rate,
+        flops_per_s=device.ceiling_flops("bf16") * constants.gemm_rate,
         bytes_per_s={
             SCALE_UP: device.scale_up_bandwidth_bytes_per_s * constants.scale_up,
             SCALE_OUT: device.scale_out_bandwidth_bytes_per_s * constants.scale_out,

@@ -73,7 +73,7 @@ def predict_row(
     return {
         "id": label,
         "iter_time_s": prediction.iter_time_s,
-        "peak_memory_bytes": memory.total,
+        "peak_memory_bytes": memory.total_bytes,
         "fits": memory.fits,
         "terms": dict(prediction.terms),
         "compute_terms": dict(prediction.compute_terms),
@@ -103,7 +103,9 @@ def _fitting(resolved: Resolved) -> Memory:
                 resolved.run, resolved.assumed["recompute"] = run, mode
                 return memory_with_mode
     if not memory.fits:
-        needed, available = distinct_numbers(memory.total / 2**30, memory.available / 2**30, digits=1)
+        needed, available = distinct_numbers(
+            memory.total_bytes / 2**30, memory.available_bytes / 2**30, digits=1
+        )
         resolved.warnings.append(
             f"memory: {needed} GiB needed on pipeline rank {memory.device}, "
             f"{available} GiB available; it does not fit"

@@ -7,20 +7,20 @@ from typing import NamedTuple
 class Times(NamedTuple):
     """Seconds of a forward, an input gradient and a weight gradient."""
 
-    forward: float = 0.0
-    input_grad: float = 0.0
-    weight_grad: float = 0.0
+    forward_s: float = 0.0
+    input_grad_s: float = 0.0
+    weight_grad_s: float = 0.0
 
     def scaled(self, count: float) -> "Times":
         """The seconds of `count` such computations."""
-        return Times(self.forward * count, self.input_grad * count, self.weight_grad * count)
+        return Times(self.forward_s * count, self.input_grad_s * count, self.weight_grad_s * count)
 
     def plus(self, other: "Times") -> "Times":
         """The sums of forwards, of input gradients and of weight gradients."""
         return Times(
-            self.forward + other.forward,
-            self.input_grad + other.input_grad,
-            self.weight_grad + other.weight_grad,
+            self.forward_s + other.forward_s,
+            self.input_grad_s + other.input_grad_s,
+            self.weight_grad_s + other.weight_grad_s,
         )
 
     @classmethod
@@ -34,6 +34,6 @@ class Times(NamedTuple):
         return cls(forward, input_grad, weight_grad)
 
     @property
-    def total(self) -> float:
+    def total_s(self) -> float:
         """The sum of forward, input gradient and weight gradient."""
-        return self.forward + self.input_grad + self.weight_grad
+        return self.forward_s + self.input_grad_s + self.weight_grad_s

@@ -445,7 +445,7 @@ def _layer_seconds(
     three = replace(layout, pipeline_parallel=3, virtual_stages=1)
     run = small_run(replace(job, experts=alike), replace(shape, num_layers=3), three)
     first, layer, last = (
-        sum(times.total for name, times in part.items() if name not in COLLECTIVES)
+        sum(times.total_s for name, times in part.items() if name not in COLLECTIVES)
         for part in stage_parts(run, constants)
     )
     return max(0.0, first - layer), layer, max(0.0, last - layer)

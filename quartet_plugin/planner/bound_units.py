@@ -232,12 +232,12 @@ def _unit(
     whole = layer_activation_bytes(run, experts=run.experts)
     boundary = HALF * run.tokens_per_microbatch * shape.hidden_size / tp
     bare = [
-        sum(part[name].total for name in COMPUTE if name in part)
+        sum(part[name].total_s for name in COMPUTE if name in part)
         for part in (parts, unit.embedding, unit.head)
     ]
     weights = weights_of_stages(run)
-    sizes = [weights[1].total, weights[0].total - weights[1].total]
-    repeated = [parts[name].forward for name in ("attention", "gemm", "elementwise", "launch", "tp_comm")]
+    sizes = [weights[1].num_total, weights[0].num_total - weights[1].num_total]
+    repeated = [parts[name].forward_s for name in ("attention", "gemm", "elementwise", "launch", "tp_comm")]
     return [
         *layer,
         *ends[0],
@@ -247,8 +247,8 @@ def _unit(
         *sizes,
         repeated[0],
         sum(repeated),
-        weights[1].dense,
-        weights[1].expert,
+        weights[1].num_dense,
+        weights[1].num_expert,
         bare[0],
         bare[1] + bare[2],
     ]
@@ -256,7 +256,7 @@ def _unit(
 
 def _both_ways(times: Times) -> tuple[float, float]:
     """The seconds forward and backward."""
-    return times.forward, times.input_grad + times.weight_grad
+    return times.forward_s, times.input_grad_s + times.weight_grad_s
 
 
 def small_run(job: PlanRequest, shape: ModelShape, layout: Layout) -> TrainingRun:
@@ -307,8 +307,8 @@ def once_s(
         held, routed = most * float(dense[row]), most * float(expert[row])
         run = small_run(job, shape, layout_of(tp, cp, 1, dp, 1, 1, 0, sharded, ep=ep))
         # All traffic that compute can hide is hidden: the exposed share is what is left.
-        traffic = communication.data_parallel(
-            run, constants, dense=held, expert=routed, forward_s=math.inf, backward_s=math.inf
+        traffic = communication.data_parallel_s(
+            run, constants, num_dense=held, num_expert=routed, forward_s=math.inf, backward_s=math.inf
         )
         shards = run.optimizer_group if sharded else 1
         step = constants.optimizer * (held + routed) * OPTIMIZER_BYTES / shards / memory

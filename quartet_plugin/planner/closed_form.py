@@ -65,8 +65,8 @@ class StepCosts:
     `compute_s`: one microbatch forward and backward on a rank at slowdown 1, without collectives.
     `tensor`, `context`, `expert`: one microbatch's exposed collectives. `boundary_bytes`: a boundary tensor,
     its latency counted once; `peer_share`: the share of a collective's bandwidth inside a domain that one
-    sender reaches; `blocking`: ranks wait for their own sends. `gradients`, `expert_gradients`: once a step;
-    compute hides `hidden_s` of them, but at least the part `exposed_share` stays exposed.
+    sender reaches; `is_blocking`: ranks wait for their own sends. `gradients`, `expert_gradients`: once a
+    step; compute hides `hidden_s` of them, but at least the part `exposed_share` stays exposed.
     """
 
     layout: Layout
@@ -319,7 +319,7 @@ def step_costs(assigned: AssignedRun) -> StepCosts:
         layout=layout,
         num_microbatches=run.num_microbatches,
         compute_s=assigned.by_rank(
-            lambda part: sum(times.total for name, times in part.items() if name not in COLLECTIVES)
+            lambda part: sum(times.total_s for name, times in part.items() if name not in COLLECTIVES)
         ),
         tensor=_tensor_traffic(assigned),
         context=_collective(assigned, "cp_comm", layout.context_parallel, layout.tensor_parallel),
@@ -341,7 +341,7 @@ def _collective(assigned: AssignedRun, name: str, size: int, stride: int) -> Col
 
     def seconds(bytes_per_s: float, latency_s: float) -> FloatArray:
         link = _link(size, bytes_per_s, latency_s, inside=name == "tp_comm")
-        return assigned.by_rank(lambda part: part[name].total, assigned.parts_over(link, stride))
+        return assigned.by_rank(lambda part: part[name].total_s, assigned.parts_over(link, stride))
 
     return Collective(
         volume_bytes=seconds(_PROBE_BYTES_PER_S, 0.0) * _PROBE_BYTES_PER_S,
@@ -354,7 +354,7 @@ def _tensor_traffic(assigned: AssignedRun) -> Collective:
     layout, link = assigned.run.layout, assigned.tensor_link
     if layout.tensor_partition is None:
         return _collective(assigned, "tp_comm", layout.tensor_parallel, 1)
-    seconds = assigned.by_rank(lambda part: part["tp_comm"].total, assigned.parts_over(link, 1))
+    seconds = assigned.by_rank(lambda part: part["tp_comm"].total_s, assigned.parts_over(link, 1))
     return Collective(volume_bytes=seconds * link.bytes_per_s, rounds=np.zeros(layout.pipeline_parallel))
 
 
@@ -370,8 +370,8 @@ def _gradients(assigned: AssignedRun) -> Collective:
 
 def _pass_s(assigned: AssignedRun) -> tuple[FloatArray, FloatArray]:
     """Seconds of one microbatch's forward and backward on each rank."""
-    forward = assigned.by_rank(lambda part: sum(times.forward for times in part.values()))
-    total = assigned.by_rank(lambda part: sum(times.total for times in part.values()))
+    forward = assigned.by_rank(lambda part: sum(times.forward_s for times in part.values()))
+    total = assigned.by_rank(lambda part: sum(times.total_s for times in part.values()))
     return forward, total - forward
 
 

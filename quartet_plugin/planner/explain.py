@@ -102,7 +102,7 @@ def explained(
         prediction=_predicted(plan, job, used) if predictor is None else predictor.predict_terms(plan),
         baseline=_baseline(plan, job, used, predictor),
         memory=memory,
-        available_bytes=None if job.machines.device is PROCESSOR_CORE else memory[0].available,
+        available_bytes=None if job.machines.device is PROCESSOR_CORE else memory[0].available_bytes,
         num_microbatches=run.num_microbatches,
         other=_other(plan, job, used) if predictor is None else _learned_other(plan, job, used, predictor),
         assumed=assumed,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quartet_plugin.cost.constants import Constants
-from quartet_plugin.cost.memory import capacity_of
+from quartet_plugin.cost.memory import capacity_bytes_of
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.plan import MAX_RANKS
 from quartet_plugin.planner.job import PlanRequest
@@ -75,7 +75,7 @@ def memory_frontier(job: PlanRequest, *, constants: Constants | None = None) -> 
     """
     points = [best_plans(job, constants=constants).best[0]]
     while len(points) < MAX_POINTS:
-        limited = _with_usable(job, points[-1].memory.total * (1 - 1e-9))
+        limited = _with_usable(job, points[-1].memory.total_bytes * (1 - 1e-9))
         try:
             best = best_plans(limited, constants=constants).best[0]
         except InfeasibleError:
@@ -88,4 +88,4 @@ def memory_frontier(job: PlanRequest, *, constants: Constants | None = None) -> 
 
 def _with_usable(job: PlanRequest, num_bytes: float) -> PlanRequest:
     """The job on devices whose usable memory is at most `num_bytes`."""
-    return replace(job, machines=replace(job.machines, memory_bytes=int(capacity_of(num_bytes))))
+    return replace(job, machines=replace(job.machines, memory_bytes=int(capacity_bytes_of(num_bytes))))

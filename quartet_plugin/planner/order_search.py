@@ -242,9 +242,9 @@ def order_costs(run: TrainingRun, times: SimulatedTimes, *, memory_limit_bytes: 
         layers=tuple(
             LayerCost(
                 name=f"stage {stage}",
-                forward_s=of_stage.forward,
-                input_grad_s=of_stage.input_grad,
-                weight_grad_s=of_stage.weight_grad,
+                forward_s=of_stage.forward_s,
+                input_grad_s=of_stage.input_grad_s,
+                weight_grad_s=of_stage.weight_grad_s,
                 activation_bytes=float(size),
             )
             for stage, (of_stage, size) in enumerate(zip(times.stages, num_bytes, strict=True))
@@ -260,7 +260,7 @@ def order_costs(run: TrainingRun, times: SimulatedTimes, *, memory_limit_bytes: 
 
 def _free_bytes(run: TrainingRun) -> FloatArray:
     """The bytes that weights and states leave on each device."""
-    rest = [memory.total - memory.activations for memory in memory_by_device(run)]
+    rest = [memory.total_bytes - memory.activations_bytes for memory in memory_by_device(run)]
     free: FloatArray = np.maximum(0.0, available_bytes(float(run.machines.memory_bytes)) - np.array(rest))
     return free
 

@@ -146,7 +146,7 @@ def plan_of(
         prediction=Prediction(
             iteration_s=ranked.iteration_s,
             relative_cost=ranked.equal_work_s / plain.iteration_s,
-            peak_memory_bytes=round(ranked.memory.total),
+            peak_memory_bytes=round(ranked.memory.total_bytes),
         ),
     )
 

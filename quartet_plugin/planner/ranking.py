@@ -122,8 +122,8 @@ def rank(
         raise InfeasibleError(no_layout_words(job))
     solver = None if job.cluster is None else AssignmentSolver(job, used, job.topology(used))
     best: list[tuple[float, int, int, Ranked]] = []
-    limit = _available(job)
-    order = _ordered(layouts_by_shape, limit=math.inf if exhaustive else limit)
+    limit_bytes = _available_bytes(job)
+    order = _ordered(layouts_by_shape, limit_bytes=math.inf if exhaustive else limit_bytes)
     predicted, visited, too_slow = 0, 0, 0
     unfit: list[tuple[int, int]] = []
     for bound, index, row in order:
@@ -150,7 +150,7 @@ def rank(
         num_predicted=predicted,
         num_too_large=total - len(order) + len(unfit),
         num_pruned=len(order) - visited + too_slow,
-        too_large=_too_large(layouts_by_shape, unfit, limit),
+        too_large=_too_large(layouts_by_shape, unfit, limit_bytes),
     )
 
 
@@ -203,7 +203,7 @@ def refine(
 
 def refusals(job: PlanRequest, ranking: Ranking | None) -> list[Refusal]:
     """Why layouts were refused, the reason that refused most first: degrees, then memory."""
-    too_large, available = () if ranking is None else ranking.too_large, _available(job)
+    too_large, available = () if ranking is None else ranking.too_large, _available_bytes(job)
     return [
         *refused_degrees(job, job.shape),
         *(group.refusal(available) for group in sorted(too_large, key=lambda group: -group.count)),
@@ -235,7 +235,7 @@ def _shape_layouts(job: PlanRequest, shape: ModelShape, constants: Constants) ->
             table,
             constants=used,
             slowdown=slowdown_of(job),
-            limit_bytes=_available(job),
+            limit_bytes=_available_bytes(job),
         ),
         scale=job.shape.model_flops_per_sequence / shape.model_flops_per_sequence,
     )
@@ -250,7 +250,7 @@ def least_seconds(
     """
     for shape in shapes_of(job):
         layouts = _shape_layouts(job, shape, constants)
-        fits = layouts.bounds.memory_bytes <= _available(job)
+        fits = layouts.bounds.memory_bytes <= _available_bytes(job)
         yield shape, layouts.table, np.where(fits, layouts.bounds.time_s * layouts.scale, np.inf)
 
 
@@ -259,14 +259,14 @@ def slowdown_of(job: PlanRequest) -> FloatArray | None:
     return job.cluster.slowdown if job.cluster is not None and job.has_unequal_devices else None
 
 
-def _ordered(layouts_by_shape: list[_ShapeLayouts], *, limit: float) -> list[tuple[float, int, int]]:
-    """(bound, index of shape, row) by rising bound, of layouts whose memory may be under `limit` bytes."""
+def _ordered(layouts_by_shape: list[_ShapeLayouts], *, limit_bytes: float) -> list[tuple[float, int, int]]:
+    """(bound, index of shape, row) by rising bound, of layouts whose memory may be under `limit_bytes`."""
     scaled = np.concatenate([layouts.bounds.time_s * layouts.scale for layouts in layouts_by_shape])
     memory = np.concatenate([layouts.bounds.memory_bytes for layouts in layouts_by_shape])
     owner = np.repeat(np.arange(len(layouts_by_shape)), [len(layouts.table) for layouts in layouts_by_shape])
     rows = np.concatenate([np.arange(len(layouts.table)) for layouts in layouts_by_shape])
     order = np.argsort(scaled, kind="stable")
-    order = order[memory[order] <= limit]
+    order = order[memory[order] <= limit_bytes]
     return list(zip(scaled[order].tolist(), owner[order].tolist(), rows[order].tolist(), strict=True))
 
 
@@ -296,7 +296,7 @@ def _refused(
 ) -> NoPlan | None:
     """Why the row cannot be planned with a split, by its bounds; None where it may."""
     time, memory = layouts.bounds.of_split(layouts.table, row, split)
-    if memory > _available(job):
+    if memory > _available_bytes(job):
         return NoPlan.UNFIT
     return NoPlan.TOO_SLOW if time > limit_s else None
 
@@ -364,18 +364,18 @@ def _with(ranked: Ranked, assignment: Assignment) -> Ranked:
 
 
 def _too_large(
-    layouts_by_shape: list[_ShapeLayouts], unfit: list[tuple[int, int]], limit: float
+    layouts_by_shape: list[_ShapeLayouts], unfit: list[tuple[int, int]], limit_bytes: float
 ) -> tuple[TooLarge, ...]:
-    """The layouts over `limit` bytes or measured unfit, grouped by degrees."""
+    """The layouts over `limit_bytes` or measured unfit, grouped by degrees."""
     groups: list[TooLarge] = []
     for index, layouts in enumerate(layouts_by_shape):
-        over = layouts.bounds.memory_bytes > limit
+        over = layouts.bounds.memory_bytes > limit_bytes
         over[[row for owner, row in unfit if owner == index]] = True
         groups += TooLarge.by_degrees(layouts.table.columns[over], layouts.bounds.memory_bytes[over])
     return tuple(groups)
 
 
-def _available(job: PlanRequest) -> float:
+def _available_bytes(job: PlanRequest) -> float:
     return available_bytes(float(job.machines.memory_bytes))
 
 
@@ -396,8 +396,8 @@ def _nearest(job: PlanRequest, layouts_by_shape: list[_ShapeLayouts]) -> str:
         schedule = layouts.table.schedule(row)
         group = layouts.table.groups(row)[0]
         memory = peak_memory(job.run(layouts.shape, layout, split, schedule=schedule, group=group))
-        if best is None or memory.total < best[0]:
-            best = (memory.total, layout, memory)
+        if best is None or memory.total_bytes < best[0]:
+            best = (memory.total_bytes, layout, memory)
     assert best is not None
     total, layout, memory = best
     if memory.fits:
@@ -407,7 +407,7 @@ def _nearest(job: PlanRequest, layouts_by_shape: list[_ShapeLayouts]) -> str:
             "inside a scale-up domain and RANK 0 on the first node; allow smaller degrees"
         )
     largest = max(memory.terms, key=lambda name: memory.terms[name]).removesuffix("_bytes")
-    needed, available = distinct_numbers(total / GIB, memory.available / GIB, digits=1)
+    needed, available = distinct_numbers(total / GIB, memory.available_bytes / GIB, digits=1)
     return (
         f"memory: none of {len(order)} layouts fits; the nearest, {layout.label} recompute {layout.recompute}"
         f"{' distributed optimizer' if layout.distributed_optimizer else ''}, needs {needed} GiB of the "

@@ -86,17 +86,17 @@ def keep(counts: IntArray, seconds: float, best_s: FloatArray, best: IntArray) -
 
 @compiled
 def is_bounded(
-    counts: IntArray, const: FloatArray, slope: FloatArray, num_cuts: int, once: float, limit_s: float
+    counts: IntArray, const: FloatArray, slope: FloatArray, num_cuts: int, once_s: float, limit_s: float
 ) -> bool:
-    """Whether a cut proves that a split with `once` seconds an iteration takes at least `limit_s`."""
+    """Whether a cut proves that a split with `once_s` seconds an iteration takes at least `limit_s`."""
     # Element by element: an operation on arrays would allocate one for each cut.
     for cut in range(num_cuts):
         total = 0.0
         for stage in range(len(counts)):
             total += slope[cut, stage] * counts[stage]
-        if const[cut] + total + once >= limit_s:
+        if const[cut] + total + once_s >= limit_s:
             return True
-    return once >= limit_s
+    return once_s >= limit_s
 
 
 @compiled

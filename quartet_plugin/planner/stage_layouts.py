@@ -145,7 +145,7 @@ def _stage_seconds(
     """Seconds of a microbatch's forward, backward and both, a stage."""
     run = request.run(request.shape, layout, split)
     sums = [Times.sum_of(parts.values()) for parts in stage_parts(run, constants)]
-    return [(stage.forward, stage.input_grad + stage.weight_grad, stage.total) for stage in sums]
+    return [(stage.forward_s, stage.input_grad_s + stage.weight_grad_s, stage.total_s) for stage in sums]
 
 
 def _predicted(request: PlanRequest, layout: Layout, split: Counts, constants: Constants) -> StageLayout:

@@ -13,8 +13,8 @@ def step_seconds(
     compute_s: FloatArray,
     tensor_s: FloatArray,
     sizes: IntArray,
-    volumes: FloatArray,
-    rounds: FloatArray,
+    volumes_bytes: FloatArray,
+    num_rounds: FloatArray,
     forbidden_s: FloatArray,
     links: FloatArray,
     transfers_s: FloatArray,
@@ -27,9 +27,9 @@ def step_seconds(
     """Seconds a step of blocks in `domains` [pp, copies] with `slowdowns` [pp, copies].
 
     Collectives 0 to 2 are those of context and expert groups and of gradients: `sizes` [3] are their ranks,
-    `volumes` and `rounds` [3, pp] their coefficients; where `forbidden_s` [3] is not 0 a group that leaves
-    its domain takes these seconds. `links` are the bandwidth and the latency inside a domain and between two;
-    `transfers_s` those of a boundary tensor inside and between.
+    `volumes_bytes` and `num_rounds` [3, pp] their coefficients; where `forbidden_s` [3] is not 0 a group that
+    leaves its domain takes these seconds. `links` are the bandwidth and the latency inside a domain and
+    between two; `transfers_s` those of a boundary tensor inside and between.
     """
     # Element by element: to compile an operation on arrays takes numba seconds.
     pp, copies = domains.shape
@@ -49,8 +49,8 @@ def step_seconds(
                     rank,
                     first,
                     size,
-                    volumes[kind, rank],
-                    rounds[kind, rank],
+                    volumes_bytes[kind, rank],
+                    num_rounds[kind, rank],
                     forbidden_s[kind],
                     links,
                     counts,
@@ -83,7 +83,7 @@ def step_seconds(
         traffic = 0.0
         if sizes[2] > 1:
             traffic = _group_s(
-                domains, rank, 0, copies, volumes[2, rank], rounds[2, rank], 0.0, links, counts
+                domains, rank, 0, copies, volumes_bytes[2, rank], num_rounds[2, rank], 0.0, links, counts
             )
         worst = max(worst, traffic * exposed_share, traffic - hidden_s[rank])
     return longest_step + worst
@@ -95,8 +95,8 @@ def _group_s(
     rank: int,
     first: int,
     size: int,
-    volume: float,
-    rounds: float,
+    volume_bytes: float,
+    num_rounds: float,
     forbidden_s: float,
     links: FloatArray,
     counts: IntArray,
@@ -120,4 +120,4 @@ def _group_s(
         between = links[2] * fewest
         bandwidth = min(between, links[0]) if fewest > 1 else between
     latency = links[3] * (num_domains - 1) + links[1] * (size - num_domains)
-    return float(volume / bandwidth + rounds * latency)
+    return float(volume_bytes / bandwidth + num_rounds * latency)

@@ -44,7 +44,7 @@ def rates_of(job: PlanRequest, iteration_s: float, *, shape: ModelShape, has_pea
         shape=shape,
         global_batch_size=job.global_batch_size,
         num_devices=job.machines.num_devices,
-        peak_flops_per_s=job.machines.device.peak(job.precision) if is_known else None,
+        peak_flops_per_s=job.machines.device.peak_flops_of(job.precision) if is_known else None,
         experts=job.experts,
         latent_attention=job.latent,
     )
@@ -63,7 +63,7 @@ def cost_of_job(job: PlanRequest, rates: Throughput) -> JobCost | None:
 def plan_line(ranked: Ranked) -> str:
     """Seconds, layout and memory of a ranked plan."""
     memory = ranked.memory
-    total, available = distinct_numbers(memory.total / _GIB, memory.available / _GIB, digits=1)
+    total, available = distinct_numbers(memory.total_bytes / _GIB, memory.available_bytes / _GIB, digits=1)
     words = f"{ranked.iteration_s:.4g} s per iteration, {plan_words(ranked)}"
     return f"{words}, {total} GiB of {available}"
 
@@ -99,8 +99,8 @@ def term_words(ranked: Ranked) -> str:
 def headroom_line(ranked: Ranked) -> str | None:
     """A plan whose predicted memory is nearer to the limit than predictions are to measured memory."""
     memory = ranked.memory
-    left = memory.available - memory.total
-    if left >= NEAR_LIMIT * memory.available:
+    left = memory.available_bytes - memory.total_bytes
+    if left >= NEAR_LIMIT * memory.available_bytes:
         return None
     return (
         f"memory: {left / _GIB:.1f} GiB below the limit, and a prediction may be {100 * NEAR_LIMIT:.0f} % "
@@ -189,7 +189,7 @@ def memory_lines(points: Sequence[Ranked]) -> list[str]:
     rows = [
         [
             f"{point.iteration_s:.4g}",
-            f"{point.memory.total / _GIB:.2f}",
+            f"{point.memory.total_bytes / _GIB:.2f}",
             f"{100 * (point.equal_work_s / points[0].equal_work_s - 1):.1f} %",
             plan_words(point),
         ]
@@ -214,7 +214,7 @@ def ranked_data(job: PlanRequest, ranked: Ranked) -> dict[str, Any]:
         "iteration_s": ranked.iteration_s,
         "equal_work_s": ranked.equal_work_s,
         "terms": dict(ranked.terms),
-        "peak_memory_bytes": ranked.memory.total,
+        "peak_memory_bytes": ranked.memory.total_bytes,
         "is_stock_order": ranked.slots is None,
         **rates.as_data(),
         "cost": None if cost is None else cost.as_data(),
@@ -248,7 +248,7 @@ def ranking_data(
         "schema_version": 1,
         "global_batch_size": job.global_batch_size,
         "precision": job.precision,
-        "available_memory_bytes": ranking.best[0].memory.available,
+        "available_memory_bytes": ranking.best[0].memory.available_bytes,
         "plans": [
             {"file": file, **ranked_data(job, ranked)}
             for file, ranked in zip(files, ranking.best, strict=True)

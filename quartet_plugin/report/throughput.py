@@ -109,7 +109,7 @@ def peak_of(nodes: Sequence[NodeInfo], precision: Precision = "bf16") -> float |
     """The peak FLOP/s of one of the nodes' devices; None where they differ or the library has none such."""
     names = {node.node_class.rpartition(" x")[0] for node in nodes}
     device, is_known = library_device(min(names)) if len(names) == 1 else (None, False)
-    return device.peak(precision) if device is not None and is_known else None
+    return device.peak_flops_of(precision) if device is not None and is_known else None
 
 
 def throughput_of(plan: Plan, iteration_s: float, *, shape: ModelShape | None = None) -> Throughput:

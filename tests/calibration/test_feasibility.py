@@ -85,15 +85,17 @@ def test_what_the_allocator_does_not_hold_leaves_less_room(monkeypatch: pytest.M
     odds = FeasibilityModel(machine_model_of(space.nodes, precision="bf16"))
     memory = odds.memory(space.baseline)
     assert memory is not None
-    near = replace(memory, parameters=memory.parameters + 0.9 * memory.available - memory.total)
+    near = replace(
+        memory, parameters_bytes=memory.parameters_bytes + 0.9 * memory.available_bytes - memory.total_bytes
+    )
     monkeypatch.setattr(FeasibilityModel, "memory", lambda *_: near)
-    odds.learn(trial(space.baseline, "measured", peak=round(near.total)))
+    odds.learn(trial(space.baseline, "measured", peak=round(near.total_bytes)))
     before = odds.chance(space.baseline)
     assert 0.8 < before < 1.0
     # Half of the device is another program's: that is not the context.
     for share, is_less in ((0.5, False), (0.1, True)):
-        untracked = round(share * memory.capacity)
-        odds.learn(trial(space.baseline, "measured", peak=round(near.total), untracked=untracked))
+        untracked = round(share * memory.capacity_bytes)
+        odds.learn(trial(space.baseline, "measured", peak=round(near.total_bytes), untracked=untracked))
         assert (odds.chance(space.baseline) < before - 0.1) == is_less
 
 
@@ -130,11 +132,11 @@ def test_on_the_cpu_the_bytes_of_a_process_are_learned_beside_its_tensors() -> N
     for plan in (space.baseline, a_plan(space)):
         memory = odds.memory(plan)
         assert memory is not None
-        odds.learn(trial(plan, "measured", peak=round(1.2e9 + memory.total)))
+        odds.learn(trial(plan, "measured", peak=round(1.2e9 + memory.total_bytes)))
     other = a_plan(space, virtual_stages=2)
     memory = odds.memory(other)
     assert memory is not None
-    assert odds.peak_bytes(other) == pytest.approx(1.2e9 + memory.total, rel=0.03)
+    assert odds.peak_bytes(other) == pytest.approx(1.2e9 + memory.total_bytes, rel=0.03)
 
 
 def test_peaks_above_the_users_limit_teach_what_fits() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.cli.main import build_app, main
-from quartet_plugin.cost.memory import capacity_of
+from quartet_plugin.cost.memory import capacity_bytes_of
 from quartet_plugin.model.plan import read_plan
 from tests.model.clusters import make_cluster
 
@@ -95,7 +95,7 @@ def test_a_plan_that_nearly_fills_the_memory_says_how_much_is_left(
     needed = json.loads(capsys.readouterr().out)["plans"][0]["peak_memory_bytes"]
     assert main(["plan", job, "--named-only"]) == 0
     assert "below the limit" not in capsys.readouterr().out
-    job = write_job(tmp_path, more=f", memory_bytes: {capacity_of(1.02 * needed):.0f}")
+    job = write_job(tmp_path, more=f", memory_bytes: {capacity_bytes_of(1.02 * needed):.0f}")
     assert main(["plan", job, "--named-only"]) == 0
     assert "GiB below the limit, and a prediction may be 5 % off" in capsys.readouterr().out
 

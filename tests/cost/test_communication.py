@@ -60,9 +60,9 @@ def test_a_ring_moves_the_textbook_volume() -> None:
 def test_tensor_parallel_overlap() -> None:
     plain, again = communication.tensor_parallel(run(software="Megatron-LM 2021"), CONSTANTS)
     hidden, _ = communication.tensor_parallel(run(NEMO), CONSTANTS)
-    assert plain.forward == again
+    assert plain.forward_s == again
     faster = run(NEMO).machines.scale_up_bytes_per_s / run().machines.scale_up_bytes_per_s
-    assert hidden.forward * faster < 0.7 * plain.forward
+    assert hidden.forward_s * faster < 0.7 * plain.forward_s
     assert communication.tensor_parallel(run(tp=1, dp=8, gbs=32), CONSTANTS) == (Times(), 0.0)
 
 
@@ -71,7 +71,7 @@ def test_narrow_operands_are_gathered_in_their_own_format() -> None:
 
     def forward_s(**changes: Any) -> float:
         row = {"gpu": "H100-SXM-80GB", "software": "Megatron-Core", "seq_len": 65536, **changes}
-        return communication.tensor_parallel(run(**row), CONSTANTS)[0].forward
+        return communication.tensor_parallel(run(**row), CONSTANTS)[0].forward_s
 
     half, narrow = forward_s(precision="bf16"), forward_s(precision="fp8")
     assert narrow / half == pytest.approx(0.75, rel=0.01)
@@ -109,7 +109,7 @@ def test_stage_3_gathers_every_microbatch() -> None:
 def test_experts_exchange_tokens_only_where_they_are_spread() -> None:
     found = run(EXPERTS)
     assert found.experts is not None
-    assert communication.expert_parallel(found, CONSTANTS, found.experts).forward > 0
+    assert communication.expert_parallel(found, CONSTANTS, found.experts).forward_s > 0
     alone = run(EXPERTS, ep=1)
     assert communication.expert_parallel(alone, CONSTANTS, found.experts) == Times()
 
@@ -123,7 +123,7 @@ def test_gathered_tokens_are_all_tokens_whatever_the_routing() -> None:
         software = with_settings(base.software, {"moe_token_dispatcher": dispatcher})
         experts = replace(base.experts, experts_per_token=experts_per_token) if base.experts else None
         assert experts is not None
-        return communication.expert_parallel(replace(base, software=software), CONSTANTS, experts).forward
+        return communication.expert_parallel(replace(base, software=software), CONSTANTS, experts).forward_s
 
     one, eight = exchange_s("alltoall", 1), exchange_s("alltoall", 8)
     assert exchange_s("allgather", 1) == exchange_s("allgather", 8)
@@ -133,7 +133,7 @@ def test_gathered_tokens_are_all_tokens_whatever_the_routing() -> None:
     alone = replace(base, layout=replace(base.layout, expert_parallel=1))
     assert communication.expert_parallel(alone, CONSTANTS, base.experts) == Times()
     gathered = replace(base, software=replace(base.software, gathers_tokens=True))
-    extra = peak_memory(gathered).temporary - peak_memory(base).temporary
+    extra = peak_memory(gathered).temporary_bytes - peak_memory(base).temporary_bytes
     assert extra == pytest.approx(base.tokens_per_microbatch * 8 * base.shape.hidden_size * 2)
 
 
@@ -207,14 +207,14 @@ def test_exchanges_hide_beside_the_shared_expert() -> None:
 def test_an_overlap_of_microbatches_holds_one_forward_more() -> None:
     base = run(EXPERTS, ep=8)
     overlapped = replace(base, software=with_features(base.software, ("overlap_moe",)))
-    assert peak_memory(overlapped).activations == pytest.approx(2 * peak_memory(base).activations)
+    assert peak_memory(overlapped).activations_bytes == pytest.approx(2 * peak_memory(base).activations_bytes)
 
 
 def test_context_parallel_hides_behind_attention() -> None:
     found = run(NEMO, tp=1, cp=8, seq_len=16384, sp=False)
     idle = communication.context_parallel(found, CONSTANTS, Times())
     busy = communication.context_parallel(found, CONSTANTS, Times(1.0, 2.0, 0.0))
-    assert 0 < busy.total < idle.total
+    assert 0 < busy.total_s < idle.total_s
 
 
 def test_without_overlap_context_parallel_is_all_exposed() -> None:
@@ -231,11 +231,11 @@ def test_settings_price_what_overlaps_and_how_many_buckets() -> None:
     def gradients_s(**settings: SettingValue) -> float:
         base = replace(run(gpus=64, dp=8), zero_stage=1)
         software = with_settings(Software(), settings)
-        return communication.data_parallel(
+        return communication.data_parallel_s(
             replace(base, software=software),
             CONSTANTS,
-            dense=1e9,
-            expert=0.0,
+            num_dense=1e9,
+            num_expert=0.0,
             forward_s=10.0,
             backward_s=10.0,
         )

@@ -45,7 +45,7 @@ def written(path: Path, content: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_published_device_is_known(name: str) -> None:
     device = device_named(name)
-    assert 0 < device.ceiling("bf16") <= device.peak("bf16")
+    assert 0 < device.ceiling_flops("bf16") <= device.peak_flops_of("bf16")
 
 
 def test_an_unknown_device_is_named_with_the_nearest_or_all_known_ones() -> None:
@@ -96,8 +96,8 @@ def test_two_devices_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_a_missing_format_runs_at_the_next_wider_one() -> None:
     a100, v100 = device_named("A100"), device_named("V100-SXM2")
-    assert a100.peak("fp8") == a100.peak("bf16")
-    assert v100.peak("bf16") == v100.peak("fp16") == 125e12
+    assert a100.peak_flops_of("fp8") == a100.peak_flops_of("bf16")
+    assert v100.peak_flops_of("bf16") == v100.peak_flops_of("fp16") == 125e12
 
 
 def test_the_library_knows_each_device_once() -> None:
@@ -107,8 +107,8 @@ def test_the_library_knows_each_device_once() -> None:
 
 def test_a_host_is_the_librarys_or_the_files_or_a_usual_one() -> None:
     usual, grace = device_named("H100"), device_named("GB200")
-    assert (usual.host_link, usual.host_memory) == (63e9, 76.8e9)
-    assert (grace.host_link, grace.host_memory) == (225e9, 225e9)
+    assert (usual.resolved_host_link_bytes_per_s, usual.resolved_host_memory_bytes_per_s) == (63e9, 76.8e9)
+    assert (grace.resolved_host_link_bytes_per_s, grace.resolved_host_memory_bytes_per_s) == (225e9, 225e9)
     file = {
         "schema_version": 1,
         "devices": {"H100": {"host_link_bytes_per_s": 5e10, "host_memory_bytes_per_s": 6e10}},
@@ -117,4 +117,4 @@ def test_a_host_is_the_librarys_or_the_files_or_a_usual_one() -> None:
     }
     cluster = look_up(parse_cluster(file, where="cluster.json"), precision="bf16")
     device = uniform_cluster_of(cluster, Constants()).device
-    assert (device.host_link, device.host_memory) == (5e10, 6e10)
+    assert (device.resolved_host_link_bytes_per_s, device.resolved_host_memory_bytes_per_s) == (5e10, 6e10)

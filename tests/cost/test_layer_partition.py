@@ -127,14 +127,14 @@ def test_products_are_as_many_times_smaller() -> None:
     assert partition is not None
     products, starts = partition_products(found, rates, partition)
     expected = sum(
-        3 * rates.gemm(m / 3, k / 3, n / 3)
+        3 * rates.gemm_s(m / 3, k / 3, n / 3)
         for m, n, k in (x.sizes for x in linears_of(found.shape, tokens=2304))
     )
-    assert products.forward == pytest.approx(expected)
-    assert products.total > sum(
-        rates.gemm(m, k / 9, n) for m, n, k in (x.sizes for x in linears_of(stock.shape, tokens=2304))
+    assert products.forward_s == pytest.approx(expected)
+    assert products.total_s > sum(
+        rates.gemm_s(m, k / 9, n) for m, n, k in (x.sizes for x in linears_of(stock.shape, tokens=2304))
     )
-    assert starts.forward == pytest.approx(4 * 2 * rates.launch_s)
+    assert starts.forward_s == pytest.approx(4 * 2 * rates.launch_s)
 
 
 def test_blocks_are_priced_by_themselves() -> None:
@@ -143,21 +143,25 @@ def test_blocks_are_priced_by_themselves() -> None:
     alone = [run(label, 4) for label in ("attention rings, mlp stock", "attention stock, mlp grid")]
     together = exposed_times(both, CONSTANTS)
     apart = [exposed_times(found, CONSTANTS) for found in alone]
-    assert together.total == pytest.approx(sum(times.total for times in apart))
+    assert together.total_s == pytest.approx(sum(times.total_s for times in apart))
     for found, times in zip(alone, apart, strict=True):
         exposed, again = communication.tensor_parallel(found, CONSTANTS)
-        assert exposed.total == pytest.approx(stock.total / 2 + times.total)
-        assert again == pytest.approx(repeated / 2 + times.forward)
-    assert communication.tensor_parallel(both, CONSTANTS)[0].total == pytest.approx(together.total)
+        assert exposed.total_s == pytest.approx(stock.total_s / 2 + times.total_s)
+        assert again == pytest.approx(repeated / 2 + times.forward_s)
+    assert communication.tensor_parallel(both, CONSTANTS)[0].total_s == pytest.approx(together.total_s)
 
 
 @pytest.mark.parametrize(("label", "devices"), LABELS[:4])
 def test_saved_tensors_are_those_of_stock_with_sequence_parallelism(label: str, devices: int) -> None:
     memories = [peak_memory(run(name, devices)) for name in (label, "stock")]
-    assert memories[0].activations == memories[1].activations
-    assert memories[0].parameters == memories[1].parameters
+    assert memories[0].activations_bytes == memories[1].activations_bytes
+    assert memories[0].parameters_bytes == memories[1].parameters_bytes
     buffers = buffer_bytes(run(label, devices))
-    assert 0 <= memories[0].temporary - memories[1].temporary <= buffers + 1e-6 * memories[1].temporary
+    assert (
+        0
+        <= memories[0].temporary_bytes - memories[1].temporary_bytes
+        <= buffers + 1e-6 * memories[1].temporary_bytes
+    )
 
 
 def test_a_weight_gradient_waits_with_shards_alone() -> None:

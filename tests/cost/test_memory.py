@@ -28,7 +28,7 @@ LLAMA: dict[str, Any] = ROW | {
 
 def test_weights_sum_to_the_shape() -> None:
     found = run(PIPELINE)
-    total = sum(stage.dense for stage in weights_of_stages(found))
+    total = sum(stage.num_dense for stage in weights_of_stages(found))
     head = found.shape.embedding_parameters
     assert total == pytest.approx(found.shape.num_parameters + head, rel=1e-3)
 
@@ -55,14 +55,14 @@ def test_activations_of_a_layer_are_korthikantis() -> None:
 )
 def test_published_peaks_of_a_pipeline(changes: dict[str, Any], gib: float) -> None:
     """Qi et al. (2024), tables 4 and 10."""
-    assert peak_memory(run(PIPELINE, **changes)).total / GIB == pytest.approx(gib, rel=0.05)
+    assert peak_memory(run(PIPELINE, **changes)).total_bytes / GIB == pytest.approx(gib, rel=0.05)
 
 
 @pytest.mark.parametrize(("tp", "dp", "gib"), [(2, 4, 60.68), (4, 2, 39.07), (8, 1, 28.29)])
 def test_published_peaks_with_gated_ffn_and_shards(tp: int, dp: int, gib: float) -> None:
     """A llama of 12 layers on one node, as allocated by Megatron-Core."""
     found = peak_memory(run(LLAMA, tp=tp, dp=dp, gbs=4 * dp))
-    assert found.total / GIB == pytest.approx(gib, rel=0.03)
+    assert found.total_bytes / GIB == pytest.approx(gib, rel=0.03)
 
 
 V3 = {"hidden": 7168, "ffn": 18432, "experts": 256, "topk": 8, "moe_ffn": 2048, "vocab": 129280}
@@ -79,18 +79,20 @@ def test_published_peaks_with_experts(changes: dict[str, Any], gib: float, facto
     """
     batch = factor * changes.get("gbs", EXPERTS["gbs"])
     found = peak_memory(run(EXPERTS, **{**changes, "gbs": batch}))
-    assert found.total / GIB == pytest.approx(gib, rel=0.03)
+    assert found.total_bytes / GIB == pytest.approx(gib, rel=0.03)
 
 
 def test_recompute_and_sharding_save_memory() -> None:
-    none, selective, full = (peak_memory(run(recompute=m)).activations for m in ("none", "selective", "full"))
+    none, selective, full = (
+        peak_memory(run(recompute=m)).activations_bytes for m in ("none", "selective", "full")
+    )
     assert none > selective > full
-    part = peak_memory(run(recompute="full", knobs={"recompute_num_layers": 12})).activations
+    part = peak_memory(run(recompute="full", knobs={"recompute_num_layers": 12})).activations_bytes
     assert full < part < none
     base: dict[str, Any] = {"tp": 1, "dp": 8, "gbs": 32, "sp": False, "recompute": "full"}
     states = [peak_memory(run(**base, zero=stage)) for stage in (0, 1, 3)]
-    assert states[0].optimizer == pytest.approx(8 * states[1].optimizer)
-    assert states[2].gradients < 0.3 * states[1].gradients
+    assert states[0].optimizer_bytes == pytest.approx(8 * states[1].optimizer_bytes)
+    assert states[2].gradients_bytes < 0.3 * states[1].gradients_bytes
 
 
 def test_an_optimizer_on_the_host_leaves_the_device_and_takes_longer() -> None:
@@ -98,8 +100,12 @@ def test_an_optimizer_on_the_host_leaves_the_device_and_takes_longer() -> None:
     base = replace(run(dp=8, tp=1, zero=1, sp=False), optimizer_group=8)
     host = replace(base, software=with_settings(base.software, {"optimizer_cpu_offload": True}))
     usual, left = peak_memory(base), peak_memory(host)
-    assert (left.optimizer, left.parameters, left.gradients) == (0.0, usual.parameters, usual.gradients)
-    held, constants = Weights(dense=8e10, expert=0.0), Constants(optimizer=1.0)
+    assert (left.optimizer_bytes, left.parameters_bytes, left.gradients_bytes) == (
+        0.0,
+        usual.parameters_bytes,
+        usual.gradients_bytes,
+    )
+    held, constants = Weights(num_dense=8e10, num_expert=0.0), Constants(optimizer=1.0)
     device = replace(base.machines.device, host_link_bytes_per_s=6e10, host_memory_bytes_per_s=7e10)
     host = replace(host, machines=replace(host.machines, device=device))
     added_s = optimizer_s(host, constants, held) - clearing_s(host, constants, held)
@@ -119,7 +125,7 @@ def test_modules_that_are_recomputed_are_not_kept() -> None:
     assert kept["layernorm",] == kept["core_attn",]
     experts = run(EXPERTS, recompute="selective")
     sizes = {
-        modules: peak_memory(replace(experts, recomputed_modules=modules)).activations
+        modules: peak_memory(replace(experts, recomputed_modules=modules)).activations_bytes
         for modules in (("core_attn",), ("moe_act",), ("moe",), ("layernorm",))
     }
     assert sizes["moe",] < sizes["moe_act",] < sizes["core_attn",]
@@ -137,7 +143,10 @@ def test_block_recompute_keeps_the_other_layers_and_groups_keep_an_input() -> No
     assert block - every == pytest.approx(7 * (layer - boundary))
     # Twelve layers in three groups.
     assert every - groups == pytest.approx(9 * boundary)
-    assert peak_memory(replace(whole, recomputed_together=5)).temporary > peak_memory(whole).temporary
+    assert (
+        peak_memory(replace(whole, recomputed_together=5)).temporary_bytes
+        > peak_memory(whole).temporary_bytes
+    )
 
 
 def test_what_does_not_fit_says_so() -> None:
@@ -148,4 +157,4 @@ def test_what_does_not_fit_says_so() -> None:
 
 def test_terms_sum_to_the_total() -> None:
     found = peak_memory(run(EXPERTS))
-    assert sum(found.terms.values()) == pytest.approx(found.total)
+    assert sum(found.terms.values()) == pytest.approx(found.total_bytes)

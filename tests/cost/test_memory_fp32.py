@@ -29,9 +29,9 @@ def test_an_fp32_weight_is_its_own_master_weight() -> None:
     found = peak_memory(cpu_run(layers=8, hidden=256, seq=128, vocab=4096, pp=1))
     layer = 12 * 256**2 + 4 * 256
     weights = 8 * layer + (4096 + 128) * 256
-    assert found.parameters == 4 * weights
-    assert found.gradients == 4 * weights
-    assert found.optimizer == 8 * weights
+    assert found.parameters_bytes == 4 * weights
+    assert found.gradients_bytes == 4 * weights
+    assert found.optimizer_bytes == 8 * weights
     assert bytes_per_weight("bf16", Software()) == (2.0, 4.0, 12.0)
     assert sum(bytes_per_weight("fp32", Software())) == 16.0
 
@@ -46,7 +46,7 @@ def test_fp32_activations_take_twice_the_bytes() -> None:
         layer_activation_bytes(replace(each, software=run.software), experts=None) for each in (single, half)
     ]
     assert 2 * with_norms[1] - with_norms[0] == 2 * 2 * 4 * run.tokens_per_microbatch
-    assert peak_memory(single).activations == pytest.approx(2 * peak_memory(half).activations)
+    assert peak_memory(single).activations_bytes == pytest.approx(2 * peak_memory(half).activations_bytes)
 
 
 @pytest.mark.parametrize(
@@ -62,24 +62,26 @@ def test_a_layer_keeps_what_autograd_was_measured_to_save(
 
 
 def test_a_whole_gradient_of_the_vocabulary_is_held_for_a_while() -> None:
-    small, large = (peak_memory(cpu_run(pp=1, vocab=vocab, seq=32)).temporary for vocab in (2048, 65536))
+    small, large = (
+        peak_memory(cpu_run(pp=1, vocab=vocab, seq=32)).temporary_bytes for vocab in (2048, 65536)
+    )
     assert large - small >= 4 * (65536 - 2048) * 256
 
 
 def test_the_ends_of_a_v_are_on_one_device() -> None:
     run = cpu_run(split=(1, 3, 3, 1), schedule="zb-v", vocab=32768)
     weights = weights_of_stages(run)
-    first, second = (memory.parameters for memory in memory_by_device(run))
-    assert first == 4 * (weights[0].total + weights[3].total)
-    assert second == 4 * (weights[1].total + weights[2].total)
+    first, second = (memory.parameters_bytes for memory in memory_by_device(run))
+    assert first == 4 * (weights[0].num_total + weights[3].num_total)
+    assert second == 4 * (weights[1].num_total + weights[2].num_total)
 
 
 def test_updated_fp32_parameters_travel_whole() -> None:
     def exchanged_s(precision: HalfPrecision, zero_stage: int) -> float:
         software = Software(data_overlap=False)
         run = replace(cpu_run(pp=1), half=precision, zero_stage=zero_stage, software=software)
-        return communication.data_parallel(
-            run, NO_LATENCY, dense=1e9, expert=0.0, forward_s=0.0, backward_s=0.0
+        return communication.data_parallel_s(
+            run, NO_LATENCY, num_dense=1e9, num_expert=0.0, forward_s=0.0, backward_s=0.0
         )
 
     # Gradients travel in fp32 whatever the weights are: stage 1 halves their reduction and gathers weights.
@@ -106,6 +108,6 @@ def test_a_real_run_holds_what_is_predicted(tmp_path: Path) -> None:
     run = cpu_run(layers=4, hidden=256, seq=64, vocab=4096, split=(3, 1), num_microbatches=2)
     for rank, predicted in enumerate(memory_by_device(run)):
         measured = json.loads((tmp_path / f"bytes-{rank}.json").read_text())
-        assert predicted.parameters == pytest.approx(measured["parameters"], rel=0.01)
-        assert predicted.gradients == pytest.approx(measured["gradients"], rel=0.01)
-        assert predicted.optimizer == pytest.approx(measured["optimizer"], rel=0.01)
+        assert predicted.parameters_bytes == pytest.approx(measured["parameters"], rel=0.01)
+        assert predicted.gradients_bytes == pytest.approx(measured["gradients"], rel=0.01)
+        assert predicted.optimizer_bytes == pytest.approx(measured["optimizer"], rel=0.01)

@@ -32,7 +32,7 @@ def test_a_core_packs_operands_before_it_multiplies() -> None:
     """Weights are packed for every microbatch, however few its tokens."""
     run = cpu_run()
     rates = Rates(run, NEUTRAL)
-    one, two = rates.gemm(64, 1024, 256), rates.gemm(128, 1024, 256)
+    one, two = rates.gemm_s(64, 1024, 256), rates.gemm_s(128, 1024, 256)
     assert 0 < two - one < one
     packed = one - 2 * 64 * 1024 * 256 / rates.matmul
     assert packed == pytest.approx(4 * (64 * 256 + 256 * 1024 + 64 * 1024) * rates.traffic)
@@ -41,10 +41,10 @@ def test_a_core_packs_operands_before_it_multiplies() -> None:
 def test_fp32_moves_twice_the_bytes_of_halves() -> None:
     single = cpu_run(pp=1, tp=2)
     half = replace(single, half="bf16")
-    moved = [communication.tensor_parallel(run, NEUTRAL)[0].forward for run in (single, half)]
+    moved = [communication.tensor_parallel(run, NEUTRAL)[0].forward_s for run in (single, half)]
     latency = communication.tensor_parallel(replace(single, half="bf16"), replace(NEUTRAL, scale_up=1e9))[
         0
-    ].forward
+    ].forward_s
     assert moved[0] - latency == pytest.approx(2 * (moved[1] - latency), rel=1e-6)
 
 
@@ -52,10 +52,10 @@ def test_eager_gradients_cost_the_whole_vocabulary() -> None:
     run = cpu_run(vocab=32768)
     rates = Rates(run, NEUTRAL)
     small = cpu_run(vocab=2048)
-    grown = embedding_times(run, rates).elementwise.weight_grad
-    assert grown > 5 * embedding_times(small, Rates(small, NEUTRAL)).elementwise.weight_grad
+    grown = embedding_times(run, rates).elementwise.weight_grad_s
+    assert grown > 5 * embedding_times(small, Rates(small, NEUTRAL)).elementwise.weight_grad_s
     without = replace(run, software=replace(run.software, eager_gradients=False))
-    assert head_times(without, NEUTRAL, rates).elementwise.weight_grad == 0.0
+    assert head_times(without, NEUTRAL, rates).elementwise.weight_grad_s == 0.0
 
 
 def test_the_ends_of_a_pipeline_sum_tied_gradients() -> None:
@@ -71,13 +71,15 @@ def test_the_ends_of_a_pipeline_sum_tied_gradients() -> None:
 def test_the_ends_of_a_tensor_parallel_model_reduce() -> None:
     run = cpu_run(pp=1, tp=2)
     embedding, head = communication.tensor_parallel_ends(run, NEUTRAL)
-    assert embedding.forward == head.input_grad > 0
-    assert 0 < head.forward < head.input_grad * 3
+    assert embedding.forward_s == head.input_grad_s > 0
+    assert 0 < head.forward_s < head.input_grad_s * 3
     elsewhere = replace(run, software=Software())
     assert communication.tensor_parallel_ends(elsewhere, NEUTRAL) == (Times(), Times())
     layers = replace(run, software=replace(run.software, reduces_ends=False))
-    of_ends = stage_parts(run, NEUTRAL)[0]["tp_comm"].total - stage_parts(layers, NEUTRAL)[0]["tp_comm"].total
-    assert of_ends == pytest.approx(embedding.total + head.total)
+    of_ends = (
+        stage_parts(run, NEUTRAL)[0]["tp_comm"].total_s - stage_parts(layers, NEUTRAL)[0]["tp_comm"].total_s
+    )
+    assert of_ends == pytest.approx(embedding.total_s + head.total_s)
 
 
 def test_ratios_change_their_part_alone() -> None:
@@ -90,9 +92,9 @@ def test_ratios_change_their_part_alone() -> None:
 
     assert changed() == base
     weights = changed(weight_product=2.0)
-    assert weights == replace(base, gemm=base.gemm._replace(weight_grad=2 * base.gemm.weight_grad))
+    assert weights == replace(base, gemm=base.gemm._replace(weight_grad_s=2 * base.gemm.weight_grad_s))
     starts = changed(launch_weight=0.25)
-    assert starts == replace(base, launch=base.launch._replace(weight_grad=base.launch.weight_grad / 4))
+    assert starts == replace(base, launch=base.launch._replace(weight_grad_s=base.launch.weight_grad_s / 4))
 
 
 def test_neutral_constants_predict_as_shared_ones() -> None:
@@ -126,8 +128,8 @@ def test_tensor_parallel_ranks_wait_for_the_slowest() -> None:
     run = cpu_run(pp=1, tp=2)
     uneven = replace(NEUTRAL, skew=0.1)
     base, found = (stage_parts(run, constants)[0] for constants in (NEUTRAL, uneven))
-    computed = layer_times(run, NEUTRAL, Rates(run, NEUTRAL), experts=None).total.forward
-    waited = found["tp_comm"].forward - base["tp_comm"].forward
+    computed = layer_times(run, NEUTRAL, Rates(run, NEUTRAL), experts=None).total.forward_s
+    waited = found["tp_comm"].forward_s - base["tp_comm"].forward_s
     assert waited == pytest.approx(0.1 * computed * run.shape.num_layers)
     assert {name: found[name] for name in found if name != "tp_comm"} == {
         name: base[name] for name in base if name != "tp_comm"

@@ -219,7 +219,7 @@ def run_for(
 def predicted(model: Model, **settings: Any) -> float:
     """What the cost model says that autograd saves: activations, and the loss of the one microbatch."""
     run = run_for(model, **settings)
-    return peak_memory(run).activations + loss_bytes(run)
+    return peak_memory(run).activations_bytes + loss_bytes(run)
 
 
 def show(found: Mapping[Any, int], expected: Mapping[Any, float]) -> None:
@@ -239,7 +239,7 @@ def test_one_process_saves_what_is_predicted(tmp_path: Path) -> None:
         limit = _TOLERANCE if model.experts is None else _EXPERT_TOLERANCE
         assert expected[name] == pytest.approx(found[name], rel=limit), name
         (weights,) = weights_of_stages(run_for(model))
-        assert weights.total == pytest.approx(counted[name][1], rel=_TOLERANCE), name
+        assert weights.num_total == pytest.approx(counted[name][1], rel=_TOLERANCE), name
 
 
 @pytest.mark.parametrize("name", ["gated", "rotary", "rms norms", "groups", "all"])

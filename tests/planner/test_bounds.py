@@ -51,7 +51,7 @@ def test_no_prediction_is_under_the_bounds_of_two_kinds_of_layers(seed: int) -> 
         split = bounds.split(job, job.shape, table, row)
         for run in runs_of(job, table, row, split):
             words = (run.layout, run.schedule, run.group)
-            memory = peak_memory(run).total
+            memory = peak_memory(run).total_bytes
             assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, words
             assert bounds.memory_bytes[row] <= memory, words
             ratios.append(bounds.memory_bytes[row] / memory)
@@ -93,7 +93,7 @@ def test_no_placed_prediction_is_under_the_bound_of_its_split(seed: int) -> None
         predicted = assigned.predict(tuple(slots)).iter_time_s
         assert time <= predicted, layout
         assert assigned.least_s(tuple(slots)) <= predicted, layout
-        assert memory <= peak_memory(run).total, layout
+        assert memory <= peak_memory(run).total_bytes, layout
 
 
 def test_few_layouts_of_two_kinds_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

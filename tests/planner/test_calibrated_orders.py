@@ -138,7 +138,9 @@ def test_an_order_holds_no_more_than_its_devices_have_room_for() -> None:
     space = space_of(schedule=["zb-v", "searched"], virtual_stages=2)
     machine = machine_of(space, 0)
     plan = next(x.plan for x in machine.candidates() if x.plan.schedule.label == "zb-v")
-    held = [rank.activations for rank in memory_by_device(run_of_plan(plan, machine.truth.machine_model))]
+    held = [
+        rank.activations_bytes for rank in memory_by_device(run_of_plan(plan, machine.truth.machine_model))
+    ]
     machine.limits = np.full(4, 0.7 * max(held))
     custom = machine.orders().of(plan)
     assert custom is not None

@@ -100,7 +100,7 @@ def test_no_placed_prediction_is_under_its_bounds(seed: int) -> None:
         assignment = assign(problem, effort=QUICK)
         if assignment is not None:
             assert bounds.time_s[row] <= assignment.prediction.iter_time_s, layout
-            assert bounds.memory_bytes[row] <= assignment.memory.total, layout
+            assert bounds.memory_bytes[row] <= assignment.memory.total_bytes, layout
 
 
 @pytest.mark.parametrize("seed", range(40, 48))
@@ -320,5 +320,5 @@ def test_what_a_probe_found_can_be_planned_for(tmp_path: Path) -> None:
     job = parse_job({**data, "cluster": {"file": str(tmp_path / "cluster.json")}}, where="job")
     assert job.cluster is not None
     assert job.cluster.slowdown.tolist() == [2.0, 1.0, 1.0, 1.0]
-    assert job.machines.device.ceiling("fp32") == 4e10
+    assert job.machines.device.ceiling_flops("fp32") == 4e10
     assert best_plans(job).best[0].iteration_s > 0

@@ -61,7 +61,7 @@ def test_the_memory_frontier_is_what_no_layout_beats() -> None:
     for row in range(len(table)):
         split = bounds.split(job, job.shape, table, row)
         pairs += [
-            (predict(run, constants).iter_time_s, peak_memory(run).total)
+            (predict(run, constants).iter_time_s, peak_memory(run).total_bytes)
             for run in runs_of(job, table, row, split)
         ]
     best, least = [], float("inf")
@@ -69,7 +69,7 @@ def test_the_memory_frontier_is_what_no_layout_beats() -> None:
         if num_bytes < least:
             best.append((time_s, num_bytes))
             least = num_bytes
-    points = [(point.iteration_s, point.memory.total) for point in memory_frontier(job)]
+    points = [(point.iteration_s, point.memory.total_bytes) for point in memory_frontier(job)]
     assert len(points) > 3
     assert points == [pytest.approx(pair) for pair in best][: len(points)]
     assert len(points) in (len(best), 32)

@@ -77,7 +77,7 @@ def test_latent_attention_is_priced_and_takes_memory() -> None:
     runs = [job.run(job.shape, layout, (8,)) for job in (latent, parsed())]
     times, sizes = (
         [predict(run, fitted()).iter_time_s for run in runs],
-        [peak_memory(run).total for run in runs],
+        [peak_memory(run).total_bytes for run in runs],
     )
     assert times[0] > times[1]
     assert sizes[0] != sizes[1]
@@ -93,7 +93,7 @@ def test_no_prediction_is_under_its_bounds(name: str) -> None:
         for run in runs_of(job, candidates, row, split):
             words = (run.layout, run.schedule, run.group)
             assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, words
-            assert bounds.memory_bytes[row] <= peak_memory(run).total, words
+            assert bounds.memory_bytes[row] <= peak_memory(run).total_bytes, words
 
 
 def test_expert_parallel_divides_experts_and_replicas() -> None:
@@ -113,7 +113,7 @@ def test_expert_parallel_saves_memory() -> None:
         )
         for ep in (1, 8)
     }
-    assert layouts[8].best[0].memory.total < layouts[1].best[0].memory.total
+    assert layouts[8].best[0].memory.total_bytes < layouts[1].best[0].memory.total_bytes
 
 
 def test_dense_models_have_no_expert_parallel() -> None:

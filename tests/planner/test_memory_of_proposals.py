@@ -35,7 +35,7 @@ def test_what_is_proposed_fits_where_the_command_does_not() -> None:
     def peak_bytes(plan: Plan) -> float:
         memory = predictor.feasibility.memory(plan)
         assert memory is not None
-        return PROCESS + memory.total
+        return PROCESS + memory.total_bytes
 
     predictor = PlanPredictor(free, num_iterations=4)
     limit = PROCESS + 0.7 * (peak_bytes(space.baseline) - PROCESS)

@@ -107,7 +107,7 @@ def test_no_prediction_is_under_its_bounds(seed: int) -> None:
         for run in runs_of(job, candidates, row, split):
             words = (run.layout, run.schedule, run.group)
             assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, words
-            assert bounds.memory_bytes[row] <= peak_memory(run).total, words
+            assert bounds.memory_bytes[row] <= peak_memory(run).total_bytes, words
 
 
 def test_a_bound_is_tight_without_a_pipeline() -> None:

@@ -142,7 +142,7 @@ def test_a_searched_order_is_never_slower_fits_and_says_its_gap(tmp_path: Path) 
     again, assumed = job_of_plan(read_plan(tmp_path / "plan.json"))
     shown = explained(plan, again, assumed=assumed)
     assert shown.prediction.iter_time_s == pytest.approx(best.iteration_s, rel=1e-9)
-    assert max(memory.total for memory in shown.memory) == pytest.approx(best.memory.total)
+    assert max(memory.total_bytes for memory in shown.memory) == pytest.approx(best.memory.total_bytes)
 
 
 def test_the_same_search_finds_the_same_orders() -> None:
@@ -153,7 +153,7 @@ def test_the_same_search_finds_the_same_orders() -> None:
 def test_a_searched_order_keeps_the_memory_of_a_device() -> None:
     job, ranking = planned(data_parallel=2)
     least = rank(replace(job, search=job.search.model_copy(update={"schedule": ("v-min",)})))
-    limit = int(least.best[0].memory.total / 0.98 + 2 * 2**30)
+    limit = int(least.best[0].memory.total_bytes / 0.98 + 2 * 2**30)
     tight = replace(job, machines=replace(job.machines, memory_bytes=limit))
     for one in planned_ranking(tight, top=3).best:
         assert one.memory.fits

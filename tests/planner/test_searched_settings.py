@@ -119,7 +119,7 @@ def test_no_prediction_with_searched_settings_is_under_its_bounds(seed: int) -> 
         for run in runs_of(job, table, row, split):
             words = (run.layout, run.schedule)
             assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, words
-            assert bounds.memory_bytes[row] <= peak_memory(run).total, words
+            assert bounds.memory_bytes[row] <= peak_memory(run).total_bytes, words
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -96,7 +96,7 @@ def test_pruning_keeps_the_optimum(device: str) -> None:
         split = bounds.split(job, job.shape, table, row)
         for run in runs_of(job, table, row, split):
             assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, run.layout
-            assert bounds.memory_bytes[row] <= peak_memory(run).total, run.layout
+            assert bounds.memory_bytes[row] <= peak_memory(run).total_bytes, run.layout
 
 
 def test_a_plan_with_a_partition_is_written_shown_explained_and_exported(

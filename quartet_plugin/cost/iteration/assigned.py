@@ -117,15 +117,15 @@ class AssignedRun:
     def gradients_s(self, rank: int, link: GroupLink, forward_s: float, backward_s: float) -> float:
         """Exposed gradient and parameter traffic of one pipeline rank, in seconds an iteration."""
         held = self._held[rank]
-        key = (held.dense, held.expert, link, forward_s, backward_s)
+        key = (held.num_dense, held.num_expert, link, forward_s, backward_s)
         if key not in self._gradient_times:
             stride = self.run.layout.tensor_parallel
             machines, constants = view_from(self.run.machines, self.constants, link, stride=stride)
-            self._gradient_times[key] = communication.data_parallel(
+            self._gradient_times[key] = communication.data_parallel_s(
                 replace(self.run, machines=machines),
                 constants,
-                dense=held.dense,
-                expert=held.expert,
+                num_dense=held.num_dense,
+                num_expert=held.num_expert,
                 forward_s=forward_s,
                 backward_s=backward_s,
             )
@@ -157,7 +157,7 @@ class AssignedRun:
         key = (rank, slowdown, context, expert)
         if key not in self._rank_seconds:
             self._rank_seconds[key] = sum(
-                times.total
+                times.total_s
                 for stage in self._stages[rank]
                 for times in self._parts_on(stage, slowdown, context, expert).values()
             )

@@ -97,10 +97,10 @@ class IterationModelCache:
             )
 
         counts = plan.split.transformer_layers_per_stage
-        weights = [held.total for held in weights_of_stages(run)]
+        weights = [held.num_total for held in weights_of_stages(run)]
         fullest = max(range(num_stages), key=lambda stage: counts[stage])
         fewer = tuple(count - (stage == fullest) for stage, count in enumerate(counts))
-        without = weights_of_stages(replace(run, layers_per_stage=fewer))[fullest].total
+        without = weights_of_stages(replace(run, layers_per_stage=fewer))[fullest].num_total
         per_layer = weights[fullest] - without
         return SplitModel(
             plan,

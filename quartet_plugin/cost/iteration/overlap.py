@@ -33,11 +33,11 @@ def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
     """
     parts = stage_parts(run, constants)
     sums = [Times.sum_of(part.values()) for part in parts]
-    rank = busiest_rank(run, [stage.total for stage in sums])
+    rank = busiest_rank(run, [stage.total_s for stage in sums])
     stages, count = list(stages_of_devices(run)[rank]), run.num_microbatches
     layers = count * held_layers(run, rank)
-    forward_s = sum(sums[k].forward for k in stages)
-    backward_s = sum(sums[k].input_grad + sums[k].weight_grad for k in stages)
+    forward_s = sum(sums[k].forward_s for k in stages)
+    backward_s = sum(sums[k].input_grad_s + sums[k].weight_grad_s for k in stages)
     sent = sum(float(seconds[stages].sum()) for seconds in transfers_s(run, constants))
     hidden = {
         "tp_comm_s": layers * _tensor_s(run, constants),
@@ -52,7 +52,7 @@ def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
 
 def _tensor_s(run: TrainingRun, constants: Constants) -> float:
     plain = replace(run, software=replace(run.software, tensor_overlap=Overlap.NONE))
-    alone, exposed = (communication.tensor_parallel(each, constants)[0].total for each in (plain, run))
+    alone, exposed = (communication.tensor_parallel(each, constants)[0].total_s for each in (plain, run))
     return alone - exposed
 
 
@@ -67,18 +67,19 @@ def _in_pairs_s(
 def _context_s(run: TrainingRun, constants: Constants) -> float:
     layer = compute.layer_times(run, constants, Rates(run, constants), experts=None)
     alone, exposed = (
-        communication.context_parallel(run, constants, beside).total for beside in (Times(), layer.attention)
+        communication.context_parallel(run, constants, beside).total_s
+        for beside in (Times(), layer.attention)
     )
     return alone - exposed
 
 
 def _sharded_s(run: TrainingRun, constants: Constants, *, forward_s: float, backward_s: float) -> float:
-    parameters = sum(held.total for held in weights_of_stages(run))
+    parameters = sum(held.num_total for held in weights_of_stages(run))
     alone, exposed = (
-        communication.sharded_parameters(
+        communication.sharded_parameters_s(
             run,
             constants,
-            parameters=parameters,
+            num_parameters=parameters,
             forward_s=beside * forward_s,
             backward_s=beside * backward_s,
         )
@@ -90,11 +91,11 @@ def _sharded_s(run: TrainingRun, constants: Constants, *, forward_s: float, back
 def _gradients_s(run: TrainingRun, constants: Constants, *, forward_s: float, backward_s: float) -> float:
     held = held_weights(run, fullest_rank(run, weights_of_stages(run)))
     alone, exposed = (
-        communication.data_parallel(
+        communication.data_parallel_s(
             run,
             constants,
-            dense=held.dense,
-            expert=held.expert,
+            num_dense=held.num_dense,
+            num_expert=held.num_expert,
             forward_s=beside * forward_s,
             backward_s=beside * backward_s,
         )

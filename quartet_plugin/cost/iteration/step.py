@@ -69,11 +69,11 @@ def pipeline_terms(
     """
     sums = stage_sums(parts)
     stages, m = stages_of_devices(run), run.num_microbatches
-    device = busiest_rank(run, [stage.total for stage in sums])
+    device = busiest_rank(run, [stage.total_s for stage in sums])
     by_cause: dict[str, float] = {}
     for k in stages[device]:
         for name, times in parts[k].items():
-            by_cause[f"{name}_s"] = by_cause.get(f"{name}_s", 0.0) + m * times.total
+            by_cause[f"{name}_s"] = by_cause.get(f"{name}_s", 0.0) + m * times.total_s
     busy = sum(by_cause.values())
     exchange_s = None
     if run.has_pairs:
@@ -87,8 +87,8 @@ def pipeline_terms(
     by_cause["pp_bubble_s"] = 0.0 if is_alone else max(0.0, span.makespan_s - busy - span.blocked_s)
     return PipelineTerms(
         terms=by_cause,
-        forward_s=sum(sums[k].forward for k in stages[device]),
-        backward_s=sum(sums[k].input_grad + sums[k].weight_grad for k in stages[device]),
+        forward_s=sum(sums[k].forward_s for k in stages[device]),
+        backward_s=sum(sums[k].input_grad_s + sums[k].weight_grad_s for k in stages[device]),
         span=span,
     )
 
@@ -129,15 +129,20 @@ def step_terms(
     fullest = fullest_rank(run, weights)
     held = held_weights(run, fullest, weights)
     if gradients_s is None:
-        gradients_s = communication.data_parallel(
-            run, constants, dense=held.dense, expert=held.expert, forward_s=forward_s, backward_s=backward_s
+        gradients_s = communication.data_parallel_s(
+            run,
+            constants,
+            num_dense=held.num_dense,
+            num_expert=held.num_expert,
+            forward_s=forward_s,
+            backward_s=backward_s,
         )
     terms = {
         "fsdp_comm_s": run.num_microbatches
-        * communication.sharded_parameters(
+        * communication.sharded_parameters_s(
             run,
             constants,
-            parameters=sum(w.total for w in weights),
+            num_parameters=sum(w.num_total for w in weights),
             forward_s=forward_s,
             backward_s=backward_s,
         ),
@@ -202,7 +207,7 @@ def idle_beside_another(run: TrainingRun, bubble_fraction: float) -> float:
 
 def fullest_rank(run: TrainingRun, weights: Sequence[Weights]) -> int:
     """The pipeline rank that holds the most of the stages' `weights`."""
-    return busiest_rank(run, [held.total for held in weights])
+    return busiest_rank(run, [held.num_total for held in weights])
 
 
 def held_weights(run: TrainingRun, device: int, weights: Sequence[Weights] | None = None) -> Weights:
@@ -228,10 +233,10 @@ def optimizer_s(
     memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
     # Reading gradients for their norm and clearing them touches all gradients, the step the rank's shard.
     clear = 6.0 if run.zero_stage != 3 else 6.0 / shards
-    passed_s = constants.optimizer * held.total / memory
+    passed_s = constants.optimizer * held.num_total / memory
     stepped = passed_s * (OPTIMIZER_BYTES / shards + clear)
     if run.software.offloads_optimizer:
-        stepped = passed_s * clear + _host_step_s(run, constants, held.total / shards)
+        stepped = passed_s * clear + _host_step_s(run, constants, held.num_total / shards)
     count = -(-run.shape.num_layers // run.layout.pipeline_parallel) if num_layers is None else num_layers
     return stepped + (count * tensors_of_layer(run) + END_TENSORS) * tensor_start_s(run, constants)
 
@@ -243,8 +248,10 @@ def _host_step_s(run: TrainingRun, constants: Constants, parameters: float) -> f
     (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py).
     """
     device = run.machines.device
-    copied_s = (GRADIENT_COPY_BYTES + run.element_bytes) / device.host_link
-    return parameters * (copied_s + constants.optimizer * OPTIMIZER_BYTES / device.host_memory)
+    copied_s = (GRADIENT_COPY_BYTES + run.element_bytes) / device.resolved_host_link_bytes_per_s
+    return parameters * (
+        copied_s + constants.optimizer * OPTIMIZER_BYTES / device.resolved_host_memory_bytes_per_s
+    )
 
 
 def tensors_of_layer(run: TrainingRun) -> int:
@@ -270,4 +277,4 @@ def clearing_s(run: TrainingRun, constants: Constants, held: Weights) -> float:
     """Seconds to clear the sums of gradients: the part of `optimizer_s` outside the optimizer's step."""
     shards = run.shard_group if run.zero_stage == 3 else 1
     memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
-    return constants.optimizer * held.total * CLEARED_BYTES / shards / memory
+    return constants.optimizer * held.num_total * CLEARED_BYTES / shards / memory

@@ -130,13 +130,13 @@ def layer_parts(
     layer = compute.layer_times(run, constants, rates, experts=experts, cut=cut)
     tensor, repeated = communication.tensor_parallel(run, constants)
     share = _repeated_share(run, has_experts=experts is not None)
-    tensor = Times(tensor.forward, tensor.input_grad + repeated * share, tensor.weight_grad)
+    tensor = Times(tensor.forward_s, tensor.input_grad_s + repeated * share, tensor.weight_grad_s)
     return {
         "gemm": layer.gemm,
         "attention": layer.attention,
         "elementwise": layer.elementwise,
         "launch": layer.launch,
-        "recompute": Times(0.0, layer.recompute, 0.0),
+        "recompute": Times(0.0, layer.recompute_s, 0.0),
         "tp_comm": tensor.plus(communication.skew(run, constants, layer)),
         "cp_comm": communication.context_parallel(run, constants, layer.attention),
         "ep_comm": Times() if experts is None else _exchanges(run, constants, experts, layer),
@@ -154,5 +154,5 @@ def _exchanges(run: TrainingRun, constants: Constants, experts: Experts, layer: 
     """What stays exposed of a layer's all-to-alls; those of experts that are recomputed come once more."""
     exchange = communication.expert_parallel(run, constants, experts)
     if run.recomputes("moe"):
-        exchange = exchange._replace(input_grad=exchange.input_grad + exchange.forward)
+        exchange = exchange._replace(input_grad_s=exchange.input_grad_s + exchange.forward_s)
     return communication.beside_compute(run, constants, exchange, layer)

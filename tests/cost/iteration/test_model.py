@@ -172,10 +172,10 @@ def test_layers_of_multi_token_prediction_weigh_on_the_last_stage() -> None:
     plain, more = (stage_sums(stage_parts(run, machine_model.constants)) for run in runs)
     assert more[0] == plain[0]
     # A layer, the head once more, and the product that joins two hidden states.
-    assert more[1].forward > 1.5 * plain[1].forward
+    assert more[1].forward_s > 1.5 * plain[1].forward_s
     weights = [weights_of_stages(run) for run in runs]
     assert weights[1][0] == weights[0][0]
-    assert weights[1][1].total > weights[0][1].total
+    assert weights[1][1].num_total > weights[0][1].num_total
 
 
 def test_the_models_norms_are_those_of_the_command() -> None:

@@ -305,7 +305,7 @@ def predicted_peak(case: Case) -> float:
         precision="fp32",
         software=ON_CPU,
     )
-    return peak_memory(run).activations + loss_bytes(run)
+    return peak_memory(run).activations_bytes + loss_bytes(run)
 
 
 @pytest.mark.nightly
