@@ -56,7 +56,7 @@ def cases(num_devices: int, *, action_s: float, only: list[str]) -> Iterator[tup
             result = search(costs, placement="v", chunks=2, split="even", evaluations=2000, seed=0)
             yield name, result.schedule, costs
             continue
-        order = named(name, num_devices=num_devices, num_microbatches=microbatches, chunks=chunks)
+        order = named(name, num_devices=num_devices, num_microbatches=microbatches, num_chunks=chunks)
         yield name, replace(order, layers_per_stage=(1,) * order.num_stages), costs
 
 

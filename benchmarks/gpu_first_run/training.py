@@ -147,7 +147,7 @@ def custom_plan(name: str, words: Sequence[str], *, num_processes: int) -> Plan:
         name,
         shape=shape,
         num_devices=2,
-        chunks=chunks,
+        num_chunks=chunks,
         num_microbatches=layout.num_microbatches(args.global_batch_size),
         end_loads=None,
         split=None,

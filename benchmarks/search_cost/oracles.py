@@ -267,7 +267,7 @@ def _named(name: str, devices: int, microbatches: int, chunks: int, group: int |
         name,
         num_devices=devices,
         num_microbatches=microbatches,
-        chunks=chunks if chunks > 1 else None,
+        num_chunks=chunks if chunks > 1 else None,
         group=group,
     )
 

@@ -98,7 +98,7 @@ def layout_command(
         devices=library,
     )
     check_degrees(request, tensor=tp, expert=ep)
-    check_stages(request.shape.num_layers, pipeline=pp, chunks=vpp)
+    check_stages(request.shape.num_layers, pipeline=pp, num_chunks=vpp)
     layout = Layout(
         tensor_parallel=tp,
         pipeline_parallel=pp,

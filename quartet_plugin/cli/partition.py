@@ -147,7 +147,7 @@ def price(
     from quartet_plugin.cost.partition_table import price_rows, price_table
     from quartet_plugin.report.summary import aligned
 
-    content = price_table(hidden=hidden, tokens=tokens, devices=devices, device=device)
+    content = price_table(hidden=hidden, tokens=tokens, num_devices=devices, device=device)
     if as_json:
         typer.echo(json.dumps(content, indent=1))
     else:
@@ -176,10 +176,10 @@ def search(
 
     result = search_layer(
         hidden=hidden,
-        heads=heads,
+        num_heads=heads,
         batch=batch,
         tokens=tokens,
-        devices=devices,
+        num_devices=devices,
         rates=rates_of(device_named(device)),
     )
     if as_json:

@@ -209,7 +209,7 @@ def named(
         name,
         num_devices=table.num_devices,
         num_microbatches=table.num_microbatches,
-        chunks=chunks,
+        num_chunks=chunks,
         group=group,
     )
     if counts == AUTO:
@@ -237,7 +237,7 @@ def list_named(
     rows, records = [["name", "placement", "chunks", "backward", ">makespan", ">memory", "can be run"]], []
     for name, spec in NAMED.items():
         makespan, memory = _at_unit_costs(name, devices, microbatches)
-        chunks = str(spec.chunks or "2 or more")
+        chunks = str(spec.num_chunks or "2 or more")
         rows.append(
             [
                 name,
@@ -254,7 +254,7 @@ def list_named(
                 "name": name,
                 "placement": spec.placement.value,
                 "num_copies": spec.copies,
-                "chunks": spec.chunks or None,
+                "chunks": spec.num_chunks or None,
                 "has_even_chunks": spec.even_chunks,
                 "has_split_backward": spec.split_backward,
                 "makespan": makespan,

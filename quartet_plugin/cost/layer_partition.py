@@ -149,6 +149,6 @@ def _loads(run: TrainingRun, block: BlockPartition, linear: Linear) -> Partition
     return planned_loads(
         block,
         linear.role,
-        devices=run.layout.tensor_parallel,
+        num_devices=run.layout.tensor_parallel,
         devices_per_domain=run.machines.scale_up_devices,
     )

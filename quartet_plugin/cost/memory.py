@@ -290,11 +290,11 @@ def _further_token_bytes(run: TrainingRun, boundary: float, *, layer: float) -> 
     return layer + 3.0 * (boundary + run.tokens_per_microbatch * _norm_bytes(run) / split)
 
 
-def _num_repeated(run: TrainingRun, count: int) -> int:
-    """The layers that full recompute repeats of a stage of `count`."""
+def _num_repeated(run: TrainingRun, num_layers: int) -> int:
+    """The layers that full recompute repeats of a stage of `num_layers`."""
     if run.layout.recompute != "full":
         return 0
-    return count if run.recomputed_layers is None else min(count, run.recomputed_layers)
+    return num_layers if run.recomputed_layers is None else min(num_layers, run.recomputed_layers)
 
 
 def loss_bytes(run: TrainingRun) -> float:

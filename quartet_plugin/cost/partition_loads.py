@@ -90,8 +90,8 @@ def loads_of(partition: Partition, *, devices_per_domain: int) -> PartitionLoads
 
 @lru_cache(maxsize=1024)
 def planned_loads(
-    block: BlockPartition, linear_role: str, *, devices: int, devices_per_domain: int
+    block: BlockPartition, linear_role: str, *, num_devices: int, devices_per_domain: int
 ) -> PartitionLoads:
     """The loads of the linears with a role in a block of a plan."""
     linear = Linear(name="", role="in" if linear_role == "in" else "out", sizes=(1, 1, 1))
-    return loads_of(planned_partition(block, linear, devices), devices_per_domain=devices_per_domain)
+    return loads_of(planned_partition(block, linear, num_devices), devices_per_domain=devices_per_domain)

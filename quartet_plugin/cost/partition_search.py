@@ -74,14 +74,14 @@ class LayerSearch:
     num_states: int
 
 
-def layer_operators(*, hidden: int, heads: int) -> tuple[LayerOperator, ...]:
+def layer_operators(*, hidden: int, num_heads: int) -> tuple[LayerOperator, ...]:
     """The 13 operators of PrimePar's Fig. 6, from a layer's input to its second residual."""
 
     def plain(name: str) -> LayerOperator:
         return LayerOperator(name=name, letters=_PLAIN, inner=hidden, columns=hidden, multiple=hidden)
 
     def attention(name: str) -> LayerOperator:
-        return LayerOperator(name=name, letters=_HEADS, inner=hidden, columns=hidden, multiple=heads)
+        return LayerOperator(name=name, letters=_HEADS, inner=hidden, columns=hidden, multiple=num_heads)
 
     def linear(name: str, inner: int, columns: int, multiple: int) -> LayerOperator:
         return LayerOperator(name=name, letters=_LINEAR, inner=inner, columns=columns, multiple=multiple)
@@ -89,7 +89,7 @@ def layer_operators(*, hidden: int, heads: int) -> tuple[LayerOperator, ...]:
     return (
         plain("input"),
         plain("norm1"),
-        linear("qkv", hidden, 3 * hidden, heads),
+        linear("qkv", hidden, 3 * hidden, num_heads),
         attention("scores"),
         attention("softmax"),
         attention("context"),
@@ -127,16 +127,16 @@ EDGES = {
 
 
 def search_layer(
-    *, hidden: int, heads: int, batch: int, tokens: int, devices: int, rates: PartitionRates
+    *, hidden: int, num_heads: int, batch: int, tokens: int, num_devices: int, rates: PartitionRates
 ) -> LayerSearch:
     """The cheapest sequence of every operator of a layer, `batch` samples of `tokens` tokens a microbatch.
 
     Raises PlanError for a number of devices that is no power of two up to 32, or sizes that nothing divides.
     """
-    bits = devices.bit_length() - 1
-    if devices != 2**bits or not 1 <= bits <= MAX_BITS:
-        raise PlanError(f"{devices} devices: must be a power of two from 2 to {2**MAX_BITS}")
-    operators = layer_operators(hidden=hidden, heads=heads)
+    bits = num_devices.bit_length() - 1
+    if num_devices != 2**bits or not 1 <= bits <= MAX_BITS:
+        raise PlanError(f"{num_devices} devices: must be a power of two from 2 to {2**MAX_BITS}")
+    operators = layer_operators(hidden=hidden, num_heads=num_heads)
     states = [_states(operator, batch, tokens, bits) for operator in operators]
     graph = OperatorGraph(
         [

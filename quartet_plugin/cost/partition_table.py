@@ -29,16 +29,16 @@ def rates_of(device: DeviceSpec) -> PartitionRates:
     )
 
 
-def price_table(*, hidden: int, tokens: int, devices: int, device: str) -> dict[str, Any]:
+def price_table(*, hidden: int, tokens: int, num_devices: int, device: str) -> dict[str, Any]:
     """Prices of all forms that fit, by form, the fastest first; a form that does not fit has a remark.
 
     Raises ConfigError for an unknown device, PlanError where no form fits, or the devices leave fast links.
     """
     spec = device_named(device)
-    if devices > spec.scale_up_devices:
+    if num_devices > spec.scale_up_devices:
         raise PlanError(
-            f"{devices} devices: the fast links of {device} join {spec.scale_up_devices}; tensor parallelism "
-            "stays inside of them"
+            f"{num_devices} devices: the fast links of {device} join {spec.scale_up_devices}; "
+            "tensor parallelism stays inside of them"
         )
     rates = rates_of(spec)
     linears = (
@@ -50,16 +50,16 @@ def price_table(*, hidden: int, tokens: int, devices: int, device: str) -> dict[
     prices, remarks = {}, []
     for form in LAYER_FORMS:
         try:
-            prices[form] = price_layer(form, linears, devices=devices, rates=rates)
+            prices[form] = price_layer(form, linears, num_devices=num_devices, rates=rates)
         except PlanError as error:
             remarks.append(f"{form}: {error}")
     if not prices:
-        raise PlanError(f"{devices} devices: no form of partition fits; {remarks[0]}")
+        raise PlanError(f"{num_devices} devices: no form of partition fits; {remarks[0]}")
     forms = sorted(prices, key=lambda form: sum(price.time_s for price in prices[form]))
     return {
         "schema_version": 1,
         "device": device,
-        "devices": devices,
+        "devices": num_devices,
         "forms": {form: _row(prices[form]) for form in forms},
         "remarks": [*remarks, "predicted by the cost model, not measured; attention itself is left out"],
     }

@@ -145,7 +145,7 @@ def is_grid(partition: Partition) -> bool:
 
 
 def price_layer(
-    form: str, linears: tuple[Linear, ...], *, devices: int, rates: PartitionRates
+    form: str, linears: tuple[Linear, ...], *, num_devices: int, rates: PartitionRates
 ) -> tuple[LinearPrice, ...]:
     """Every linear of a layer in a form of `layer.LAYER_FORMS`; a grid keeps what is best kept in each phase.
 
@@ -153,7 +153,7 @@ def price_layer(
     """
     prices = []
     for linear in linears:
-        partition = partition_of(form, linear, devices)
+        partition = partition_of(form, linear, num_devices)
         if form == "grid":
             partition = best_grid(linear, partition, rates)
         prices.append(price_linear(linear, partition, rates))

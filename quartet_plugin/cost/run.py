@@ -361,7 +361,7 @@ def run_of(
             num_devices=layout.pipeline_parallel,
             # Longer orders repeat: a limit on their length is none here.
             num_microbatches=min(num_microbatches, 2 * layout.pipeline_parallel),
-            chunks=layout.virtual_stages,
+            num_chunks=layout.virtual_stages,
             group=group,
         )
         if reason is not None:

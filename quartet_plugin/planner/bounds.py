@@ -402,13 +402,13 @@ def _in_flight_of_chunks(schedule: ScheduleKind, pp: int, microbatches: IntArray
 
 
 @lru_cache(maxsize=4096)
-def first_forwards(schedule: ScheduleKind, pp: int, count: int) -> tuple[tuple[int, ...], ...]:
-    """The forwards of each chunk before each device's first backward [2][pp], of `count` microbatches."""
-    made = named(schedule.value, num_devices=pp, num_microbatches=count, chunks=2)
+def first_forwards(schedule: ScheduleKind, pp: int, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """The forwards of each chunk before each device's first backward [2][pp], of `num_microbatches`."""
+    made = named(schedule.value, num_devices=pp, num_microbatches=num_microbatches, num_chunks=2)
     begun = np.zeros((2, pp), dtype=np.int64)
     for device, codes in enumerate(made.orders):
         forwards = codes[: int(np.argmax(codes & 3 != ActionKind.F))]
-        chunks = (forwards >> 2) // count >= pp
+        chunks = (forwards >> 2) // num_microbatches >= pp
         begun[:, device] = np.bincount(chunks.astype(np.int64), minlength=2)
     return tuple(tuple(row) for row in begun.tolist())
 

@@ -363,7 +363,7 @@ class Refusal:
     """One constraint and how many it refused: combinations of TP, CP and PP, or layouts for memory."""
 
     reason: str
-    count: int
+    num_refused: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,7 +373,7 @@ class TooLarge:
     tensor_parallel: int
     context_parallel: int
     pipeline_parallel: int
-    count: int
+    num_layouts: int
     least_bytes: float
 
     @classmethod
@@ -390,7 +390,7 @@ class TooLarge:
                 tensor_parallel=tp,
                 context_parallel=cp,
                 pipeline_parallel=pp,
-                count=int(count),
+                num_layouts=int(count),
                 least_bytes=float(need),
             )
             for (tp, cp, pp), count, need in zip(keys.tolist(), counts, least, strict=True)
@@ -405,7 +405,7 @@ class TooLarge:
             need = f"the least of these needs {least} GiB, {available} GiB are usable"
         else:
             need = f"these need more than the {available_bytes / GIB:.0f} GiB that are usable"
-        return Refusal(reason=f"memory: {label}: {need}", count=self.count)
+        return Refusal(reason=f"memory: {label}: {need}", num_refused=self.num_layouts)
 
 
 def refused_degrees(job: PlanRequest, shape: ModelShape) -> list[Refusal]:
@@ -423,4 +423,4 @@ def _refused(
 ) -> list[Refusal]:
     faults = (fault_of_degrees(job, shape, tp, cp, pp) for tp, cp, pp in combinations)
     counted = Counter(fault for fault in faults if fault is not None)
-    return [Refusal(reason=reason, count=count) for reason, count in counted.most_common()]
+    return [Refusal(reason=reason, num_refused=count) for reason, count in counted.most_common()]

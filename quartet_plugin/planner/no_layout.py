@@ -60,7 +60,7 @@ def no_layout_words(job: PlanRequest) -> str:
 def _nearness(refusal: Refusal) -> tuple[int, int]:
     """How many constraints the refused degrees meet, then how many of them there are."""
     rule = refusal.reason.partition(":")[0]
-    return (_LAST.index(rule) + 1 if rule in _LAST else 0, refusal.count)
+    return (_LAST.index(rule) + 1 if rule in _LAST else 0, refusal.num_refused)
 
 
 def _fault_of_request(job: PlanRequest, name: str) -> str | None:

@@ -188,7 +188,7 @@ def custom_choice(job: PlanRequest, ranked: Ranked, *, constants: Constants) -> 
         run.schedule.value,
         num_devices=layout.pipeline_parallel,
         num_microbatches=run.num_microbatches,
-        chunks=layout.virtual_stages,
+        num_chunks=layout.virtual_stages,
         group=run.group,
     )
     costs = order_costs(run, times, memory_limit_bytes=_free_bytes(run))
@@ -199,7 +199,7 @@ def searched_kind(kind: ScheduleKind) -> ScheduleKind:
     """The named schedule of the same placement whose sends do not block and whose backwards are split."""
     if kind.splits_backward:
         return kind
-    has_chunks = kind.spec is not None and kind.spec.chunks != 1
+    has_chunks = kind.spec is not None and kind.spec.num_chunks != 1
     return ScheduleKind.ZB_INTERLEAVED if has_chunks else ScheduleKind.ZB_H1
 
 

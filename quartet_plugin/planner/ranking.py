@@ -206,7 +206,7 @@ def refusals(job: PlanRequest, ranking: Ranking | None) -> list[Refusal]:
     too_large, available = () if ranking is None else ranking.too_large, _available_bytes(job)
     return [
         *refused_degrees(job, job.shape),
-        *(group.refusal(available) for group in sorted(too_large, key=lambda group: -group.count)),
+        *(group.refusal(available) for group in sorted(too_large, key=lambda group: -group.num_layouts)),
     ]
 
 

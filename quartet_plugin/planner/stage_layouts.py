@@ -47,15 +47,15 @@ class StageLayout:
         return all(memory.fits for memory in self.memory)
 
 
-def check_stages(num_layers: int, *, pipeline: int, chunks: int) -> None:
+def check_stages(num_layers: int, *, pipeline: int, num_chunks: int) -> None:
     """Raise InfeasibleError, with the nearest sizes that fit, for more stages than layers."""
-    if pipeline * chunks <= num_layers:
+    if pipeline * num_chunks <= num_layers:
         return
     kept = num_layers // pipeline
     nearest = f"--pp {pipeline} --vpp {kept}" if kept else f"--pp {num_layers} --vpp 1"
     raise InfeasibleError(
-        f"--pp {pipeline} --vpp {chunks}: {pipeline * chunks} stages are more than the {num_layers} layers; "
-        f"the nearest that fits is {nearest}"
+        f"--pp {pipeline} --vpp {num_chunks}: {pipeline * num_chunks} stages are more than the {num_layers} "
+        f"layers; the nearest that fits is {nearest}"
     )
 
 
@@ -83,7 +83,9 @@ def best_and_even(
     layer between two stages as long as that is faster. A split that fits in memory goes before one that does
     not. Raises InfeasibleError for more stages than layers.
     """
-    check_stages(request.shape.num_layers, pipeline=layout.pipeline_parallel, chunks=layout.virtual_stages)
+    check_stages(
+        request.shape.num_layers, pipeline=layout.pipeline_parallel, num_chunks=layout.virtual_stages
+    )
     known: dict[Counts, tuple[bool, float]] = {}
 
     def score(split: Counts) -> tuple[bool, float]:
@@ -134,7 +136,7 @@ def _balanced(request: PlanRequest, layout: Layout, even: Counts, constants: Con
     return split_for_end_loads(
         request.shape.num_layers,
         num_devices=layout.pipeline_parallel,
-        chunks=layout.virtual_stages,
+        num_chunks=layout.virtual_stages,
         end_loads=end_loads,
     )
 

@@ -19,7 +19,7 @@ def step_seconds(
     links: FloatArray,
     transfers_s: FloatArray,
     num_microbatches: int,
-    chunks: int,
+    num_chunks: int,
     is_blocking: bool,
     hidden_s: FloatArray,
     exposed_share: float,
@@ -70,14 +70,16 @@ def step_seconds(
             for rank in range(1, pp):
                 is_inside = domains[rank, column] == domains[rank - 1, column]
                 busy[rank, column] += transfers_s[0] if is_inside else transfers_s[1]
-        if chunks > 1 and pp > 1:
+        if num_chunks > 1 and pp > 1:
             wrap = transfers_s[0] if domains[pp - 1, column] == domains[0, column] else transfers_s[1]
-            filling = filling + (wrap + wrap) * (chunks - 1)
+            filling = filling + (wrap + wrap) * (num_chunks - 1)
         longest, total = busy[0, column], 0.0
         for rank in range(pp):
             longest = max(longest, busy[rank, column])
             total += busy[rank, column]
-        longest_step = max(longest_step, num_microbatches * longest + ((total - longest) / chunks + filling))
+        longest_step = max(
+            longest_step, num_microbatches * longest + ((total - longest) / num_chunks + filling)
+        )
     worst = 0.0
     for rank in range(pp):
         traffic = 0.0

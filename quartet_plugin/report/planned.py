@@ -154,9 +154,9 @@ def refusal_lines(refusals: Sequence[Refusal]) -> list[str]:
         ("layouts too large for the memory", memory, "with other degrees"),
     ):
         if rows:
-            shown = [[str(refusal.count), refusal.reason] for refusal in rows[:MAX_REFUSALS]]
+            shown = [[str(refusal.num_refused), refusal.reason] for refusal in rows[:MAX_REFUSALS]]
             lines += ["", *aligned([[">count", title], *shown])]
-            hidden = sum(refusal.count for refusal in rows[MAX_REFUSALS:])
+            hidden = sum(refusal.num_refused for refusal in rows[MAX_REFUSALS:])
             lines += [f"(and {hidden} {others})"] if hidden else []
     return lines
 
@@ -268,6 +268,6 @@ def ranking_data(
         },
         "refused": None
         if refusals is None
-        else [{"reason": refusal.reason, "count": refusal.count} for refusal in refusals],
+        else [{"reason": refusal.reason, "count": refusal.num_refused} for refusal in refusals],
         "not_read": list(unread),
     }

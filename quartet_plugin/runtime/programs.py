@@ -132,7 +132,7 @@ def _ordered(spec: ScheduleSpec, num_microbatches: int) -> Schedule:
                 spec.name,
                 num_devices=spec.num_devices,
                 num_microbatches=num_microbatches,
-                chunks=len(spec.placement) // spec.num_devices,
+                num_chunks=len(spec.placement) // spec.num_devices,
                 group=spec.group,
             )
             validate(schedule)

@@ -157,7 +157,7 @@ def generated(choice: ScheduleChoice, *, layout: Layout, num_microbatches: int) 
             choice.name,
             num_devices=layout.pipeline_parallel,
             num_microbatches=num_microbatches,
-            chunks=layout.virtual_stages if layout.virtual_stages > 1 else None,
+            num_chunks=layout.virtual_stages if layout.virtual_stages > 1 else None,
             group=choice.group,
         )
     if custom.named is not None:
@@ -165,7 +165,7 @@ def generated(choice: ScheduleChoice, *, layout: Layout, num_microbatches: int) 
             custom.named,
             num_devices=custom.num_devices,
             num_microbatches=num_microbatches,
-            chunks=len(custom.placement) // custom.num_devices,
+            num_chunks=len(custom.placement) // custom.num_devices,
             group=custom.group,
         )
     family, limits = family_of(custom), custom.profile.memory_limit_bytes

@@ -62,9 +62,9 @@ def place(cell: Cell) -> str:
     return f"device {cell[0]}, position {cell[1]}"
 
 
-def _nearest(centre: int, count: int, at_most: int) -> range:
-    start = max(0, min(centre - at_most // 2, count - at_most))
-    return range(start, min(count, start + at_most))
+def _nearest(centre: int, num_positions: int, max_positions: int) -> range:
+    start = max(0, min(centre - max_positions // 2, num_positions - max_positions))
+    return range(start, min(num_positions, start + max_positions))
 
 
 def _lines(

@@ -65,7 +65,7 @@ def with_all_stages(plan: Plan, *, factor: int) -> Plan:
             schedule.custom.named or SEARCHED,
             shape=shape,
             num_devices=layout.pipeline_parallel,
-            chunks=layout.virtual_stages,
+            num_chunks=layout.virtual_stages,
             num_microbatches=plan.num_microbatches,
             end_loads=None,
             split=split.transformer_layers_per_stage,

@@ -90,7 +90,7 @@ def _move_layers(
     num_layers, layout = plan.shape.num_layers, plan.layout
     if layout.num_stages == 2:
         end_loads = end_loads_for_split(
-            split, num_devices=layout.pipeline_parallel, chunks=layout.virtual_stages
+            split, num_devices=layout.pipeline_parallel, num_chunks=layout.virtual_stages
         )
         if end_loads is None:
             return False

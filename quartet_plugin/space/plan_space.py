@@ -263,7 +263,7 @@ class Space:
         origin = split_for_end_loads(
             shape.num_layers,
             num_devices=layout.pipeline_parallel,
-            chunks=layout.virtual_stages,
+            num_chunks=layout.virtual_stages,
             end_loads=_end_loads(source, shape),
         )
         return choose_split(source, origin) or origin
@@ -286,16 +286,16 @@ class Space:
         """
         if name in self.written:
             return written_order(self.written[name], shape=shape, mtp_layers=self.job.mtp_layers)
-        num_devices, chunks = layout.pipeline_parallel, layout.virtual_stages
+        num_devices, num_chunks = layout.pipeline_parallel, layout.virtual_stages
         split, end_loads = self._fixed_split(source, shape, layout), None
         origin = split or ()
         if split is None:
             end_loads = _end_loads(source, shape).rounded()
-            placement = placement_of(name, num_devices=num_devices, chunks=chunks)
+            placement = placement_of(name, num_devices=num_devices, num_chunks=num_chunks)
             origin = split_for_end_loads(
                 shape.num_layers,
                 num_devices=num_devices,
-                chunks=chunks,
+                num_chunks=num_chunks,
                 end_loads=end_loads,
                 placement=placement,
             )
@@ -308,7 +308,7 @@ class Space:
             name,
             shape=shape,
             num_devices=num_devices,
-            chunks=chunks,
+            num_chunks=num_chunks,
             num_microbatches=num_microbatches,
             end_loads=end_loads,
             split=split,

@@ -80,7 +80,7 @@ def _is_legal(name: str, layout: Layout, *, num_microbatches: int) -> bool:
         name,
         num_devices=layout.pipeline_parallel,
         num_microbatches=num_microbatches,
-        chunks=layout.virtual_stages,
+        num_chunks=layout.virtual_stages,
     )
     return reason is None
 
@@ -91,7 +91,7 @@ def custom_order(
     *,
     shape: ModelShape,
     num_devices: int,
-    chunks: int,
+    num_chunks: int,
     num_microbatches: int,
     end_loads: EndLoads | None,
     split: tuple[int, ...] | None,
@@ -103,9 +103,9 @@ def custom_order(
     `end_loads` are the sampler's end loads, None for those by FLOPs, which count the `mtp_layers`. A searched
     order keeps the `limits` of the family. Raises KeyError where they leave it no placement.
     """
-    placement = placement_of(name, num_devices=num_devices, chunks=chunks)
+    placement = placement_of(name, num_devices=num_devices, num_chunks=num_chunks)
     if name == SEARCHED:
-        allowed = limits.placement_of(num_devices, chunks)
+        allowed = limits.placement_of(num_devices, num_chunks)
         if allowed is None:
             raise KeyError(name)
         placement = allowed
@@ -134,11 +134,11 @@ def custom_order(
     return CustomOrder(split=layers_of(counts), custom=custom)
 
 
-def placement_of(name: str, *, num_devices: int, chunks: int) -> Placement:
+def placement_of(name: str, *, num_devices: int, num_chunks: int) -> Placement:
     """The placement of a named schedule's stages; a searched one's is a snake."""
     if name != SEARCHED:
-        return places.build(lookup(name).placement, num_devices=num_devices, num_chunks=chunks)
-    return places.snake(num_devices, chunks)
+        return places.build(lookup(name).placement, num_devices=num_devices, num_chunks=num_chunks)
+    return places.snake(num_devices, num_chunks)
 
 
 def cost_table(
@@ -202,9 +202,9 @@ def memory_limit(costs: Costs, placement: Placement, *, entries: Entries | None 
 
 def _named(name: str, costs: Costs, placement: Placement, *, entries: Entries | None) -> Schedule:
     """The named order under the split that serves it best."""
-    chunks = len(placement) // costs.num_devices
+    num_chunks = len(placement) // costs.num_devices
     schedule = named(
-        name, num_devices=costs.num_devices, num_microbatches=costs.num_microbatches, chunks=chunks
+        name, num_devices=costs.num_devices, num_microbatches=costs.num_microbatches, num_chunks=num_chunks
     )
     if entries is not None:
         return replace(schedule, layers_per_stage=entries)

@@ -60,11 +60,13 @@ def origin_split(plan: Plan, *, schedule: str | None, end_loads: EndLoads) -> tu
     layout = plan.layout
     placement = None
     if schedule is not None:
-        placement = placement_of(schedule, num_devices=layout.pipeline_parallel, chunks=layout.virtual_stages)
+        placement = placement_of(
+            schedule, num_devices=layout.pipeline_parallel, num_chunks=layout.virtual_stages
+        )
     return split_for_end_loads(
         plan.shape.num_layers,
         num_devices=layout.pipeline_parallel,
-        chunks=layout.virtual_stages,
+        num_chunks=layout.virtual_stages,
         end_loads=end_loads,
         placement=placement,
     )
@@ -75,7 +77,7 @@ def encoded_split(plan: Plan) -> tuple[EndLoads, Shifts | None]:
     split, layout = plan.split.transformer_layers_per_stage, plan.layout
     if layout.num_stages < 3:
         end_loads = end_loads_for_split(
-            split, num_devices=layout.pipeline_parallel, chunks=layout.virtual_stages
+            split, num_devices=layout.pipeline_parallel, num_chunks=layout.virtual_stages
         )
         return end_loads or EndLoads(), None
     best: tuple[EndLoads, Shifts] | None = None

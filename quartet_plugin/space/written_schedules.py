@@ -144,7 +144,7 @@ def _checked_origin(schedule: Schedule) -> dict[str, Any]:
             name,
             num_devices=schedule.num_devices,
             num_microbatches=schedule.num_microbatches,
-            chunks=schedule.num_stages // schedule.num_devices,
+            num_chunks=schedule.num_stages // schedule.num_devices,
         )
     except QuartetError:
         return {}

@@ -105,7 +105,7 @@ def split_for_end_loads(
     num_layers: int,
     *,
     num_devices: int,
-    chunks: int = 1,
+    num_chunks: int = 1,
     end_loads: EndLoads,
     placement: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ def split_for_end_loads(
     loads vary, all splits that are optimal for some end loads appear; for two stages these are all splits.
     Only the first and the last stage may end up empty. `num_layers` must fill the inner stages.
     """
-    num_stages = num_devices * chunks
+    num_stages = num_devices * num_chunks
     device = [stage % num_devices for stage in range(num_stages)] if placement is None else placement
     inner = range(1, num_stages - 1)
     assert num_layers >= len(inner), "fewer layers than inner stages"
@@ -145,7 +145,7 @@ def split_for_end_loads(
     return tuple(counts)
 
 
-def end_loads_for_split(split: Sequence[int], *, num_devices: int, chunks: int = 1) -> EndLoads | None:
+def end_loads_for_split(split: Sequence[int], *, num_devices: int, num_chunks: int = 1) -> EndLoads | None:
     """End loads from which `split_for_end_loads` makes `split`; None where the grid of guesses has none."""
     num_layers = sum(split)
     if len(split) == 2:
@@ -162,7 +162,7 @@ def end_loads_for_split(split: Sequence[int], *, num_devices: int, chunks: int =
             continue
         end_loads = EndLoads(embedding=embedding, head=head)
         if split_for_end_loads(
-            num_layers, num_devices=num_devices, chunks=chunks, end_loads=end_loads
+            num_layers, num_devices=num_devices, num_chunks=num_chunks, end_loads=end_loads
         ) == tuple(split):
             return end_loads
     return None

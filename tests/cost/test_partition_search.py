@@ -52,14 +52,14 @@ def test_chained_rings_move_the_papers_blocks(letter: str, moved: int) -> None:
 @pytest.mark.parametrize(("sequence", "name"), [(("P2",), "P2x2"), (("P4",), "P4x4")])
 def test_rings_cost_what_the_table_costs(sequence: tuple[str, ...], name: str) -> None:
     """Where nothing is hidden an operator's seconds are those of the partition's transfers."""
-    operator = replace(layer_operators(hidden=64, heads=16)[9], columns=128)
+    operator = replace(layer_operators(hidden=64, num_heads=16)[9], columns=128)
     seconds = operator_s(operator, sequence, 32, 2 if name == "P2x2" else 4, RATES)
     price = price_linear(Linear(name="fc1", role="in", sizes=(32, 64, 128)), named_partition(name), RATES)
     assert seconds == pytest.approx(sum(phase.time_s for phase in price.phases.values()))
 
 
 def test_one_dimension_costs_its_all_reduces() -> None:
-    operator = layer_operators(hidden=64, heads=16)[9]
+    operator = layer_operators(hidden=64, num_heads=16)[9]
     assert operator_s(operator, ("K", "K"), 32, 2, RATES) == pytest.approx(2 * 3 / 4 * 32 * 64)
     assert operator_s(operator, ("N", "N"), 32, 2, RATES) == pytest.approx(2 * 3 / 4 * 32 * 256)
     assert operator_s(operator, ("B", "M"), 32, 2, RATES) == pytest.approx(2 * 3 / 4 * 64 * 256)
@@ -67,7 +67,7 @@ def test_one_dimension_costs_its_all_reduces() -> None:
 
 def test_the_cheapest_of_all_combinations() -> None:
     """fc1, activation and fc2 on four devices: every sequence of each with every one of the others."""
-    operators = layer_operators(hidden=64, heads=16)[9:12]
+    operators = layer_operators(hidden=64, num_heads=16)[9:12]
     states = [list(sequences(operator.letters, 2)) for operator in operators]
     graph = OperatorGraph(
         [
@@ -100,7 +100,7 @@ def test_the_cheapest_of_all_combinations() -> None:
 def test_the_plan_that_the_paper_prints() -> None:
     """OPT-175B's MLP on eight devices: fc1 {K, P2x2}, relu {D, S, D}, fc2 {N, P2x2}."""
     rates = rates_of(device_named("H100-SXM-80GB"))
-    result = search_layer(hidden=12288, heads=96, batch=8, tokens=2048, devices=8, rates=rates)
+    result = search_layer(hidden=12288, num_heads=96, batch=8, tokens=2048, num_devices=8, rates=rates)
     assert result.num_states == 72
     assert result.sequences["fc1"] == ("K", "P2")
     assert result.sequences["activation"] == ("K", "M", "K")
@@ -111,13 +111,13 @@ def test_the_plan_that_the_paper_prints() -> None:
 def test_the_whole_space_of_32_devices_is_searched() -> None:
     """All sequences of a linear; docs/partitions.md has the seconds that it takes."""
     rates = rates_of(device_named("H100-SXM-80GB"))
-    result = search_layer(hidden=12288, heads=96, batch=32, tokens=2048, devices=32, rates=rates)
+    result = search_layer(hidden=12288, num_heads=96, batch=32, tokens=2048, num_devices=32, rates=rates)
     assert result.num_states == len(sequences(LETTERS, 5))
 
 
 def test_other_numbers_of_devices_are_refused() -> None:
     for devices in (3, 64):
         with pytest.raises(PlanError, match=f"{devices} devices: must be a power of two from 2 to 32"):
-            search_layer(hidden=64, heads=4, batch=2, tokens=8, devices=devices, rates=RATES)
+            search_layer(hidden=64, num_heads=4, batch=2, tokens=8, num_devices=devices, rates=RATES)
     with pytest.raises(PlanError, match="scores: no sequence divides its sizes among 4 devices"):
-        search_layer(hidden=64, heads=1, batch=1, tokens=8, devices=4, rates=RATES)
+        search_layer(hidden=64, num_heads=1, batch=1, tokens=8, num_devices=4, rates=RATES)

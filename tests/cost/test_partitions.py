@@ -134,7 +134,7 @@ def test_a_mesh_reaches_a_peer_with_its_share() -> None:
 def test_elements_of_a_layer(devices: int, ratio: int, form: str, expected: float) -> None:
     hidden = 64
     tokens = ratio * hidden
-    prices = price_layer(form, layer(hidden, tokens), devices=devices, rates=BYTES_ALONE)
+    prices = price_layer(form, layer(hidden, tokens), num_devices=devices, rates=BYTES_ALONE)
     sent = sum(sum(price.sent_bytes.values()) + price.border_bytes for price in prices)
     assert sent / (tokens * hidden) == expected
 
@@ -160,7 +160,7 @@ def test_borders_are_the_exchanges_of_a_layer() -> None:
 
 
 def test_the_table_has_the_forms_that_fit() -> None:
-    content = price_table(hidden=1024, tokens=1024, devices=8, device="H100-SXM-80GB")
+    content = price_table(hidden=1024, tokens=1024, num_devices=8, device="H100-SXM-80GB")
     assert set(content["forms"]) == {"stock", "stock-replicated", "rings", "3d"}
     assert len(price_rows(content)) == 5
     assert sum("must be a square" in remark for remark in content["remarks"]) == 3
@@ -170,8 +170,8 @@ def test_the_table_has_the_forms_that_fit() -> None:
 
 def test_devices_beyond_the_fast_links_are_refused() -> None:
     with pytest.raises(PlanError, match="16 devices: the fast links of H100-SXM-80GB join 8"):
-        price_table(hidden=1024, tokens=1024, devices=16, device="H100-SXM-80GB")
+        price_table(hidden=1024, tokens=1024, num_devices=16, device="H100-SXM-80GB")
     with pytest.raises(ConfigError, match="device 'none'"):
-        price_table(hidden=1024, tokens=1024, devices=4, device="none")
+        price_table(hidden=1024, tokens=1024, num_devices=4, device="none")
     with pytest.raises(PlanError, match="no form of partition fits"):
-        price_table(hidden=1023, tokens=1021, devices=4, device="H100-SXM-80GB")
+        price_table(hidden=1023, tokens=1021, num_devices=4, device="H100-SXM-80GB")

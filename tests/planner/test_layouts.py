@@ -179,12 +179,12 @@ def test_refused_degrees_and_legal_ones_are_all_degrees() -> None:
     )
     refused = refused_degrees(job, job.shape)
     legal = {tuple(row) for row in layout_table_of(job, job.shape).columns[:, :3].tolist()}
-    assert sum(one.count for one in refused) + len(legal) == len(list(degrees(job)))
+    assert sum(one.num_refused for one in refused) + len(legal) == len(list(degrees(job)))
     reasons = {one.reason for one in refused}
     assert "heads: TP 8 does not divide 12 heads; nearest: 4" in reasons
     assert "layers: PP 8 has more stages than 5 layers, embedding and head; nearest: 4" in reasons
     assert "batch: DP 8 does not divide a batch of 12; nearest: 4" in reasons
-    assert [one.count for one in refused] == sorted((one.count for one in refused), reverse=True)
+    assert [one.num_refused for one in refused] == sorted((one.num_refused for one in refused), reverse=True)
 
 
 @pytest.mark.parametrize("seed", range(0, 60, 3))
@@ -218,7 +218,7 @@ def test_memory_refusals_are_grouped_and_counted() -> None:
     job = parsed(cluster={"memory_bytes": 6 * 2**30}, model={"num_layers": 16})
     found = rank(job)
     memory = [one for one in refusals(job, found) if one.reason.startswith("memory")]
-    assert sum(one.count for one in memory) == found.num_too_large > 0
+    assert sum(one.num_refused for one in memory) == found.num_too_large > 0
     assert any("the least of these needs" in one.reason and "GiB" in one.reason for one in memory)
 
 
@@ -277,7 +277,7 @@ def test_the_request_that_alone_leaves_no_layout_is_named(
 
 def test_two_numbers_that_differ_look_different() -> None:
     group = TooLarge(
-        tensor_parallel=1, context_parallel=1, pipeline_parallel=1, count=1, least_bytes=77.34 * 2**30
+        tensor_parallel=1, context_parallel=1, pipeline_parallel=1, num_layouts=1, least_bytes=77.34 * 2**30
     )
     usable_bytes = 77.31 * 2**30
     assert "needs 77.34 GiB, 77.31 GiB are usable" in group.refusal(usable_bytes).reason

@@ -455,7 +455,7 @@ def test_letters_on_every_shade_can_be_read_in_a_dark_browser(tmp_path: Path) ->
     """Of schedules in chunks, with split backwards and full ones; light pages are measured below."""
     orders = (
         named("zb-v", num_devices=2, num_microbatches=4),
-        named("interleaved", num_devices=2, num_microbatches=4, chunks=4),
+        named("interleaved", num_devices=2, num_microbatches=4, num_chunks=4),
     )
     drawn = [
         timeline(order, simulate(order, unit_costs(order)), label="A schedule") or "" for order in orders

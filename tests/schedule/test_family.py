@@ -118,7 +118,7 @@ def test_named_schedules_are_points_of_the_family(name: str, p: int, k: int) -> 
 
 
 def _candidates(name: str, p: int, m: int) -> list[Family]:
-    v = NAMED[name].default_chunks
+    v = NAMED[name].default_num_chunks
     found = family_starts(v, p, m)
     if v == 2:
         found += [

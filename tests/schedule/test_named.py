@@ -83,13 +83,13 @@ def test_looped_closed_forms(p: int, k: int, v: int) -> None:
     m = p * k
     for shares in (ONE, UNEQUAL):
         whole = (p - 1) * sum(shares) / v
-        inter = run(named("interleaved", num_devices=p, num_microbatches=m, chunks=v), shares)
+        inter = run(named("interleaved", num_devices=p, num_microbatches=m, num_chunks=v), shares)
         assert bubble(inter, m, shares) == pytest.approx(whole)
         assert peak(inter) == pytest.approx(p + (p - 1) / v)
-        breadth = run(named("breadth-first", num_devices=p, num_microbatches=m, chunks=v), shares)
+        breadth = run(named("breadth-first", num_devices=p, num_microbatches=m, num_chunks=v), shares)
         assert bubble(breadth, m, shares) == pytest.approx(whole)
         assert peak(breadth) == pytest.approx(m)
-    zero = run(named("zb-interleaved", num_devices=p, num_microbatches=m, chunks=v))
+    zero = run(named("zb-interleaved", num_devices=p, num_microbatches=m, num_chunks=v))
     assert bubble(zero, m) == pytest.approx((p - 1) / v)
     assert peak(zero) == pytest.approx(p + (p - 1) / v)
 
@@ -173,7 +173,7 @@ def test_a_steady_block_that_is_repeated_is_one_that_was_squeezed_with_more_micr
 
 @pytest.mark.parametrize(("p", "waves"), [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2), (8, 4), (16, 2)])
 def test_a_unit_of_hanayo_has_its_closed_forms(p: int, waves: int) -> None:
-    order = named("hanayo", num_devices=p, num_microbatches=p, chunks=2 * waves)
+    order = named("hanayo", num_devices=p, num_microbatches=p, num_chunks=2 * waves)
     equal = run(order, (1.0, 0.5, 0.5))
     assert bubble(equal, p, (1.0, 0.5, 0.5)) == pytest.approx((p - 1) * 2.0 / (2 * waves))
     doubled = run(order)
@@ -192,7 +192,7 @@ def test_one_steady_wave_of_hanayo_has_the_bubble_of_one_unit(p: int, k: int) ->
 @pytest.mark.parametrize(("p", "m"), [(4, 16), (8, 32), (8, 21)])
 def test_waves_of_hanayo_beat_1f1b_at_its_memory(p: int, m: int) -> None:
     stock = run(named("1f1b", num_devices=p, num_microbatches=m))
-    one, two = (run(named("hanayo", num_devices=p, num_microbatches=m, chunks=v)) for v in (2, 4))
+    one, two = (run(named("hanayo", num_devices=p, num_microbatches=m, num_chunks=v)) for v in (2, 4))
     assert bubble(two, m) < bubble(one, m) < bubble(stock, m)
     assert peak(two) <= p
     assert peak(one) <= p
@@ -248,7 +248,7 @@ def megatron_interleaved(p: int, m: int, v: int, group: int, rank: int) -> list[
 
 @pytest.mark.parametrize(("p", "m", "v", "group"), [(4, 8, 2, 4), (4, 8, 3, 8), (2, 10, 2, 5), (3, 7, 2, 4)])
 def test_interleaved_is_megatrons_order(p: int, m: int, v: int, group: int) -> None:
-    schedule = named("interleaved", num_devices=p, num_microbatches=m, chunks=v, group=group)
+    schedule = named("interleaved", num_devices=p, num_microbatches=m, num_chunks=v, group=group)
     for rank in range(p):
         ours = [(a.kind.name, a.stage // p, a.microbatch) for a in schedule.actions(rank)]
         assert ours == megatron_interleaved(p, m, v, group, rank)
@@ -266,10 +266,10 @@ def test_kinds_match_the_registry() -> None:
     ("name", "extra", "words"),
     [
         ("2f2b", {}, "expected one of"),
-        ("1f1b", {"chunks": 2}, "exactly 1"),
-        ("zb-v", {"chunks": 3}, "exactly 2"),
-        ("interleaved", {"chunks": 1}, "2 or more"),
-        ("hanayo", {"chunks": 3}, "even"),
+        ("1f1b", {"num_chunks": 2}, "exactly 1"),
+        ("zb-v", {"num_chunks": 3}, "exactly 2"),
+        ("interleaved", {"num_chunks": 1}, "2 or more"),
+        ("hanayo", {"num_chunks": 3}, "even"),
         ("zb-v", {"group": 4}, "only interleaved"),
         ("interleaved", {"group": 0}, "1 or more"),
         ("dualpipev", {"num_microbatches": 7}, "at least 8"),

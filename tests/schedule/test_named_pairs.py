@@ -61,7 +61,7 @@ SIZES = [(2, 4), (2, 7), (4, 8), (4, 10), (4, 19), (6, 12), (8, 32)]
 )
 def test_named_schedules_with_pairs_are_valid(name: str, p: int, m: int) -> None:
     for chunks in (2, 3, 4) if name == "interleaved" else (None,):
-        schedule = named_with_pairs(name, num_devices=p, num_microbatches=m, chunks=chunks)
+        schedule = named_with_pairs(name, num_devices=p, num_microbatches=m, num_chunks=chunks)
         validate(schedule)
         assert schedule.pairs
         if name != "interleaved":

@@ -228,13 +228,13 @@ def test_a_searched_order_is_no_slower_than_zb_h1_and_holds_no_more_than_1f1b(
         "shape": shape, "num_devices": devices, "num_microbatches": microbatches, "end_loads": None
     }  # fmt: skip
     even = even_split(shape.num_layers, num_stages=devices * chunks)
-    found = custom_order(SEARCHED, chunks=chunks, split=even, **sizes)
-    named = custom_order("zb-h1" if chunks == 1 else "v-half", chunks=chunks, split=even, **sizes)
+    found = custom_order(SEARCHED, num_chunks=chunks, split=even, **sizes)
+    named = custom_order("zb-h1" if chunks == 1 else "v-half", num_chunks=chunks, split=even, **sizes)
     assert found.split == named.split == even
     if chunks == 1:
         seconds = [makespan_s(order, shape=shape, num_microbatches=microbatches) for order in (found, named)]
         assert seconds[0] <= seconds[1] * (1 + 1e-9)
-    free = custom_order(SEARCHED, chunks=chunks, split=None, **sizes)
+    free = custom_order(SEARCHED, num_chunks=chunks, split=None, **sizes)
     schedule = make_schedule(schedule_spec_of(free.custom, num_microbatches=microbatches), microbatches)
     peak = simulate(schedule, relative_costs(free.custom).ratios).peak_activation_bytes
     assert peak.max() <= min(devices, microbatches) * shape.num_layers
@@ -243,7 +243,7 @@ def test_a_searched_order_is_no_slower_than_zb_h1_and_holds_no_more_than_1f1b(
 def test_a_heavier_head_takes_layers_off_its_device() -> None:
     shape = make_shape(num_layers=12)
     sizes: dict[str, Any] = {
-        "shape": shape, "num_devices": 2, "chunks": 1, "num_microbatches": 8, "split": None
+        "shape": shape, "num_devices": 2, "num_chunks": 1, "num_microbatches": 8, "split": None
     }  # fmt: skip
     for name in ("zb-h1", SEARCHED):
         light = custom_order(name, end_loads=EndLoads(embedding=0.0, head=0.0), **sizes)
@@ -254,7 +254,7 @@ def test_a_heavier_head_takes_layers_off_its_device() -> None:
 
 def test_the_split_that_fits_the_flops_is_predicted_to_be_fastest() -> None:
     shape = make_shape(num_layers=12, vocab_size=32768)
-    sizes: dict[str, Any] = {"num_devices": 2, "chunks": 1, "num_microbatches": 8, "split": None}
+    sizes: dict[str, Any] = {"num_devices": 2, "num_chunks": 1, "num_microbatches": 8, "split": None}
     right = custom_order("zb-h1", shape=shape, end_loads=flops_end_loads(shape).rounded(), **sizes)
     wrong = custom_order("zb-h1", shape=shape, end_loads=EndLoads(embedding=6.0, head=0.0), **sizes)
     seconds = [makespan_s(order, shape=shape, num_microbatches=8) for order in (right, wrong)]

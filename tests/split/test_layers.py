@@ -33,7 +33,7 @@ def test_splits_for_end_loads_are_legal(
     stages = devices * chunks
     layers = max(1, stages - 2) + more
     end_loads = EndLoads(embedding=embedding * layers, head=head * layers)
-    split = split_for_end_loads(layers, num_devices=devices, chunks=chunks, end_loads=end_loads)
+    split = split_for_end_loads(layers, num_devices=devices, num_chunks=chunks, end_loads=end_loads)
     assert is_legal_split(split, num_layers=layers, num_stages=stages)
 
 
@@ -82,7 +82,7 @@ def test_layers_go_one_by_one_to_the_least_loaded_device(data: st.DataObject) ->
     found = split_for_end_loads(
         layers,
         num_devices=devices,
-        chunks=chunks,
+        num_chunks=chunks,
         end_loads=EndLoads(embedding=embedding, head=head),
         placement=placement,
     )

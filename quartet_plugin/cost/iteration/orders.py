@@ -64,44 +64,44 @@ def _has_snake_placement(kind: ScheduleKind) -> bool:
 
 
 @functools.lru_cache(maxsize=512)
-def _placement(devices: int, chunks: int, is_snake: bool) -> Placement:
-    return places.snake(devices, chunks) if is_snake else places.loop(devices, chunks)
+def _placement(num_devices: int, num_chunks: int, is_snake: bool) -> Placement:
+    return places.snake(num_devices, num_chunks) if is_snake else places.loop(num_devices, num_chunks)
 
 
 @functools.lru_cache(maxsize=512)
-def _stages(devices: int, placement: Placement) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(stages) for stages in places.stages_of_device(placement, devices))
+def _stages(num_devices: int, placement: Placement) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(stages) for stages in places.stages_of_device(placement, num_devices))
 
 
-def folded_counts(count: int, *, unit: int) -> tuple[int, int] | None:
-    """Two smaller numbers of microbatches to extrapolate from, ascending; None where `count` is small.
+def folded_counts(num_microbatches: int, *, unit: int) -> tuple[int, int] | None:
+    """Two smaller numbers of microbatches to extrapolate from, ascending; None for a small number.
 
     The order repeats every `unit` microbatches.
     """
-    if count <= (FULL_ROUNDS + 1) * unit:
+    if num_microbatches <= (FULL_ROUNDS + 1) * unit:
         return None
-    longer = FULL_ROUNDS * unit + count % unit
+    longer = FULL_ROUNDS * unit + num_microbatches % unit
     return longer - FOLDED_ROUNDS * unit, longer
 
 
-def folded(count: int, *, unit: int, least_rest: int = 0) -> list[tuple[int, float]]:
-    """The numbers of microbatches to simulate for `count`, with their weights.
+def folded(num_microbatches: int, *, unit: int, least_rest: int = 0) -> list[tuple[int, float]]:
+    """The numbers of microbatches to simulate for `num_microbatches`, with their weights.
 
     An incomplete round of fewer than `least_rest` microbatches cannot run: between two counts that can, time
     is taken as linear.
     """
-    rest = count % unit
+    rest = num_microbatches % unit
     if 0 < rest < least_rest:
-        lower, upper = (folded(count - rest + more, unit=unit) for more in (0, unit))
-        if count < unit:
+        lower, upper = (folded(num_microbatches - rest + more, unit=unit) for more in (0, unit))
+        if num_microbatches < unit:
             return upper
         share = rest / unit
         return [(size, (1 - share) * w) for size, w in lower] + [(size, share * w) for size, w in upper]
-    counts = folded_counts(count, unit=unit)
+    counts = folded_counts(num_microbatches, unit=unit)
     if counts is None:
-        return [(count, 1.0)]
+        return [(num_microbatches, 1.0)]
     shorter, longer = counts
-    beyond = (count - longer) / (longer - shorter)
+    beyond = (num_microbatches - longer) / (longer - shorter)
     return [(longer, 1.0 + beyond), (shorter, -beyond)]
 
 
@@ -118,8 +118,8 @@ def orders_of(run: TrainingRun) -> WeightedOrders:
     return tuple((ordered(run, size), weight) for size, weight in sizes)
 
 
-def ordered(run: TrainingRun, count: int) -> OrderedActions:
-    """The run's order for `count` microbatches.
+def ordered(run: TrainingRun, num_microbatches: int) -> OrderedActions:
+    """The run's order for `num_microbatches`.
 
     Raises ConfigError for a schedule that does not exist for these sizes.
     """
@@ -127,24 +127,32 @@ def ordered(run: TrainingRun, count: int) -> OrderedActions:
     if run.schedule is ScheduleKind.CUSTOM:
         assert custom is not None
         # The points of a family compare by what they are made of.
-        return _carried(custom, repr(custom.family), layout, count)
-    return _named(run.schedule, layout.pipeline_parallel, layout.virtual_stages, count, run.group)
+        return _carried(custom, repr(custom.family), layout, num_microbatches)
+    return _named(run.schedule, layout.pipeline_parallel, layout.virtual_stages, num_microbatches, run.group)
 
 
 @functools.lru_cache(maxsize=512)
-def _named(kind: ScheduleKind, devices: int, chunks: int, count: int, group: int | None) -> OrderedActions:
+def _named(
+    kind: ScheduleKind, num_devices: int, num_chunks: int, num_microbatches: int, group: int | None
+) -> OrderedActions:
     return OrderedActions(
-        named(kind.value, num_devices=devices, num_microbatches=count, chunks=chunks, group=group)
+        named(
+            kind.value,
+            num_devices=num_devices,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+            group=group,
+        )
     )
 
 
 @functools.lru_cache(maxsize=512)
-def _carried(custom: CustomSchedule, _family: str, layout: Layout, count: int) -> OrderedActions:
-    written = written_of(custom, num_microbatches=count)
+def _carried(custom: CustomSchedule, _family: str, layout: Layout, num_microbatches: int) -> OrderedActions:
+    written = written_of(custom, num_microbatches=num_microbatches)
     if written is not None:
         return OrderedActions(written)
     choice = ScheduleChoice(name="custom", custom=custom)
-    return OrderedActions(generated(choice, layout=layout, num_microbatches=count))
+    return OrderedActions(generated(choice, layout=layout, num_microbatches=num_microbatches))
 
 
 def clear_caches() -> None:
@@ -181,12 +189,14 @@ def activation_peak(run: TrainingRun, stage_bytes: FloatArray, held_bytes: Float
     return peak
 
 
-def _peak(run: TrainingRun, stage_bytes: FloatArray, held_bytes: FloatArray, count: int) -> FloatArray:
-    order = ordered(run, count)
+def _peak(
+    run: TrainingRun, stage_bytes: FloatArray, held_bytes: FloatArray, num_microbatches: int
+) -> FloatArray:
+    order = ordered(run, num_microbatches)
     # Bytes by kind of action and stage.
     changes = np.zeros((4, len(stage_bytes)))
     changes[ActionKind.F], changes[ActionKind.B] = stage_bytes, -stage_bytes
     changes[ActionKind.I], changes[ActionKind.W] = held_bytes - stage_bytes, -held_bytes
-    steps = changes[order.orders & 3, (order.orders >> 2) // count]
+    steps = changes[order.orders & 3, (order.orders >> 2) // num_microbatches]
     parts = np.split(steps, order.offsets[1:-1])
     return np.array([part.cumsum().max() for part in parts])

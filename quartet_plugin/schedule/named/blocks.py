@@ -225,17 +225,17 @@ def _between(rows: Rows, i: int) -> Rows:
     return rows[begins[0] : begins[1]]
 
 
-def _shifted(rows: Rows, count: int) -> Rows:
+def _shifted(rows: Rows, num_microbatches: int) -> Rows:
     """The rows of later microbatches."""
-    return tuple((slot, kind, i + count) for slot, kind, i in rows)
+    return tuple((slot, kind, i + num_microbatches) for slot, kind, i in rows)
 
 
-def _repeated(rows: Rows, i: int, count: int) -> Rows:
-    """The rows with the steady ones around microbatch i repeated `count` times."""
+def _repeated(rows: Rows, i: int, num_rounds: int) -> Rows:
+    """The rows with the steady ones around microbatch i repeated `num_rounds` times."""
     block = _between(rows, i)
     begin = rows.index(block[0])
-    middle = [row for k in range(count) for row in _shifted(block, k)]
-    return (*rows[:begin], *middle, *_shifted(rows[begin:], count))
+    middle = [row for k in range(num_rounds) for row in _shifted(block, k)]
+    return (*rows[:begin], *middle, *_shifted(rows[begin:], num_rounds))
 
 
 def codes(rows: Rows, device: int, *, p: int, m: int) -> IntArray:

@@ -48,9 +48,9 @@ class NamedSchedule:
     """What one named schedule needs.
 
     `make` writes one order a device, `make_paired` one with overlapped pairs, None where the schedule has
-    none. `chunks` is the legal number of stages a device, None for any number from 2. `has_group`: takes a
-    group size. `split_backward`: uses I and W. `copies` of the model it carries; two-copy schedules can only
-    be simulated (`executable` is False), their parameters count twice. `requirement` says in words which
+    none. `num_chunks` is the legal number of stages a device, None for any number from 2. `has_group`: takes
+    a group size. `split_backward`: uses I and W. `copies` of the model it carries; two-copy schedules can
+    only be simulated (`executable` is False), their parameters count twice. `requirement` says in words which
     sizes it needs where it does not exist for some. `offer` is whether a tuning run tries it.
     """
 
@@ -58,7 +58,7 @@ class NamedSchedule:
     placement: PlacementKind
     make: Callable[[Sizes], DeviceOrders]
     make_paired: Callable[[Sizes], PairedOrders] | None = None
-    chunks: int | None = 1
+    num_chunks: int | None = 1
     has_group: bool = False
     split_backward: bool = False
     copies: int = 1
@@ -67,9 +67,9 @@ class NamedSchedule:
     offer: Offer = Offer.NEVER
 
     @property
-    def default_chunks(self) -> int:
+    def default_num_chunks(self) -> int:
         """Stages a device where none are asked for."""
-        return self.chunks or 2
+        return self.num_chunks or 2
 
     @property
     def executable(self) -> bool:
@@ -155,8 +155,8 @@ def _dual(p: int, m: int) -> str | None:
 
 # One row a schedule that runs on every placement of its shape, in the order that users see them.
 _LINEAR = partial(NamedSchedule, placement=PlacementKind.LINEAR)
-_LOOP = partial(NamedSchedule, placement=PlacementKind.LOOP, chunks=None)
-_V = partial(NamedSchedule, placement=PlacementKind.V, chunks=2, split_backward=True)
+_LOOP = partial(NamedSchedule, placement=PlacementKind.LOOP, num_chunks=None)
+_V = partial(NamedSchedule, placement=PlacementKind.V, num_chunks=2, split_backward=True)
 _TWO_COPIES = partial(_LINEAR, copies=2)
 _ALL = (
     _LINEAR(name="gpipe", make=_phased(rules.gpipe), offer=Offer.REQUESTED),
@@ -186,7 +186,7 @@ _ALL = (
         name="hanayo",
         placement=PlacementKind.SNAKE,
         make=lambda size: keyed.hanayo(size.p, size.m, size.v),
-        chunks=None,
+        num_chunks=None,
         even_chunks=True,
     ),
     _TWO_COPIES(name="chimera", make=lambda size: keyed.chimera(size.p, size.m), requirement=_even_both),
@@ -211,16 +211,21 @@ def lookup(name: str) -> NamedSchedule:
 
 
 def refusal_of(
-    name: str, *, num_devices: int, num_microbatches: int, chunks: int | None = None, group: int | None = None
+    name: str,
+    *,
+    num_devices: int,
+    num_microbatches: int,
+    num_chunks: int | None = None,
+    group: int | None = None,
 ) -> str | None:
     """Why `name` cannot be made for these sizes, or None."""
     spec = lookup(name)
     if num_devices < 1 or not 1 <= num_microbatches <= MAX_MICROBATCHES:
         return f"{num_devices} devices and {num_microbatches} microbatches; need 1 or more of each"
-    count = spec.default_chunks if chunks is None else chunks
-    if spec.chunks and count != spec.chunks:
-        return f"chunks: {count} with {name}; it has exactly {spec.chunks} a device"
-    if not spec.chunks and (count < 2 or (spec.even_chunks and count % 2)):
+    count = spec.default_num_chunks if num_chunks is None else num_chunks
+    if spec.num_chunks and count != spec.num_chunks:
+        return f"chunks: {count} with {name}; it has exactly {spec.num_chunks} a device"
+    if not spec.num_chunks and (count < 2 or (spec.even_chunks and count % 2)):
         return (
             f"chunks: {count} with {name}; it needs {'an even number' if spec.even_chunks else '2 or more'}"
         )
@@ -239,18 +244,18 @@ def named(
     *,
     num_devices: int,
     num_microbatches: int,
-    chunks: int | None = None,
+    num_chunks: int | None = None,
     group: int | None = None,
 ) -> Schedule:
     """The named schedule's order, without a split.
 
-    `chunks`: stages a device (the schedule's own default when None). `group`: microbatches a chunk before
+    `num_chunks`: stages a device (the schedule's own default when None). `group`: microbatches a chunk before
     the next chunk, for the interleaved ones; num_devices when None. Raises ConfigError for an unknown name
     and for sizes the schedule does not exist for. Whether an interleaved order can run with a group below
     num_devices is found by simulating it, as for any other order.
     """
     spec = lookup(name)
-    size = _checked_sizes(spec, num_devices, num_microbatches, chunks, group)
+    size = _checked_sizes(spec, num_devices, num_microbatches, num_chunks, group)
     return _schedule(spec, size, spec.make(size))
 
 
@@ -259,7 +264,7 @@ def named_with_pairs(
     *,
     num_devices: int,
     num_microbatches: int,
-    chunks: int | None = None,
+    num_chunks: int | None = None,
     group: int | None = None,
 ) -> Schedule:
     """The named schedule's order with the overlapped pairs that it is known with, without a split.
@@ -270,20 +275,24 @@ def named_with_pairs(
     if spec.make_paired is None:
         known = ", ".join(known.name for known in _ALL if known.make_paired is not None)
         raise ConfigError(f"schedule {name!r}: it has no overlapped pairs; schedules with pairs: {known}")
-    size = _checked_sizes(spec, num_devices, num_microbatches, chunks, group)
+    size = _checked_sizes(spec, num_devices, num_microbatches, num_chunks, group)
     orders, pairs = spec.make_paired(size)
     return replace(_schedule(spec, size, orders), pairs=tuple(pairs) if any(map(len, pairs)) else ())
 
 
 def _checked_sizes(
-    spec: NamedSchedule, num_devices: int, num_microbatches: int, chunks: int | None, group: int | None
+    spec: NamedSchedule, num_devices: int, num_microbatches: int, num_chunks: int | None, group: int | None
 ) -> Sizes:
     reason = refusal_of(
-        spec.name, num_devices=num_devices, num_microbatches=num_microbatches, chunks=chunks, group=group
+        spec.name,
+        num_devices=num_devices,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        group=group,
     )
     if reason is not None:
         raise ConfigError(reason)
-    count = spec.default_chunks if chunks is None else chunks
+    count = spec.default_num_chunks if num_chunks is None else num_chunks
     return Sizes(num_devices, num_microbatches, count, num_devices if group is None else group)
 
 

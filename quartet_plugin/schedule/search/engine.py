@@ -201,12 +201,12 @@ class _ScheduleSearch:
         if insertion > 0.0:
             self._orders.improve(insertion * evaluations)
 
-    def _promote(self, count: int) -> None:
-        """Score the best candidates of short pipelines, at most `count`, with all microbatches."""
+    def _promote(self, num_candidates: int) -> None:
+        """Score the best candidates of short pipelines, at most `num_candidates`, with all microbatches."""
         assert self._short is not None
         fresh = [x for x in self._short.items[:_PROMOTED] if (x.score, x.split) not in self._promoted]
-        self._promoted |= {(x.score, x.split) for x in fresh[:count]}
-        self._family.add(fresh[:count])
+        self._promoted |= {(x.score, x.split) for x in fresh[:num_candidates]}
+        self._family.add(fresh[:num_candidates])
 
     def _collect(self) -> None:
         """Take the best candidates' orders."""

@@ -40,9 +40,9 @@ class FamilyLimits:
         kind = kind_of(placement, num_devices=max(placement) + 1)
         return kind in self.placements or (kind is PlacementKind.V and PlacementKind.SNAKE in self.placements)
 
-    def placement_of(self, num_devices: int, chunks: int) -> Placement | None:
-        """The first allowed placement with `chunks` stages a device, a snake before a loop; None if none."""
-        made = (places.snake(num_devices, chunks), places.loop(num_devices, chunks))
+    def placement_of(self, num_devices: int, num_chunks: int) -> Placement | None:
+        """The first allowed placement of `num_chunks` a device, a snake before a loop; None if none."""
+        made = (places.snake(num_devices, num_chunks), places.loop(num_devices, num_chunks))
         return next(filter(self.allows, made), None)
 
     def within(self, family: Family, index: int) -> Family:

@@ -183,7 +183,7 @@ def best_move(
     shop: JobShop,
     table: ActionTable,
     blocks: IntArray,
-    count: int,
+    num_blocks: int,
     tabu: IntArray,
     step: int,
     best: float,
@@ -195,8 +195,8 @@ def best_move(
     chosen = (-1, -1)
     lowest = np.inf
     ties = 0
-    for b in range(count):
-        if np.random.random() * count > _BLOCKS:
+    for b in range(num_blocks):
+        if np.random.random() * num_blocks > _BLOCKS:
             continue
         first = blocks[b, 0]
         last = blocks[b, 1]

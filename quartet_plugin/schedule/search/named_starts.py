@@ -64,7 +64,11 @@ def named_schedules(
     for name, spec in NAMED.items():
         for chunks in by_chunks if spec.executable else []:
             for group in groups if spec.has_group else [None]:
-                size = {"num_devices": num_devices, "num_microbatches": num_microbatches, "chunks": chunks}
+                size = {
+                    "num_devices": num_devices,
+                    "num_microbatches": num_microbatches,
+                    "num_chunks": chunks,
+                }
                 if refusal_of(name, **size, group=group) is not None:
                     continue
                 schedule = named(name, **size, group=group)

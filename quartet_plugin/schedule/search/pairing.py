@@ -120,7 +120,7 @@ def _named_schedules(placements: Sequence[Placement], problem: ScheduleProblem) 
         if spec.make_paired is None or not spec.executable:
             continue
         for chunks in sorted({len(placement) // p for placement in placements}):
-            sizes = {"num_devices": p, "num_microbatches": m, "chunks": chunks}
+            sizes = {"num_devices": p, "num_microbatches": m, "num_chunks": chunks}
             if refusal_of(name, **sizes) is None:
                 schedule = named_with_pairs(name, **sizes)
                 if schedule.placement in placements:

@@ -54,26 +54,26 @@ def partition_fault(
     )
 
 
-def partitions_for(devices: int) -> list[TensorPartition]:
+def partitions_for(num_devices: int) -> list[TensorPartition]:
     """The partitions of both blocks alike that this number of devices can have: rings, and every grid."""
-    forms = [BlockPartition(form="rings"), *grids_for(devices)] if devices > 1 else []
+    forms = [BlockPartition(form="rings"), *grids_for(num_devices)] if num_devices > 1 else []
     return [TensorPartition(attention=form, mlp=form) for form in forms]
 
 
-def every_pair(devices: int) -> list[TensorPartition]:
+def every_pair(num_devices: int) -> list[TensorPartition]:
     """The partitions that the devices can have, with a form of its own for each block, stock left out."""
-    forms = [BlockPartition(form="stock"), BlockPartition(form="rings"), *grids_for(devices)]
+    forms = [BlockPartition(form="stock"), BlockPartition(form="rings"), *grids_for(num_devices)]
     pairs = list(product(forms, repeat=2))[1:]
     return [TensorPartition(attention=attention, mlp=mlp) for attention, mlp in pairs]
 
 
-def grids_for(devices: int) -> list[BlockPartition]:
+def grids_for(num_devices: int) -> list[BlockPartition]:
     """The grids that this number of devices can be, the largest first."""
     grids = []
-    for outer in range(1, devices // 4 + 1):
+    for outer in range(1, num_devices // 4 + 1):
         grid = BlockPartition(form="grid", outer=None if outer == 1 else outer)
         try:
-            grid.side(devices)
+            grid.side(num_devices)
         except ConfigError:
             continue
         grids.append(grid)

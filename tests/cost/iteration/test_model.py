@@ -71,7 +71,7 @@ def machine_plans(draw: st.DrawFn) -> tuple[MachineModel, Plan]:
     experts = EXPERTS if draw(st.booleans()) else None
     kind = draw(st.sampled_from([kind for kind in ScheduleKind if kind.spec is not None]))
     assert kind.spec is not None
-    chunks = kind.spec.default_chunks if pp > 1 else 1
+    chunks = kind.spec.default_num_chunks if pp > 1 else 1
     layout = make_layout(
         pipeline_parallel=pp,
         tensor_parallel=tp,
@@ -98,7 +98,9 @@ def machine_plans(draw: st.DrawFn) -> tuple[MachineModel, Plan]:
         group = pp if pp > 1 and kind is ScheduleKind.INTERLEAVED else None
         plan = replace(plan, schedule=replace(plan.schedule, group=group))
     else:
-        schedule = named(kind.value, num_devices=pp, num_microbatches=plan.num_microbatches, chunks=chunks)
+        schedule = named(
+            kind.value, num_devices=pp, num_microbatches=plan.num_microbatches, num_chunks=chunks
+        )
         one = np.ones(stages)
         costs = StageCosts(
             device_of_stage=np.array(schedule.placement),

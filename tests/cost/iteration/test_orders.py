@@ -41,7 +41,7 @@ def run_with(kind: ScheduleKind, count: int, *, group: int | None = None) -> Tra
     """The pipeline of 4 ranks with a named schedule."""
     training = small()
     assert kind.spec is not None
-    layout = replace(training.layout, virtual_stages=kind.spec.default_chunks)
+    layout = replace(training.layout, virtual_stages=kind.spec.default_num_chunks)
     return run_of(
         training.shape,
         layout,
@@ -207,7 +207,7 @@ def test_many_microbatches_are_those_of_the_whole_order(kind: ScheduleKind, coun
     work, transfer = draw.uniform(0.9, 1.1, (3, stages)), np.append(draw.uniform(0, 0.1, stages - 1), 0.0)
     num_bytes = draw.uniform(0.5, 1.5, stages)
     assert kind.spec is not None
-    order = named(kind.value, num_devices=4, num_microbatches=count, chunks=kind.spec.default_chunks)
+    order = named(kind.value, num_devices=4, num_microbatches=count, num_chunks=kind.spec.default_num_chunks)
     sent, received = both_ways(transfer)
     blocked = blocks_on_sends(training)
     ahead, behind = (sent, received) if blocked else (0 * sent, 0 * sent)

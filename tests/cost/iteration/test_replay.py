@@ -20,7 +20,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, np.ndarray, np.ndarray]:
     name, chunks = draw(st.sampled_from(SCHEDULES))
     devices = draw(st.integers(2, 4))
     count = devices * draw(st.integers(1, 3))
-    schedule = named(name, num_devices=devices, num_microbatches=count, chunks=chunks)
+    schedule = named(name, num_devices=devices, num_microbatches=count, num_chunks=chunks)
     generator = np.random.default_rng(draw(st.integers(0, 2**31)))
     times = generator.uniform(0.5, 2.0, size=(3, schedule.num_stages))
     send = generator.uniform(0.0, 0.5, size=schedule.num_stages)

@@ -59,7 +59,7 @@ def ends_of(schedule: Schedule, step: Step) -> dict[tuple[int, ActionKind, int],
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved"])
 def test_every_action_comes_after_what_it_needs(name: str, tmp_path: Path) -> None:
-    schedule = named(name, num_devices=3, num_microbatches=6, chunks=1 if name == "1f1b" else 2)
+    schedule = named(name, num_devices=3, num_microbatches=6, num_chunks=1 if name == "1f1b" else 2)
     steps = rehearsal(schedule, tmp_path).run()
     expected_s = simulate(schedule, costs_of(schedule.placement)).makespan_s
     assert len(steps) == 2
