@@ -158,7 +158,7 @@ def _overhead_of(step: Mapping[StepPart, float | None]) -> float | None:
 def _gradient_observations(run: TrainingRun, ranks: Sequence[RankProfile]) -> list[Observation]:
     """The reduction of gradients where nothing hides it, on the last rank to start: it waits for none."""
     reduces = run.copies > 1 or (run.layout.pipeline_parallel > 1 and run.shape.tied_embeddings)
-    if run.software.data_overlap or run.layout.distributed_optimizer or not reduces:
+    if run.software.has_data_overlap or run.layout.distributed_optimizer or not reduces:
         return []
     seconds = [value for rank in ranks if (value := rank.steps.get("finalize"))]
     if not seconds:

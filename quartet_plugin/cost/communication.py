@@ -158,7 +158,7 @@ def context_parallel(run: TrainingRun, constants: Constants, attention: Times) -
     width = run.shape.num_query_groups * run.shape.kv_channels / run.layout.tensor_parallel
     size = 2.0 * run.element_bytes * run.tokens_per_microbatch * width * cp
     forward = ranks.gather_s(size)
-    if run.software.tensor_overlap is Overlap.NONE and not run.software.data_overlap:
+    if run.software.tensor_overlap is Overlap.NONE and not run.software.has_data_overlap:
         return Times(forward, 2 * forward, 0.0)
     left = constants.tensor_exposed
     return Times(
@@ -375,7 +375,7 @@ def data_parallel_s(
     if num_expert and expert_copies > 1:
         more = _reduce_and_gather(run, constants, num_expert, num_ranks=expert_copies, stride=shards * ep)
         reduce, gather = reduce + more[0], gather + more[1]
-    if not run.software.data_overlap:
+    if not run.software.has_data_overlap:
         return reduce + gather
     left = constants.data_exposed
     # Chunks of an interleaved schedule finish one after the other, each after a round of microbatches.

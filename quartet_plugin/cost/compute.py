@@ -73,15 +73,15 @@ class Rates:
         self.operand_bytes = 1 if low else self.element
         self.cast = constants.cast * CAST_BYTES.get(run.matmul, 0.0)
         self.units = device.compute_units
-        graphed = 1.0 if run.software.graphs else run.software.graphed_share
+        graphed = 1.0 if run.software.is_graphed else run.software.graphed_share
         self.launch_s = constants.launch_s * (1.0 - graphed)
         self.host_operation_s = 0.0 if self.units == 1 else constants.host_operation_s
         self.ratios = constants if isinstance(constants, ClusterConstants) else NEUTRAL
 
-    def gemm_s(self, m: float, n: float, k: float, *, gradient: bool = False) -> float:
+    def gemm_s(self, m: float, n: float, k: float, *, is_gradient: bool = False) -> float:
         """Seconds of [m, k] x [k, n] in the layers' precision; a weight gradient adds to fp32."""
         size = self.operand_bytes
-        out = 8 if gradient else self.element
+        out = 8 if is_gradient else self.element
         return _joined(
             2 * m * n * k / self.matmul * waves(m, n, self.units),
             (size * (m * k + k * n) + out * m * n) * self.traffic,
@@ -158,9 +158,9 @@ def products(run: TrainingRun) -> list[tuple[float, float]]:
     return [((heads + 2 * groups) * d, h), (h, heads * d)]
 
 
-def ffn_products(hidden: float, ffn: float, *, gated: bool) -> list[tuple[float, float]]:
+def ffn_products(hidden: float, ffn: float, *, is_gated: bool) -> list[tuple[float, float]]:
     """(out, in) sizes of an FFN."""
-    return [(ffn * (2 if gated else 1), hidden), (hidden, ffn)]
+    return [(ffn * (2 if is_gated else 1), hidden), (hidden, ffn)]
 
 
 def layer_times(
@@ -182,7 +182,7 @@ def layer_times(
     gemm = _gemms(rates, t, sizes)
     products_of_experts = (_NONE, _NONE, _NONE)
     if experts is None:
-        ffn = ffn_products(shape.hidden_size, shape.ffn_hidden_size / tp, gated=shape.gated_ffn)
+        ffn = ffn_products(shape.hidden_size, shape.ffn_hidden_size / tp, is_gated=shape.gated_ffn)
         gemm = gemm.plus(_gemms(rates, t, ffn))
         hidden_ffn = shape.ffn_hidden_size / tp
         routed = 0.0
@@ -225,7 +225,7 @@ def layer_times(
         host = host_operations.operations(run, experts).times(rates.host_operation_s)
         wait = host_operations.exposed_times(host, times.total)
         times = replace(times, launch=launch.plus(wait))
-    last = rates.gemm_s(t, shape.hidden_size, hidden_ffn) if run.software.early_stop else 0.0
+    last = rates.gemm_s(t, shape.hidden_size, hidden_ffn) if run.software.has_early_stop else 0.0
     if run.layout.recompute == "selective":
         return replace(times, recompute_s=_modules_s(run, constants, rates, times, experts=experts))
     is_full = run.layout.recompute == "full"
@@ -279,7 +279,7 @@ def embedding_times(run: TrainingRun, rates: Rates) -> LayerTimes:
 def _gemms(rates: Rates, tokens: float, sizes: list[tuple[float, float]]) -> Times:
     forward = sum(rates.gemm_s(tokens, n, k) for n, k in sizes)
     inputs = sum(rates.gemm_s(tokens, k, n) for n, k in sizes)
-    weights = sum(rates.gemm_s(n, k, tokens, gradient=True) for n, k in sizes)
+    weights = sum(rates.gemm_s(n, k, tokens, is_gradient=True) for n, k in sizes)
     return Times(forward, inputs, weights * rates.ratios.weight_product)
 
 
@@ -302,7 +302,7 @@ def _attention(run: TrainingRun, constants: Constants, rates: Rates) -> tuple[Ti
     batch = b * heads
     forward = rates.half_gemm_s(query, s, qk, batch) + rates.half_gemm_s(query, v, s, batch)
     scores = batch * query * s * (rates.element / 2) / rates.memory * constants.softmax
-    drop = 5.0 if run.software.dropout else 0.0
+    drop = 5.0 if run.software.has_dropout else 0.0
     moves = 2 * rates.element * run.tokens_per_microbatch * heads * (2 * qk + 2 * v)
     return Times(forward + scores * (4 + drop), 2 * forward + scores * (6 + drop), 0.0), moves
 
@@ -315,7 +315,7 @@ def _elementwise_bytes(run: TrainingRun, ffn: float) -> float:
     fused = run.software.fused_elementwise
     modern = shape.position_embedding == "rope"
     # Norms and residual sums; an unfused root-mean-square norm passes over memory twice as often.
-    residual = (11.0 if run.software.dropout else 10.0) + (4.0 if modern and not fused else 0.0)
+    residual = (11.0 if run.software.has_dropout else 10.0) + (4.0 if modern and not fused else 0.0)
     heads = (shape.num_attention_heads + shape.num_query_groups) * shape.kv_channels / tp
     rotary = (2.0 if fused else 6.0) * heads if modern else 0.0
     activation = _activation(run) * ffn
@@ -336,11 +336,11 @@ def _experts(
     arriving = t * experts.experts_per_token * run.imbalance
     # Tensor-parallel devices share the products of an expert, or the tokens of whole ones.
     each = arriving / local * run.expert_shards / tp
-    sizes = ffn_products(h, experts.ffn_hidden_size / run.expert_shards, gated=shape.gated_ffn)
+    sizes = ffn_products(h, experts.ffn_hidden_size / run.expert_shards, is_gated=shape.gated_ffn)
     routed = _gemms(rates, each, sizes).scaled(local)
     shared_into = shared_out = _NONE
     if experts.shared_ffn_hidden_size:
-        shared = ffn_products(h, experts.shared_ffn_hidden_size / tp, gated=shape.gated_ffn)
+        shared = ffn_products(h, experts.shared_ffn_hidden_size / tp, is_gated=shape.gated_ffn)
         shared_into, shared_out = (_gemms(rates, t, [product]) for product in shared)
     width = (experts.ffn_hidden_size * experts.experts_per_token + experts.shared_ffn_hidden_size) / tp
     # Permute before and after the exchange and back: four copies of every routed token, or two where the
@@ -358,7 +358,7 @@ def _accumulation_s(run: TrainingRun, rates: Rates, sizes: list[tuple[float, flo
     once = run.num_microbatches == 1 and not software.eager_gradients
     if software.fused_weight_gradient or once or run.zero_stage == 3:
         return 0.0
-    dense = ffn_products(run.shape.hidden_size, ffn, gated=run.shape.gated_ffn)
+    dense = ffn_products(run.shape.hidden_size, ffn, is_gated=run.shape.gated_ffn)
     weights = sum(n * k for n, k in [*sizes, *dense])
     return weights * 3.0 * software.main_gradient_bytes / rates.memory * rates.ratios.accumulation
 
@@ -410,7 +410,7 @@ def _modules_s(
 
 def _ffn_s(run: TrainingRun, rates: Rates, ffn: float, byte_s: float) -> float:
     """Seconds of the forward of an FFN of `ffn` columns on this rank: two products and the activation."""
-    sizes = ffn_products(run.shape.hidden_size, ffn, gated=run.shape.gated_ffn)
+    sizes = ffn_products(run.shape.hidden_size, ffn, is_gated=run.shape.gated_ffn)
     product_s = sum(rates.gemm_s(run.tokens_per_microbatch, n, k) for n, k in sizes)
     return product_s + _activation(run) * ffn * byte_s + rates.launch_s
 

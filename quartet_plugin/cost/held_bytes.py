@@ -38,7 +38,7 @@ def layer_products(run: TrainingRun, *, experts: Experts | None) -> list[HeldPro
     if experts is None:
         return _cut(run, held + _ffn(run, "fc", run.shape.ffn_hidden_size / tp))
     # A token's copies lie on the ranks of its experts; no product of theirs is gathered.
-    up, down = compute.ffn_products(h, experts.ffn_hidden_size / tp, gated=run.shape.gated_ffn)
+    up, down = compute.ffn_products(h, experts.ffn_hidden_size / tp, is_gated=run.shape.gated_ffn)
     routed = [
         _held(run, name, experts.experts_per_token * size_in, experts.experts_per_token * size_out)
         for name, size_out, size_in in (("routed_fc1", up[0], h / tp), ("routed_fc2", h / tp, down[1]))
@@ -81,7 +81,7 @@ def layer_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
 
 
 def _ffn(run: TrainingRun, name: str, ffn: float) -> list[HeldProduct]:
-    up, down = compute.ffn_products(run.shape.hidden_size, ffn, gated=run.shape.gated_ffn)
+    up, down = compute.ffn_products(run.shape.hidden_size, ffn, is_gated=run.shape.gated_ffn)
     return [_column(run, f"{name}1", *up), _held(run, f"{name}2", down[1], down[0])]
 
 

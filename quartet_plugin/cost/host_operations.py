@@ -66,7 +66,7 @@ NUM_ALONE_KERNELS = Counts(3.0, 3.0, 2.0)
 
 def operations(run: TrainingRun, experts: Experts) -> Counts:
     """The host's operations in the passes of a layer with experts; those replayed from graphs are none."""
-    if run.software.graphs:
+    if run.software.is_graphed:
         return Counts()
     local = max(1.0, experts.num_experts / run.layout.expert_parallel)
     product = NUM_PRODUCT_OPERATIONS

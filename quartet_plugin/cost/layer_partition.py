@@ -41,7 +41,7 @@ class RunRates(PartitionRates):
                 return self.compute.gemm_s(m, k, n)
             case Phase.B:
                 return self.compute.gemm_s(m, n, k)
-        return self.compute.gemm_s(k, n, m, gradient=True) * self.compute.ratios.weight_product
+        return self.compute.gemm_s(k, n, m, is_gradient=True) * self.compute.ratios.weight_product
 
 
 def run_rates(run: TrainingRun, constants: Constants) -> RunRates:
@@ -65,7 +65,7 @@ def run_rates(run: TrainingRun, constants: Constants) -> RunRates:
         devices_per_domain=machines.scale_up_devices,
         peer_share=1 / max(1, device.scale_up_devices - 1) if is_mesh else 1.0,
         exposed_share=constants.tensor_exposed,
-        hides=run.software.tensor_overlap is not Overlap.NONE,
+        has_overlap=run.software.tensor_overlap is not Overlap.NONE,
         compute=rates,
     )
 
@@ -112,7 +112,7 @@ def partition_products(run: TrainingRun, rates: Rates, partition: TensorPartitio
     for linear, _, loads in _cut_linears(run, partition):
         m, n, k = (size / pieces for size, pieces in zip(linear.sizes, loads.partition.pieces, strict=True))
         steps = [len(loads.partition.steps[phase]) for phase in Phase]
-        seconds = (rates.gemm_s(m, k, n), rates.gemm_s(m, n, k), rates.gemm_s(k, n, m, gradient=True))
+        seconds = (rates.gemm_s(m, k, n), rates.gemm_s(m, n, k), rates.gemm_s(k, n, m, is_gradient=True))
         forward, inputs, weights = (count * each for count, each in zip(steps, seconds, strict=True))
         products.append(Times(forward, inputs, weights * rates.ratios.weight_product))
         starts.append(Times(*((count - 1) * rates.launch_s for count in steps)))

@@ -156,7 +156,7 @@ def layer_activation_bytes(run: TrainingRun, *, experts: Experts | None) -> floa
     shape, layout = run.shape, run.layout
     t, tp, h = run.tokens_per_microbatch, layout.tensor_parallel, shape.hidden_size
     split = tp if layout.sequence_parallel else 1
-    masks = 1.0 if run.software.dropout else 0.0
+    masks = 1.0 if run.software.has_dropout else 0.0
     # Two norms, and their outputs to the products (gathered again from their shard).
     size = float(run.element_bytes)
     outside = 2 * (_norm_bytes(run) + (size + masks) * h) / split
@@ -180,7 +180,7 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
         peaks = peaks + [max(stage_bytes[stage] for stage in held_by) for held_by in stages_of_devices(run)]
     states: dict[tuple[float, float], tuple[float, float, float]] = {}
     temporary: dict[tuple[bool, bool], float] = {}
-    fragmented = FRAGMENTATION if run.software.fragments else 1.0
+    fragmented = FRAGMENTATION if run.software.is_fragmenting else 1.0
     devices = []
     for device, stages in enumerate(stages_of_devices(run)):
         held_weights = Weights.total_of(weights[k] for k in stages)
@@ -189,7 +189,7 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
             states[share] = _states(run, *share)
         ends = (0 in stages, last in stages)
         if ends not in temporary:
-            temporary[ends] = _temporary(run, first=ends[0], last=ends[1])
+            temporary[ends] = _temporary(run, is_first=ends[0], is_last=ends[1])
         parameters, gradients, optimizer = states[share]
         devices.append(
             Memory(
@@ -362,7 +362,7 @@ def _scores_bytes(run: TrainingRun) -> float:
         return 0.0
     heads = run.shape.num_attention_heads / run.layout.tensor_parallel
     size = float(run.element_bytes)
-    per_score = 2 * size + 1.0 if run.software.dropout else size
+    per_score = 2 * size + 1.0 if run.software.has_dropout else size
     return per_score * heads * run.tokens_per_microbatch * run.shape.seq_length
 
 
@@ -404,22 +404,22 @@ def _ffn_bytes(run: TrainingRun, ffn: float) -> float:
     return run.element_bytes * ffn * (3.0 if run.shape.gated_ffn else 2.0)
 
 
-def _temporary(run: TrainingRun, *, first: bool, last: bool) -> float:
+def _temporary(run: TrainingRun, *, is_first: bool, is_last: bool) -> float:
     """Bytes of buffers: weight gradients or placeholders, a layer's gradients, logits, buckets."""
     shape, tp, t = run.shape, run.layout.tensor_parallel, run.tokens_per_microbatch
     sizes = [*compute.products(run)]
     width = shape.ffn_hidden_size / tp
-    sizes += compute.ffn_products(shape.hidden_size, width, gated=shape.gated_ffn)
+    sizes += compute.ffn_products(shape.hidden_size, width, is_gated=shape.gated_ffn)
     element = float(run.element_bytes)
     gradients = 0.0
     if run.software.gradient_placeholders:
         gradients = element * sum(n * k for n, k in sizes)
     if run.software.eager_gradients:
         # One full gradient at a time, until it is added to the sum; the largest is the vocabulary's.
-        vocabulary = shape.embedding_parameters / tp if first or last else 0.0
+        vocabulary = shape.embedding_parameters / tp if is_first or is_last else 0.0
         gradients = element * max(vocabulary, *(n * k for n, k in sizes))
     logits = 0.0
-    if last:
+    if is_last:
         logits = loss_bytes(run) / SINGLE * run.software.logit_bytes
     backward = element * t * (2 * width * (2 if shape.gated_ffn else 1))
     if run.layout.recompute == "full":

@@ -21,13 +21,13 @@ __all__ = ["SCALE_OUT", "SCALE_UP", "PartitionRates", "price_layer", "price_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionRates:
-    """What products and transfers run at on each device.
+    """The rates of products and transfers on each device.
 
     `flops_per_s` of large products, `bytes_per_s` of a device's link in one direction by level, `hop_s` the
     latency of a step's transfers, `element_bytes` of a tensor's element, `units` the compute units over which
     a product's tiles are spread, `devices_per_domain` how many devices the scale-up links join, `peer_share`
     the part of a device's scale-up bandwidth that reaches one peer. Of a transfer beside a product the part
-    `exposed_share` is exposed all the same; without `hides` all of it is.
+    `exposed_share` is exposed all the same; without `has_overlap` all of it is.
     """
 
     flops_per_s: float
@@ -38,7 +38,7 @@ class PartitionRates:
     devices_per_domain: int
     peer_share: float = 1.0
     exposed_share: float = 0.0
-    hides: bool = True
+    has_overlap: bool = True
 
     def product_s(self, phase: Phase, sizes: tuple[float, float, float]) -> float:
         """Seconds of one product of a phase for pieces of `sizes` (M, N, K)."""
@@ -185,7 +185,7 @@ def phase_price(linear: Linear, loads: PartitionLoads, phase: Phase, rates: Part
     m, n, k = (size / pieces for size, pieces in zip(linear.sizes, partition.pieces, strict=True))
     product_s = rates.product_s(phase, (m, n, k))
     by_step = _transfer_seconds(linear, loads, phase, rates)
-    is_beside = {step: rates.hides and 0 <= step < steps for step in by_step}
+    is_beside = {step: rates.has_overlap and 0 <= step < steps for step in by_step}
     exposed_s = sum(seconds for step, seconds in by_step.items() if not is_beside[step])
     hidden = [by_step[step] if is_beside.get(step) else 0.0 for step in range(steps)]
     return PhasePrice(

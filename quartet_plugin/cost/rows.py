@@ -277,7 +277,7 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def _software(row: Row, assumed: dict[str, Any]) -> Software:
     if row.software is None:
         assumed["software"] = "Megatron-Core"
-    software = software_named(row.software or "", row.options, pipelined=(row.pp or 1) > 1)
+    software = software_named(row.software or "", row.options, is_pipelined=(row.pp or 1) > 1)
     if "all-reduce sync" not in (row.schedule or "") and software.name == "zero-bubble":
         return replace(software, post_validation=True)
     return software

@@ -77,20 +77,20 @@ class Software:
 
     `gradient_bytes` are those of a gradient element on the wire, `main_gradient_bytes` those in memory.
     `selective_fraction` is the share of a layer's matrix products that selective recompute repeats.
-    `tensor_overlap` is for tensor and sequence parallel collectives, `data_overlap` for gradients and
-    parameters, `post_validation` whether the optimizer's barrier is hidden (zero-bubble schedules).
+    `tensor_overlap` is for tensor and sequence parallel collectives, `has_data_overlap` for gradients
+    and parameters, `post_validation` whether the optimizer's barrier is hidden (zero-bubble schedules).
     `zero_broadcasts`: updated shards come back as one broadcast a rank, not as one all-gather.
     `reduces_all`: ZeRO-1 reduces all gradients on every rank, not only its shard.
     `parameter_bytes`: an updated parameter on the wire; `logs_step_only`: no time between steps;
     `blocking_transfers`: also interleaved schedules and GPipe wait for their sends, as 1F1B always does.
-    `graphs`: kernels are replayed from graphs, so that starting them costs nothing.
-    `early_stop`: full recompute stops at the last tensor the backward needs, before the last product.
+    `is_graphed`: kernels are replayed from graphs, so that starting them costs nothing.
+    `has_early_stop`: full recompute stops at the last tensor the backward needs, before the last product.
     `offloads_optimizer`: the optimizer's state is the host's, which steps it.
     `optimizer_bytes` a parameter: master weight, moments and, where it is kept, an fp32 gradient.
     `logit_bytes` a logit at the loss: the half-precision ones, fp32 copies, their gradient; in fp32 all of
     these may be one tensor.
     `bucket_bytes`: communication buffers outside the gradients. `keeps_stage_outputs`: until the backward.
-    `fragments`: an old caching allocator, whose holes cost activations memory. `fused_weight_gradient`:
+    `is_fragmenting`: an old caching allocator, whose holes cost activations memory. `fused_weight_gradient`:
     weight gradients are added to their sum by the product itself. `gradient_placeholders`: one a weight's
     shape, in place of that gradient. `splits_transfers`: tensor-parallel ranks send a slice each.
     `collectives_per_layer`: gathers of a layer's sharded parameters (stage 3).
@@ -115,9 +115,9 @@ class Software:
     attention: Attention = "native-flash"
     fused_elementwise: bool = True
     fused_loss: bool = False
-    dropout: bool = False
+    has_dropout: bool = False
     tensor_overlap: Overlap = Overlap.BACKWARD
-    data_overlap: bool = True
+    has_data_overlap: bool = True
     gradient_bytes: int = 4
     main_gradient_bytes: int = 4
     parameter_bytes: int = 2
@@ -127,9 +127,9 @@ class Software:
     post_validation: bool = False
     zero_broadcasts: bool = False
     reduces_all: bool = False
-    graphs: bool = False
-    early_stop: bool = False
-    fragments: bool = False
+    is_graphed: bool = False
+    has_early_stop: bool = False
+    is_fragmenting: bool = False
     offloads_optimizer: bool = False
     optimizer_bytes: float = 12.0
     bucket_bytes: float = 0.0
@@ -162,7 +162,7 @@ ON_CPU = Software(
     attention="unfused",
     fused_elementwise=False,
     tensor_overlap=Overlap.NONE,
-    data_overlap=False,
+    has_data_overlap=False,
     parameter_bytes=4,
     fused_weight_gradient=False,
     gradient_placeholders=False,

@@ -15,13 +15,13 @@ from quartet_plugin.model.layout import SettingValue
 _EARLY = Software(
     name="Megatron-LM, early",
     attention="unfused",
-    dropout=True,
+    has_dropout=True,
     tensor_overlap=Overlap.NONE,
-    data_overlap=False,
+    has_data_overlap=False,
     gradient_bytes=2,
     main_gradient_bytes=2,
     blocking_transfers=True,
-    fragments=True,
+    is_fragmenting=True,
     fused_weight_gradient=False,
     gradient_placeholders=False,
     keeps_gathered_inputs=False,
@@ -49,22 +49,22 @@ _SENDS_ONCE = frozenset({"moe_deepep", "moe_hybridep"})
 
 
 def software_named(
-    text: str, options: Mapping[str, Any] | None = None, *, pipelined: bool = False
+    text: str, options: Mapping[str, Any] | None = None, *, is_pipelined: bool = False
 ) -> Software:
     """The behaviour of the framework called `text`, with the options a row states."""
     words = text.lower()
     software = _family(words)
-    if software is _EARLY and not pipelined:
+    if software is _EARLY and not is_pipelined:
         # Without a pipeline the early releases used torch's DistributedDataParallel, which overlaps.
-        software = replace(software, data_overlap=True)
+        software = replace(software, has_data_overlap=True)
     if "no comm overlap" in words:
-        software = replace(software, data_overlap=False)
+        software = replace(software, has_data_overlap=False)
     if "tp overlap off" in words:
         software = replace(software, tensor_overlap=Overlap.NONE)
     if "fused cross entropy" in words:
         software = replace(software, fused_loss=True, logit_bytes=4.0)
     if "mlperf" in words:
-        software = replace(software, graphs=True, logs_step_only=True)
+        software = replace(software, is_graphed=True, logs_step_only=True)
     return _with_options(software, options or {})
 
 
@@ -78,7 +78,7 @@ def with_features(software: Software, features: Iterable[str]) -> Software:
         return software
     return replace(
         software,
-        graphs=software.graphs or "graphed_iteration" in names,
+        is_graphed=software.is_graphed or "graphed_iteration" in names,
         graphed_share=_graphed_share(names),
         expert_overlap="overlap_moe" in names,
         shared_expert_overlap="moe_shared_expert_overlap" in names,
@@ -115,7 +115,7 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
         graphed_share=_graphed_share(f"graphed_{part}" for part in parts.split("+"))
         if isinstance(parts, str)
         else software.graphed_share,
-        data_overlap=software.data_overlap and reduces,
+        has_data_overlap=software.has_data_overlap and reduces,
         gather_overlap=software.gather_overlap
         and reduces
         and settings.get("overlap_param_gather", True) is True,
@@ -146,7 +146,7 @@ def _family(words: str) -> Software:
             splits_transfers=True,
         )
     if "zero-3" in words:
-        return replace(_EARLY, name="DeepSpeed ZeRO-3", data_overlap=True, collectives_per_layer=12)
+        return replace(_EARLY, name="DeepSpeed ZeRO-3", has_data_overlap=True, collectives_per_layer=12)
     if "megatron-lm" in words and any(year in words for year in ("2019", "2020", "2021")):
         return _EARLY
     if "megatron-lm 2022" in words:
@@ -177,7 +177,7 @@ def _family(words: str) -> Software:
             selective_fraction=0.5,
             logit_bytes=12.0,
             fused_weight_gradient=False,
-            early_stop=True,
+            has_early_stop=True,
             gradient_bytes=4,
         )
     if "composer" in words or "fsdp" in words:
@@ -187,7 +187,7 @@ def _family(words: str) -> Software:
             attention="flash-1",
             fused_elementwise=False,
             gradient_bytes=2,
-            early_stop=True,
+            has_early_stop=True,
             fused_loss=True,
             logit_bytes=4.0,
             gradient_placeholders=False,

@@ -173,7 +173,7 @@ class StepTime:
             ("expert", costs.expert, layout.expert_parallel),
         ):
             if size > 1:
-                busy += self._grouped(domains, collective, size, inside=name in self._inside)
+                busy += self._grouped(domains, collective, size, is_inside=name in self._inside)
         filling = np.zeros(busy.shape[1])
         if len(busy) > 1:
             forward = self._transfer_s[domains[:-1], domains[1:]]
@@ -191,7 +191,9 @@ class StepTime:
         seconds += (busy.sum(axis=0) - longest) / layout.virtual_stages + filling
         return seconds
 
-    def _grouped(self, domains: IntArray, collective: Collective, size: int, *, inside: bool) -> FloatArray:
+    def _grouped(
+        self, domains: IntArray, collective: Collective, size: int, *, is_inside: bool
+    ) -> FloatArray:
         """Seconds of the collectives of groups of `size` neighbouring columns [pp, copies]."""
         groups = np.ascontiguousarray(domains).reshape(-1, size)
         numbers, firsts = alike(groups) if self._has_equal_links else different(groups)
@@ -200,7 +202,7 @@ class StepTime:
         by_link = np.empty((len(firsts), len(domains)))
         for number, first in enumerate(firsts.tolist()):
             link = self.link(groups[first])
-            is_forbidden = inside and link.num_domains > 1
+            is_forbidden = is_inside and link.num_domains > 1
             by_link[number] = (
                 NEVER_S if is_forbidden else [collective.seconds(link, rank) for rank in range(len(domains))]
             )
@@ -340,7 +342,7 @@ def _collective(assigned: AssignedRun, name: str, size: int, stride: int) -> Col
         return no_collective(assigned.run.layout.pipeline_parallel)
 
     def seconds(bytes_per_s: float, latency_s: float) -> FloatArray:
-        link = _link(size, bytes_per_s, latency_s, inside=name == "tp_comm")
+        link = _link(size, bytes_per_s, latency_s, is_inside=name == "tp_comm")
         return assigned.by_rank(lambda part: part[name].total_s, assigned.parts_over(link, stride))
 
     return Collective(
@@ -399,12 +401,12 @@ def solve_step(
     )
 
 
-def _link(size: int, bytes_per_s: float, latency_s: float, *, inside: bool = False) -> GroupLink:
+def _link(size: int, bytes_per_s: float, latency_s: float, *, is_inside: bool = False) -> GroupLink:
     """A group inside one domain, or with every rank in a domain of its own."""
     return GroupLink(
         size=size,
-        num_domains=1 if inside or size == 1 else size,
-        local=size if inside else 1,
+        num_domains=1 if is_inside or size == 1 else size,
+        local=size if is_inside else 1,
         bytes_per_s=bytes_per_s,
         latency_s=max(latency_s, _NO_LATENCY_S),
         inside_latency_s=max(latency_s, _NO_LATENCY_S),

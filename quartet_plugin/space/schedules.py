@@ -208,7 +208,7 @@ def _named(name: str, costs: Costs, placement: Placement, *, entries: Entries | 
     )
     if entries is not None:
         return replace(schedule, layers_per_stage=entries)
-    problem = ScheduleProblem.of(costs, free_split=True)
+    problem = ScheduleProblem.of(costs, has_free_split=True)
     steps = min(_MAX_CLIMB, _CLIMB_WORK // _num_actions(placement, costs.num_microbatches))
     starts: list[NamedStart] = [
         NamedStart(schedule=schedule, split=start).climb(problem, steps=steps, seed=0)

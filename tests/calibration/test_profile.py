@@ -128,7 +128,7 @@ def test_gradients_are_measured_where_nothing_hides_them() -> None:
     assert gradients(cpu_run(pp=1)) == [0.004]
     assert gradients(cpu_run(pp=1, tp=2)) == []
     hidden = cpu_run(pp=1)
-    assert gradients(replace(hidden, software=replace(hidden.software, data_overlap=True))) == []
+    assert gradients(replace(hidden, software=replace(hidden.software, has_data_overlap=True))) == []
 
 
 def test_halves_of_a_backward_count_less_than_the_whole() -> None:

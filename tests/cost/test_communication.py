@@ -142,8 +142,8 @@ def test_features_change_what_runs_beside_compute_on_accelerators_alone() -> Non
     software = with_features(Software(), features)
     assert (software.expert_overlap, software.sends_once_a_domain) == (True, True)
     assert software.graphed_share == pytest.approx(0.45)
-    assert not software.graphs
-    assert with_features(Software(), ("graphed_iteration",)).graphs
+    assert not software.is_graphed
+    assert with_features(Software(), ("graphed_iteration",)).is_graphed
     assert with_features(ON_CPU, features) == ON_CPU
     assert with_features(Software(), ("moe", "moe_flex_dispatcher")) == Software()
     assert (imbalance_of(features), imbalance_of(())) == (1.02, 1.1)

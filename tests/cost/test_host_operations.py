@@ -64,7 +64,7 @@ def test_graphs_replay_the_operations_of_a_layer_but_not_those_of_its_experts() 
     assert plain.experts is not None
     graphed = replace(plain, software=replace(plain.software, graphed_share=1.0))
     assert operations(graphed, plain.experts) == Counts(32, 32, 64)
-    whole = replace(plain, software=replace(plain.software, graphs=True))
+    whole = replace(plain, software=replace(plain.software, is_graphed=True))
     assert operations(whole, plain.experts) == Counts()
 
 

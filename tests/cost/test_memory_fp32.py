@@ -78,7 +78,7 @@ def test_the_ends_of_a_v_are_on_one_device() -> None:
 
 def test_updated_fp32_parameters_travel_whole() -> None:
     def exchanged_s(precision: HalfPrecision, zero_stage: int) -> float:
-        software = Software(data_overlap=False)
+        software = Software(has_data_overlap=False)
         run = replace(cpu_run(pp=1), half=precision, zero_stage=zero_stage, software=software)
         return communication.data_parallel_s(
             run, NO_LATENCY, num_dense=1e9, num_expert=0.0, forward_s=0.0, backward_s=0.0

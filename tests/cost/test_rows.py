@@ -160,7 +160,7 @@ def test_software_rules() -> None:
     assert software_named("NeMo 24.07").tensor_overlap is Overlap.FULL
     assert software_named("Megatron-LM 2021").attention == "unfused"
     assert software_named("something new").attention == "native-flash"
-    assert not software_named("Megatron-LM, TE, no comm overlap").data_overlap
+    assert not software_named("Megatron-LM, TE, no comm overlap").has_data_overlap
     assert software_named("InternEvo", {"zero1_group": -1}).zero_broadcasts
     assert not software_named("torchtitan", {"torch_compile": False}).fused_elementwise
 

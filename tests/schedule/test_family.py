@@ -158,7 +158,7 @@ def test_the_climbs_evaluation_is_the_familys(seed: int, v: int, data: st.DataOb
     placement = places.snake(3, v)
     split = balanced_entries(costs, placement)
     family = data.draw(families(v, 3 * v))
-    problem = ScheduleProblem.of(costs, want_period=False, allow_empty=False, free_split=True)
+    problem = ScheduleProblem.of(costs, has_period_objective=False, allow_empty=False, has_free_split=True)
     candidate = FamilyCandidate(
         placement=placement,
         split=split,
@@ -178,7 +178,7 @@ def test_the_climbs_evaluation_is_the_familys(seed: int, v: int, data: st.DataOb
 def test_the_climb_can_minimize_the_period() -> None:
     costs = random_costs(num_devices=3, num_microbatches=6, num_layers=12, seed=3)
     split = even_entries(costs, 3)
-    problem = ScheduleProblem.of(costs, want_period=True, allow_empty=False, free_split=False)
+    problem = ScheduleProblem.of(costs, has_period_objective=True, allow_empty=False, has_free_split=False)
     family = family_starts(1, 3, 6)[5]
     candidate = FamilyCandidate(
         placement=(0, 1, 2), split=split, params=family.to_vector(), full_backward=np.zeros(3, dtype=np.int64)

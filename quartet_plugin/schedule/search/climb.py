@@ -34,8 +34,8 @@ class PlacedCosts(NamedTuple):
     """A cost table on a placement, whatever the split.
 
     `prefix` [5, layers + 1] are cumulated F, I, W, B seconds and bytes; `limit` [num_devices] in bytes, inf
-    for none. `want_period`: scores are periods instead of makespans. `slacks` and `w_limits` are the values
-    of these parameters that a climb picks from.
+    for none. `has_period_objective`: scores are periods instead of makespans. `slacks` and `w_limits` are the
+    values of these parameters that a climb picks from.
     """
 
     placement: IntArray
@@ -46,7 +46,7 @@ class PlacedCosts(NamedTuple):
     limit: FloatArray
     held: float
     num_microbatches: int
-    want_period: bool
+    has_period_objective: bool
     slacks: FloatArray
     w_limits: FloatArray
 
@@ -93,7 +93,7 @@ def order_score(orders: IntArray, offsets: IntArray, counts: IntArray, costs: Pl
     ran, _, end, sequence = run_orders(orders, offsets, parts, lanes)
     if ran < len(orders):
         return np.inf
-    if costs.want_period:
+    if costs.has_period_objective:
         return steady_period(orders, offsets, parts, sequence, lanes, _PERIOD_ROUNDS)
     last = 0.0
     for position in range(len(end)):
@@ -137,7 +137,7 @@ def family_score(params: FloatArray, full_backward: IntArray, counts: IntArray, 
     """Seconds of the order that a parameter vector and a split make; inf where it cannot be made."""
     lanes = lanes_of_split(counts, costs)
     makespan, orders, offsets = orders_of_params(params, full_backward, costs.chunk, lanes, costs.limit)
-    if not costs.want_period or makespan == np.inf:
+    if not costs.has_period_objective or makespan == np.inf:
         return makespan
     parts = np.empty(0, dtype=np.uint8)
     _, _, _, sequence = run_orders(orders, offsets, parts, lanes)

@@ -80,9 +80,9 @@ def search(
         raise ConfigError(f"objective: {objective[:40]!r}; expected makespan or period")
     problem = ScheduleProblem.of(
         costs,
-        want_period=objective == "period",
+        has_period_objective=objective == "period",
         allow_empty=allow_empty,
-        free_split=split == AUTO,
+        has_free_split=split == AUTO,
         limits=limits,
     )
     shapes = placements_for(costs, placement=placement, chunks=chunks, split=split, allow_empty=allow_empty)
@@ -96,7 +96,7 @@ def search(
             time_limit_s=time_limit_s,
             evaluations=evaluations,
             compiling=compiling,
-            goal_s=0.0 if problem.want_period else lower_bound_s,
+            goal_s=0.0 if problem.has_period_objective else lower_bound_s,
         )
         options = {shape: splits_for(costs, shape, split, allow_empty=allow_empty) for shape in shapes}
         if costs.exchange_s is None:
@@ -140,7 +140,7 @@ class _ScheduleSearch:
         self._options = options
         problem, m = tasks.problem, tasks.problem.costs.num_microbatches
         self._noise = noise
-        self._named_share = _NAMED_SHARE if problem.free_split else 0.0
+        self._named_share = _NAMED_SHARE if problem.has_free_split else 0.0
         self._draws: NoisyCosts | None = None
         self._to_beat: tuple[NamedStart, float] | None = None  # the best named one, its mean under noise
         self._named = NamedPool(tasks=tasks, options=options)
@@ -149,7 +149,7 @@ class _ScheduleSearch:
         # Long pipelines are climbed with few microbatches first; the best candidates go on with all.
         self._short = FamilyPool(tasks=tasks, num_microbatches=short) if short < m else None
         self._promoted: set[tuple[float, Entries]] = set()
-        self._orders = OrderPool(tasks=tasks, is_open=len(options) > 1 or problem.free_split)
+        self._orders = OrderPool(tasks=tasks, is_open=len(options) > 1 or problem.has_free_split)
         self._incumbent: ScoredOrder | None = None
 
     def run(self, on_round: OnRound | None) -> SearchResult:
@@ -188,7 +188,9 @@ class _ScheduleSearch:
         """Run one round, which gives each kind of work a part of its evaluations."""
         problem = self._tasks.problem
         named = self._named_share
-        insertion = 0.0 if problem.want_period or problem.limits.is_family_alone else _INSERTION_SHARE
+        insertion = (
+            0.0 if problem.has_period_objective or problem.limits.is_family_alone else _INSERTION_SHARE
+        )
         family = 1.0 - named - insertion
         best = [(item.placement, item.split) for item in self._family.items[:3]]
         self._named.improve(named * evaluations, best)

@@ -208,7 +208,7 @@ class _Order:
         ran, _, end, sequence = kernel.run_orders(codes, offsets, parts, lanes)
         if ran < len(codes):
             return np.inf
-        if problem.want_period:
+        if problem.has_period_objective:
             return float(kernel.steady_period(codes, offsets, parts, sequence, lanes, _PERIOD_ROUNDS))
         return float(end.max())
 

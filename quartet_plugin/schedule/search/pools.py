@@ -113,7 +113,7 @@ class NamedPool:
 
     def improve(self, evaluations: float, splits: Sequence[tuple[Placement, Entries]]) -> None:
         """Move layers at random, and try `splits` that served other schedules."""
-        if not self.tasks.problem.free_split or not self.items:
+        if not self.tasks.problem.has_free_split or not self.items:
             return
         fresh = [place for place in dict.fromkeys(splits) if place not in self._tried]
         self._tried.update(fresh)
@@ -296,7 +296,7 @@ class OrderPool:
     def _simulated(self, schedule: Schedule) -> ScoredOrder:
         """A schedule with its score by the simulator, which may run actions earlier than a generator did."""
         result = simulate_costs(schedule, self.tasks.problem.costs)
-        return (result.period_s if self.tasks.problem.want_period else result.makespan_s), schedule
+        return (result.period_s if self.tasks.problem.has_period_objective else result.makespan_s), schedule
 
     def _is_new(self, candidate: FamilyCandidate | NamedStart) -> bool:
         if isinstance(candidate, NamedStart):

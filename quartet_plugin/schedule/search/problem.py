@@ -22,15 +22,16 @@ class ScheduleProblem:
     """A cost table prepared for the kernels, with the objective and the choices that are free.
 
     `prefix` [5, layers + 1]: cumulated F, I, W, B seconds and bytes. `limit_bytes` [num_devices], inf for
-    none. `want_period`: minimize the period instead of the makespan. `limits` are those of the family.
+    none. `has_period_objective`: minimize the period instead of the makespan. `limits` are those of the
+    family.
     """
 
     costs: Costs
     prefix: FloatArray
     limit_bytes: FloatArray
-    want_period: bool
+    has_period_objective: bool
     allow_empty: bool
-    free_split: bool
+    has_free_split: bool
     limits: FamilyLimits = FREE
 
     @classmethod
@@ -38,9 +39,9 @@ class ScheduleProblem:
         cls,
         costs: Costs,
         *,
-        want_period: bool = False,
+        has_period_objective: bool = False,
         allow_empty: bool = False,
-        free_split: bool = False,
+        has_free_split: bool = False,
         limits: FamilyLimits = FREE,
     ) -> Self:
         """Prepare `costs`."""
@@ -58,9 +59,9 @@ class ScheduleProblem:
             costs=costs,
             prefix=np.concatenate((np.zeros((5, 1)), np.cumsum(np.array(rows), axis=1)), axis=1),
             limit_bytes=np.full(costs.num_devices, np.inf) if limit is None else np.asarray(limit),
-            want_period=want_period,
+            has_period_objective=has_period_objective,
             allow_empty=allow_empty,
-            free_split=free_split,
+            has_free_split=has_free_split,
             limits=limits,
         )
 
@@ -80,7 +81,7 @@ class ScheduleProblem:
             limit=self.limit_bytes,
             held=float(self.costs.weight_grad_held_fraction),
             num_microbatches=num_microbatches or self.costs.num_microbatches,
-            want_period=self.want_period,
+            has_period_objective=self.has_period_objective,
             slacks=np.array(self.limits.slacks or SLACKS),
             w_limits=np.array(self.limits.w_limits or W_LIMITS),
         )
@@ -133,7 +134,7 @@ class FamilyCandidate:
                 counts,
                 problem.least_counts(len(counts)),
                 costs,
-                0.35 if problem.free_split else 0.0,
+                0.35 if problem.has_free_split else 0.0,
                 0.15 if problem.fused_pays else 0.0,
                 score,
                 steps,

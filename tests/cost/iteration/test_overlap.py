@@ -12,7 +12,7 @@ from tests.cost.runs import PIPELINE, ROW, run
 
 
 def without_overlap(training: TrainingRun) -> TrainingRun:
-    software = replace(training.software, tensor_overlap=Overlap.NONE, data_overlap=False)
+    software = replace(training.software, tensor_overlap=Overlap.NONE, has_data_overlap=False)
     return replace(training, software=software)
 
 

@@ -500,7 +500,7 @@ def searched_order(placement: str, *, layers: list[str]) -> Schedule:
         named("v-half", num_devices=num_devices, num_microbatches=_NUM_MICROBATCHES),
         layers_per_stage=tuple(len(text) for text in layers),
     )
-    problem = ScheduleProblem.of(costs, want_period=False, allow_empty=False, free_split=False)
+    problem = ScheduleProblem.of(costs, has_period_objective=False, allow_empty=False, has_free_split=False)
     (_, found), _ = improve_by_insertion((start, 300), 3, problem=problem, target=0.0)
     assert any(not np.array_equal(*rows) for rows in zip(found.orders, start.orders, strict=True))
     # No name and no point of the family makes it again: a plan has it written out.
