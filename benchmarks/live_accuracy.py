@@ -360,10 +360,10 @@ def report(results: dict[str, Any]) -> int:
     from benchmarks.live_cases import CALIBRATING, PREDICTED, two_cores
     from quartet_plugin.calibration.constants_fit import calibrate
 
-    machines = two_cores()
+    cluster = two_cores()
     observations = []
     for case in CALIBRATING:
-        observations += observed(case, results.get(case.name), machines)
+        observations += observed(case, results.get(case.name), cluster)
     calibration = calibrate(observations)
     print(f"calibrated by {calibration.num_iterations} runs and {calibration.num_parts} parts of them")
     for term in calibration.terms:
@@ -373,13 +373,13 @@ def report(results: dict[str, Any]) -> int:
         )
     print(f"error of the model in whole iterations: {calibration.iteration_error:.1%}")
     for case in CALIBRATING:
-        _line(case, results.get(case.name), calibration.interval(case.run(machines)))
+        _line(case, results.get(case.name), calibration.interval(case.run(cluster)))
     print("predicted:")
     errors: dict[str, list[float]] = {}
     spreads, inside, num_sure = [], 0, 0
     for case in PREDICTED:
         result = results.get(case.name)
-        line = _line(case, result, calibration.interval(case.run(machines)))
+        line = _line(case, result, calibration.interval(case.run(cluster)))
         if result is not None and line is not None:
             errors.setdefault(case.how if case.how != "pp2" else f"pp2 {case.schedule}", []).append(line[0])
             inside += line[1]
@@ -437,7 +437,7 @@ def median_of(launches: Sequence[Any]) -> tuple[float, float]:
     return middle, max(LEAST_SPREAD, deviation / middle / len(medians) ** 0.5)
 
 
-def observed(case: Any, result: Any, machines: Any) -> list[Any]:
+def observed(case: Any, result: Any, cluster: Any) -> list[Any]:
     """The observations of a calibrating run: of its iteration and of its parts."""
     from quartet_plugin.calibration.observations import Observation
     from quartet_plugin.calibration.profile import observations_of
@@ -446,7 +446,7 @@ def observed(case: Any, result: Any, machines: Any) -> list[Any]:
 
     if not result:
         return []
-    run = case.run(machines)
+    run = case.run(cluster)
     observations: list[Any] = []
     if result["launches"]:
         seconds, spread = median_of(result["launches"])

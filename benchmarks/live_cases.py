@@ -101,7 +101,7 @@ class Case:
             words += f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E{stages}L"
         return shlex.split(words)
 
-    def run(self, machines: UniformCluster) -> TrainingRun:
+    def run(self, cluster: UniformCluster) -> TrainingRun:
         """The case as a training run of the cost model."""
         size = self.size
         kinds = {"zb-h1": ScheduleKind.ZB_H1, "zb-v": ScheduleKind.ZB_V, "gpipe": ScheduleKind.GPIPE}
@@ -134,7 +134,7 @@ class Case:
             ),
             global_batch_size=self.micro_batch * self.num_microbatches * (2 if self.how == "dp2" else 1),
             layers_per_stage=self.layers_per_stage,
-            machines=machines,
+            cluster=cluster,
             schedule=kinds.get(self.schedule),
             precision="fp32",
             software=ON_CPU,

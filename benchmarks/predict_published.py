@@ -83,8 +83,8 @@ def observations(rows: Sequence[Measured]) -> list[PublishedRun]:
 # What rows have in common that are left out of a fit together.
 COMMON: dict[str, Callable[[Measured], str]] = {
     "family": lambda row: row.family,
-    "device": lambda row: row.run.machines.device.name,
-    "generation": lambda row: row.run.machines.device.generation,
+    "device": lambda row: row.run.cluster.device.name,
+    "generation": lambda row: row.run.cluster.device.generation,
 }
 
 

@@ -92,7 +92,7 @@ def _pair(small: Measured, large: Measured, *, factor: int, constants: Constants
     for row in (small, large):
         predicted = predict(row.run, constants)
         seconds.append(predicted.iter_time_s - predicted.terms["straggler_s"])
-        nodes.append(row.run.machines.num_devices / row.run.machines.devices_per_node)
+        nodes.append(row.run.cluster.num_devices / row.run.cluster.devices_per_node)
     return Pair(
         names=(str(small.fields["id"]), str(large.fields["id"])),
         family=small.family,

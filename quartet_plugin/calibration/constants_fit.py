@@ -228,7 +228,7 @@ def _names(observations: Sequence[Observation], centre: ClusterConstants) -> tup
 
 def _is_known(observations: Sequence[Observation]) -> bool:
     """Whether the shared constants were fitted to devices of these generations."""
-    devices = [observation.run.machines.device for observation in observations]
+    devices = [observation.run.cluster.device for observation in observations]
     return all(device.generation not in UNKNOWN for device in devices)
 
 

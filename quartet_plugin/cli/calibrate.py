@@ -166,7 +166,7 @@ def _run_of(
         global_batch_size=job.global_batch_size,
         precision=job.precision,
         on_cpu=on_cpu,
-        machines=uniform_cluster_of(described, fitted()),
+        cluster=uniform_cluster_of(described, fitted()),
     )
 
 

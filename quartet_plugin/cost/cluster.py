@@ -132,15 +132,15 @@ def best_case_cluster(
     as_peer = between * max(1.0, constants.scale_up / constants.peer)
     best = max([topology.inside_bytes_per_s, *as_peer.tolist()])
     outside = max(between.tolist(), default=topology.inside_bytes_per_s)
-    machines = uniform_cluster_of(resolved, constants)
-    machines = replace(
-        machines,
+    cluster = uniform_cluster_of(resolved, constants)
+    cluster = replace(
+        cluster,
         device=replace(resolved.reference, scale_up_topology="switch"),
-        scale_up_devices=resolved.cluster.num_slots if is_one_domain else machines.scale_up_devices,
+        scale_up_devices=resolved.cluster.num_slots if is_one_domain else cluster.scale_up_devices,
         scale_up_bytes_per_s=best / constants.scale_up,
         scale_out_bytes_per_s=outside / constants.scale_out,
     )
-    return machines, with_hop(constants, LEAST_LATENCY_S)
+    return cluster, with_hop(constants, LEAST_LATENCY_S)
 
 
 def topology_of(resolved: ResolvedCluster, constants: Constants) -> Topology:
@@ -159,37 +159,37 @@ def topology_of(resolved: ResolvedCluster, constants: Constants) -> Topology:
     )
 
 
-def uniform_topology_of(machines: UniformCluster, constants: Constants) -> Topology:
+def uniform_topology_of(cluster: UniformCluster, constants: Constants) -> Topology:
     """The topology of a uniform cluster."""
-    per_node, domain = machines.devices_per_node, machines.scale_up_devices
-    slots = tuple(Slot(node=k // per_node, local=k % per_node) for k in range(machines.num_devices))
-    count = -(-machines.num_devices // domain)
+    per_node, domain = cluster.devices_per_node, cluster.scale_up_devices
+    slots = tuple(Slot(node=k // per_node, local=k % per_node) for k in range(cluster.num_devices))
+    count = -(-cluster.num_devices // domain)
     return Topology(
         slots=slots,
-        domain_of_slot=np.arange(machines.num_devices, dtype=np.int64) // domain,
-        slowdown=np.ones(machines.num_devices),
-        inside_bytes_per_s=machines.scale_up_bytes_per_s * constants.scale_up,
+        domain_of_slot=np.arange(cluster.num_devices, dtype=np.int64) // domain,
+        slowdown=np.ones(cluster.num_devices),
+        inside_bytes_per_s=cluster.scale_up_bytes_per_s * constants.scale_up,
         inside_latency_s=constants.hop_s / 4,
-        between_bytes_per_s=np.full((count, count), machines.scale_out_bytes_per_s * constants.scale_out),
+        between_bytes_per_s=np.full((count, count), cluster.scale_out_bytes_per_s * constants.scale_out),
         between_latency_s=np.full((count, count), constants.hop_s),
     )
 
 
 def view_from(
-    machines: UniformCluster, constants: Constants, link: GroupLink, *, stride: int
+    cluster: UniformCluster, constants: Constants, link: GroupLink, *, stride: int
 ) -> tuple[UniformCluster, Constants]:
     """The uniform cluster and constants by which a group of ranks `stride` apart gets `link`."""
     if link.num_domains == 1:
         view = replace(
-            machines,
-            scale_up_devices=max(machines.num_devices, link.size * stride),
+            cluster,
+            scale_up_devices=max(cluster.num_devices, link.size * stride),
             scale_up_bytes_per_s=link.bytes_per_s / constants.scale_up,
         )
         return view, with_hop(constants, 4 * link.inside_latency_s)
     view = replace(
-        machines,
+        cluster,
         scale_up_devices=link.local * stride,
-        scale_up_bytes_per_s=max(link.bytes_per_s, machines.scale_up_bytes_per_s * constants.scale_up)
+        scale_up_bytes_per_s=max(link.bytes_per_s, cluster.scale_up_bytes_per_s * constants.scale_up)
         / constants.scale_up,
         scale_out_bytes_per_s=link.bytes_per_s / link.local / constants.scale_out,
     )

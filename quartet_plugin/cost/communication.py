@@ -57,28 +57,28 @@ class Group:
         return 2 * (total_bytes * (self.size - 1) / self.size / self.bytes_per_s + self.tree_latency_s)
 
 
-def group(machines: UniformCluster, constants: Constants, *, size: int, stride: int) -> Group:
+def group(cluster: UniformCluster, constants: Constants, *, size: int, stride: int) -> Group:
     """The group of `size` ranks that are `stride` apart in Megatron's order."""
-    domain = machines.scale_up_devices
+    domain = cluster.scale_up_devices
     span = size * stride
     if span <= domain:
-        up = machines.scale_up_bytes_per_s * constants.scale_up
-        if machines.device.scale_up_topology == "mesh" and size > 1:
+        up = cluster.scale_up_bytes_per_s * constants.scale_up
+        if cluster.device.scale_up_topology == "mesh" and size > 1:
             # A mesh reaches each peer with its own link only.
-            up *= min(1.0, (size - 1) / max(1, machines.device.scale_up_devices - 1))
+            up *= min(1.0, (size - 1) / max(1, cluster.device.scale_up_devices - 1))
         return Group(size=size, local=size, bytes_per_s=up, hop_s=constants.hop_s)
     local = max(1, domain // stride) if stride < domain else 1
     local = min(local, size)
     # Several rings, one through each local rank's network port, share the traffic between domains.
-    out = machines.scale_out_bytes_per_s * constants.scale_out * local
-    up = machines.scale_up_bytes_per_s * constants.scale_up
+    out = cluster.scale_out_bytes_per_s * constants.scale_out * local
+    up = cluster.scale_up_bytes_per_s * constants.scale_up
     bandwidth = min(out, up) if local > 1 else out
     return Group(size=size, local=local, bytes_per_s=bandwidth, hop_s=constants.hop_s)
 
 
 def exchange_s(
     ranks: Group,
-    machines: UniformCluster,
+    cluster: UniformCluster,
     constants: Constants,
     total_bytes: float,
     *,
@@ -92,8 +92,8 @@ def exchange_s(
         return 0.0
     inside = total_bytes * (ranks.local - 1) / ranks.size
     outside = total_bytes * (ranks.size - ranks.local) / ranks.size
-    up = machines.scale_up_bytes_per_s * constants.scale_up
-    out = machines.scale_out_bytes_per_s * constants.scale_out
+    up = cluster.scale_up_bytes_per_s * constants.scale_up
+    out = cluster.scale_out_bytes_per_s * constants.scale_out
     spread = outside * (1.0 - outside_share)
     return (inside + spread) / up + outside * outside_share / out + ranks.tree_latency_s
 
@@ -122,7 +122,7 @@ def _collectives(run: TrainingRun, constants: Constants) -> tuple[Times, float]:
     tp = run.layout.tensor_parallel
     if tp == 1:
         return Times(), 0.0
-    ranks = group(run.machines, constants, size=tp, stride=1)
+    ranks = group(run.cluster, constants, size=tp, stride=1)
     size = run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size
     is_narrow = run.has_narrow_products and run.software.gathers_narrow and run.layout.sequence_parallel
     narrow = 1.0 / run.element_bytes if is_narrow else 1.0
@@ -154,7 +154,7 @@ def context_parallel(run: TrainingRun, constants: Constants, attention: Times) -
     cp = run.layout.context_parallel
     if cp == 1:
         return Times()
-    ranks = group(run.machines, constants, size=cp, stride=run.layout.tensor_parallel)
+    ranks = group(run.cluster, constants, size=cp, stride=run.layout.tensor_parallel)
     width = run.shape.num_query_groups * run.shape.kv_channels / run.layout.tensor_parallel
     size = 2.0 * run.element_bytes * run.tokens_per_microbatch * width * cp
     forward = ranks.gather_s(size)
@@ -175,7 +175,7 @@ def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) ->
         return Times()
     if run.software.gathers_tokens:
         return _gathered_tokens(run, constants, experts)
-    ranks = group(run.machines, constants, size=ep, stride=run.expert_shards)
+    ranks = group(run.cluster, constants, size=ep, stride=run.expert_shards)
     size = (
         run.element_bytes
         * run.tokens_per_microbatch
@@ -184,7 +184,7 @@ def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) ->
         * run.imbalance
     )
     share = _share_sent(experts, ranks.num_domains) if run.software.sends_once_a_domain else 1.0
-    once = exchange_s(ranks, run.machines, constants, size / run.layout.tensor_parallel, outside_share=share)
+    once = exchange_s(ranks, run.cluster, constants, size / run.layout.tensor_parallel, outside_share=share)
     return Times(2 * once, 2 * once, 0.0)
 
 
@@ -196,7 +196,7 @@ def _gathered_tokens(run: TrainingRun, constants: Constants, experts: Experts) -
     (`MoEAllGatherTokenDispatcher`). What shares of tensor parallelism gather of each other is theirs.
     """
     shards, ep = run.expert_shards, run.layout.expert_parallel
-    ranks = group(run.machines, constants, size=shards * ep, stride=1)
+    ranks = group(run.cluster, constants, size=shards * ep, stride=1)
     tokens = run.tokens_per_microbatch * shards / run.layout.tensor_parallel * (ep - 1)
     outputs_s = run.element_bytes * tokens * run.shape.hidden_size / ranks.bytes_per_s + ranks.ring_latency_s
     probabilities_s = run.element_bytes * tokens * experts.num_experts / ranks.bytes_per_s
@@ -292,16 +292,16 @@ def transfer_s(run: TrainingRun, constants: Constants, *, sender: int, receiver:
     Ranks that hold the same boundary send a slice each where sequence parallelism, or the scatter and
     gather of interleaved schedules, allows it (Narayanan et al. 2021).
     """
-    layout, machines = run.layout, run.machines
+    layout, cluster = run.layout, run.cluster
     stride = layout.tensor_parallel * run.copies
     size = run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size
     if layout.sequence_parallel or layout.virtual_stages > 1 or run.software.splits_transfers:
         size /= layout.tensor_parallel
     latency = transfer_latency_s(constants)
-    domain = machines.scale_up_devices
+    domain = cluster.scale_up_devices
     if sender * stride // domain == receiver * stride // domain:
-        return size / (machines.scale_up_bytes_per_s * constants.peer) + latency
-    return size / (machines.scale_out_bytes_per_s * constants.scale_out) + latency
+        return size / (cluster.scale_up_bytes_per_s * constants.peer) + latency
+    return size / (cluster.scale_out_bytes_per_s * constants.scale_out) + latency
 
 
 def tensor_parallel_ends(run: TrainingRun, constants: Constants) -> tuple[Times, Times]:
@@ -313,7 +313,7 @@ def tensor_parallel_ends(run: TrainingRun, constants: Constants) -> tuple[Times,
     tp = run.layout.tensor_parallel
     if tp == 1 or not run.software.reduces_ends:
         return Times(), Times()
-    ranks = group(run.machines, constants, size=tp, stride=1)
+    ranks = group(run.cluster, constants, size=tp, stride=1)
     hidden = ranks.reduce_s(run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size)
     token = ranks.reduce_s(4.0 * run.tokens_per_microbatch)
     return Times(hidden, 0.0, 0.0), Times(3 * token, hidden, 0.0)
@@ -332,7 +332,7 @@ def tied_ends_s(run: TrainingRun, constants: Constants) -> float:
     if not (is_apart and has_both and run.software.reduces_ends):
         return 0.0
     stride = layout.tensor_parallel * run.copies * (p - 1)
-    both_ends = group(run.machines, constants, size=2, stride=stride)
+    both_ends = group(run.cluster, constants, size=2, stride=stride)
     weights = run.shape.embedding_parameters / layout.tensor_parallel
     return both_ends.reduce_s(float(run.software.gradient_bytes) * weights)
 
@@ -393,7 +393,7 @@ def _reduce_and_gather(
 ) -> tuple[float, float]:
     if num_ranks == 1:
         return 0.0, 0.0
-    reducing = group(run.machines, constants, size=num_ranks, stride=stride)
+    reducing = group(run.cluster, constants, size=num_ranks, stride=stride)
     gradients = float(run.software.gradient_bytes) * num_parameters
     if run.zero_stage == 0:
         return reducing.reduce_s(gradients), 0.0
@@ -404,7 +404,7 @@ def _reduce_and_gather(
         if shards < num_ranks or run.software.reduces_all
         else reducing.gather_s(gradients, calls=calls)
     )
-    back = group(run.machines, constants, size=shards, stride=stride)
+    back = group(run.cluster, constants, size=shards, stride=stride)
     gather = back.gather_s(float(run.parameter_bytes) * num_parameters, calls=calls)
     if run.software.zero_broadcasts:
         gather += shards * (back.num_domains - 1) * constants.hop_s
@@ -421,7 +421,7 @@ def sharded_parameters_s(
     if run.zero_stage != 3:
         return 0.0
     size = run.shard_group
-    ranks = group(run.machines, constants, size=size, stride=run.layout.tensor_parallel)
+    ranks = group(run.cluster, constants, size=size, stride=run.layout.tensor_parallel)
     calls = float(run.shape.num_layers * run.software.collectives_per_layer)
     gather = ranks.gather_s(float(run.element_bytes) * num_parameters, calls=calls)
     scatter = ranks.gather_s(float(run.software.gradient_bytes) * num_parameters, calls=calls)

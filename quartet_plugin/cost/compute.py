@@ -62,7 +62,7 @@ class Rates:
     """The rates of one device under given constants, in FLOP/s and bytes/s; made once a run."""
 
     def __init__(self, run: TrainingRun, constants: Constants) -> None:
-        device = run.machines.device
+        device = run.cluster.device
         low = run.has_narrow_products
         self.half = half_rate(device, run.half, constants)
         self.matmul = device.ceiling_flops(run.matmul) * constants.fp8_rate if low else self.half
@@ -127,7 +127,7 @@ def flash_share(run: TrainingRun) -> float:
     """
     if run.software.attention == "flash-1":
         return 0.55
-    new = run.machines.device.generation in ("hopper", "blackwell")
+    new = run.cluster.device.generation in ("hopper", "blackwell")
     return 0.55 if run.software.attention == "flash-2" and new else 1.0
 
 

@@ -49,20 +49,20 @@ def run_rates(run: TrainingRun, constants: Constants) -> RunRates:
 
     Elsewhere a transfer beside a product leaves the share that overlapped collectives leave.
     """
-    machines = run.machines
-    device = machines.device
+    cluster = run.cluster
+    device = cluster.device
     is_mesh = device.scale_up_topology == "mesh"
     rates = Rates(run, constants)
     return RunRates(
         flops_per_s=rates.matmul,
         bytes_per_s={
-            SCALE_UP: machines.scale_up_bytes_per_s * constants.scale_up,
-            SCALE_OUT: machines.scale_out_bytes_per_s * constants.scale_out,
+            SCALE_UP: cluster.scale_up_bytes_per_s * constants.scale_up,
+            SCALE_OUT: cluster.scale_out_bytes_per_s * constants.scale_out,
         },
         hop_s=constants.hop_s / 4,
         element_bytes=run.element_bytes,
         units=device.compute_units,
-        devices_per_domain=machines.scale_up_devices,
+        devices_per_domain=cluster.scale_up_devices,
         peer_share=1 / max(1, device.scale_up_devices - 1) if is_mesh else 1.0,
         exposed_share=constants.tensor_exposed,
         has_overlap=run.software.tensor_overlap is not Overlap.NONE,
@@ -150,5 +150,5 @@ def _loads(run: TrainingRun, block: BlockPartition, linear: Linear) -> Partition
         block,
         linear.role,
         num_devices=run.layout.tensor_parallel,
-        devices_per_domain=run.machines.scale_up_devices,
+        devices_per_domain=run.cluster.scale_up_devices,
     )

@@ -199,7 +199,7 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
                 activations_bytes=float(peaks[device]) * fragmented,
                 temporary_bytes=temporary[ends],
                 device=device,
-                capacity_bytes=float(run.machines.memory_bytes),
+                capacity_bytes=float(run.cluster.memory_bytes),
             )
         )
     return devices

@@ -233,7 +233,7 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
         shard_group=min(row.fsdp or ranks, ranks) if zero == 3 else 1,
         optimizer_group=group if isinstance(group, int) and 0 < group <= ranks else ranks,
         schedule=schedule,
-        machines=_machines(row, device, assumed),
+        cluster=_cluster(row, device, assumed),
         software=software,
         experts=experts,
         latent=latent,
@@ -471,7 +471,7 @@ def _schedule(row: Row, layout: Layout, assumed: dict[str, Any]) -> ScheduleKind
     )
 
 
-def _machines(row: Row, device: DeviceSpec, assumed: dict[str, Any]) -> UniformCluster:
+def _cluster(row: Row, device: DeviceSpec, assumed: dict[str, Any]) -> UniformCluster:
     per_node = _default(row.gpus_per_node, device.devices_per_node, "gpus_per_node", assumed)
     up = row.intra_bw_GBps_per_dir
     out = row.inter_bw_Gbps_per_gpu

@@ -1,4 +1,4 @@
-"""A training run as the cost model takes it: shape, layout, precision, software and machines.
+"""A training run as the cost model takes it: shape, layout, precision, software and cluster.
 
 Rows of published runs (`rows.resolve`), plans and measured runs all become a `TrainingRun`; it has no open
 field.
@@ -218,7 +218,7 @@ class TrainingRun:
     shard_group: int
     optimizer_group: int
     schedule: ScheduleKind
-    machines: UniformCluster
+    cluster: UniformCluster
     software: Software = field(default_factory=Software)
     experts: Experts | None = None
     latent: LatentAttention | None = None
@@ -329,7 +329,7 @@ def run_of(
     *,
     global_batch_size: int,
     layers_per_stage: tuple[int, ...],
-    machines: UniformCluster,
+    cluster: UniformCluster,
     schedule: ScheduleKind | None = None,
     group: int | None = None,
     custom: CustomSchedule | None = None,
@@ -341,9 +341,9 @@ def run_of(
     `layers_per_stage` counts transformer layers. Raises ConfigError where sizes do not fit each other, or the
     schedule does not exist for them.
     """
-    if layout.world_size != machines.num_devices:
+    if layout.world_size != cluster.num_devices:
         raise ConfigError(
-            f"layout {layout.label}: {layout.world_size} ranks; must be the {machines.num_devices} devices"
+            f"layout {layout.label}: {layout.world_size} ranks; must be the {cluster.num_devices} devices"
         )
     if len(layers_per_stage) != layout.num_stages or sum(layers_per_stage) != shape.num_layers:
         raise ConfigError(
@@ -384,7 +384,7 @@ def run_of(
         schedule=schedule,
         group=group,
         custom=custom,
-        machines=machines,
+        cluster=cluster,
         software=software or Software(),
     )
 
@@ -412,7 +412,7 @@ def measured_run(
     global_batch_size: int,
     precision: HalfPrecision,
     on_cpu: bool,
-    machines: UniformCluster,
+    cluster: UniformCluster,
 ) -> TrainingRun:
     """A measured run on its part of the cluster's devices."""
     return run_of(
@@ -420,7 +420,7 @@ def measured_run(
         layout,
         global_batch_size=global_batch_size,
         layers_per_stage=split.transformer_layers_per_stage,
-        machines=replace(machines, num_devices=layout.world_size),
+        cluster=replace(cluster, num_devices=layout.world_size),
         schedule=schedule_kind(schedule),
         group=schedule_group(schedule),
         custom=schedule.custom,

@@ -259,10 +259,10 @@ class AssignmentSolver:
 
     def _least_s(self, run: TrainingRun, limit_s: float) -> float:
         """Seconds that the run takes at least on any order of ranks: on the best devices and links alone."""
-        if limit_s == math.inf or contention_gain(run.software, run.machines, self._constants):
+        if limit_s == math.inf or contention_gain(run.software, run.cluster, self._constants):
             return 0.0
-        machines, constants = self._ideal
-        least = predict(replace(run, machines=machines), constants).iter_time_s
+        cluster, constants = self._ideal
+        least = predict(replace(run, cluster=cluster), constants).iter_time_s
         return least * (1 - 2 * EXTRAPOLATION)
 
     def _equivalence_class(

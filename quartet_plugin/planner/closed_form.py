@@ -310,7 +310,7 @@ def step_costs(assigned: AssignedRun) -> StepCosts:
     p = layout.pipeline_parallel
     latency = communication.transfer_latency_s(constants)
     intra_node = communication.transfer_s(run, constants, sender=0, receiver=0) - latency
-    peer = run.machines.scale_up_bytes_per_s * constants.peer
+    peer = run.cluster.scale_up_bytes_per_s * constants.peer
     forward, backward = _pass_s(assigned)
     slow = _link(run.copies, 1.0, 0.0)
     plain = np.array([assigned.gradients_s(k, slow, 0.0, 0.0) for k in range(p)])

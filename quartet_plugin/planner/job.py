@@ -231,7 +231,7 @@ class PlanRequest:
             layout,
             global_batch_size=self.global_batch_size,
             layers_per_stage=split,
-            machines=self.machines,
+            cluster=self.machines,
             schedule=schedule,
             group=group,
             precision=self.half,

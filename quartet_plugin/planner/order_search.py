@@ -261,7 +261,7 @@ def order_costs(run: TrainingRun, times: SimulatedTimes, *, memory_limit_bytes: 
 def _free_bytes(run: TrainingRun) -> FloatArray:
     """The bytes that weights and states leave on each device."""
     rest = [memory.total_bytes - memory.activations_bytes for memory in memory_by_device(run)]
-    free: FloatArray = np.maximum(0.0, available_bytes(float(run.machines.memory_bytes)) - np.array(rest))
+    free: FloatArray = np.maximum(0.0, available_bytes(float(run.cluster.memory_bytes)) - np.array(rest))
     return free
 
 

@@ -21,7 +21,7 @@ NEMO: dict[str, Any] = ROW | {"gpu": "H100-SXM-80GB", "software": "NeMo", "zero"
 
 
 def group(size: int, stride: int, **changes: Any) -> communication.Group:
-    return communication.group(run(**changes).machines, CONSTANTS, size=size, stride=stride)
+    return communication.group(run(**changes).cluster, CONSTANTS, size=size, stride=stride)
 
 
 def test_inside_a_node_the_fast_links_count() -> None:
@@ -61,7 +61,7 @@ def test_tensor_parallel_overlap() -> None:
     plain, again = communication.tensor_parallel(run(software="Megatron-LM 2021"), CONSTANTS)
     hidden, _ = communication.tensor_parallel(run(NEMO), CONSTANTS)
     assert plain.forward_s == again
-    faster = run(NEMO).machines.scale_up_bytes_per_s / run().machines.scale_up_bytes_per_s
+    faster = run(NEMO).cluster.scale_up_bytes_per_s / run().cluster.scale_up_bytes_per_s
     assert hidden.forward_s * faster < 0.7 * plain.forward_s
     assert communication.tensor_parallel(run(tp=1, dp=8, gbs=32), CONSTANTS) == (Times(), 0.0)
 

@@ -58,7 +58,7 @@ def run(label: str, devices: int, *, on_cpu: bool = False, hidden: int = 1152) -
         layout,
         global_batch_size=8,
         layers_per_stage=(2,),
-        machines=uniform_cluster_of_device(
+        cluster=uniform_cluster_of_device(
             device_named("H100-SXM-80GB"), num_devices=devices, devices_per_node=max(8, devices)
         ),
         precision="fp32" if on_cpu else "bf16",
@@ -197,5 +197,5 @@ def test_a_row_may_say_its_partition() -> None:
 
 def test_a_longer_transfer_is_never_cheaper() -> None:
     found = run("rings", 4)
-    slow = replace(found, machines=replace(found.machines, scale_up_bytes_per_s=1e9))
+    slow = replace(found, cluster=replace(found.cluster, scale_up_bytes_per_s=1e9))
     assert predict(slow, CONSTANTS).iter_time_s > predict(found, CONSTANTS).iter_time_s

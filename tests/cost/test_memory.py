@@ -106,8 +106,8 @@ def test_an_optimizer_on_the_host_leaves_the_device_and_takes_longer() -> None:
         usual.gradients_bytes,
     )
     held, constants = Weights(num_dense=8e10, num_expert=0.0), Constants(optimizer=1.0)
-    device = replace(base.machines.device, host_link_bytes_per_s=6e10, host_memory_bytes_per_s=7e10)
-    host = replace(host, machines=replace(host.machines, device=device))
+    device = replace(base.cluster.device, host_link_bytes_per_s=6e10, host_memory_bytes_per_s=7e10)
+    host = replace(host, cluster=replace(host.cluster, device=device))
     added_s = optimizer_s(host, constants, held) - clearing_s(host, constants, held)
     norms_s = 8e10 * 2.0 / (device.memory_bandwidth_bytes_per_s * 0.85)
     assert added_s - norms_s == pytest.approx(1e10 * (6 / 6e10 + 28 / 7e10))

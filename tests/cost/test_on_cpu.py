@@ -165,7 +165,7 @@ def test_a_rank_computes_faster_while_the_other_waits() -> None:
     terms = predict(alone, NEUTRAL).terms
     span = sum(terms[name] for name in ("compute_s", "recompute_s", "action_s", "pp_bubble_s", "pp_comm_s"))
     free = replace(shared, hop_s=1e-15, peer=1e12)
-    assert contention_gain(alone.software, alone.machines, shared) == pytest.approx(0.2)
+    assert contention_gain(alone.software, alone.cluster, shared) == pytest.approx(0.2)
     assert predict(alone, free).terms["pp_alone_s"] == pytest.approx(-0.2 * span, rel=0.02)
     for other in (cpu_run(pp=1), cpu_run(pp=1, tp=2), replace(few, software=Software())):
         assert predict(other, shared) == predict(other, NEUTRAL)

@@ -202,7 +202,7 @@ def run_for(
         ),
         global_batch_size=model.micro_batch,
         layers_per_stage=(_LAYERS,),
-        machines=uniform_cluster_of_device(two_cores().device, num_devices=num_devices, devices_per_node=4),
+        cluster=uniform_cluster_of_device(two_cores().device, num_devices=num_devices, devices_per_node=4),
         precision=model.precision,
         software=software,
     )

@@ -88,7 +88,7 @@ def test_a_plans_shape_and_layout_are_predicted_too() -> None:
         recompute="none",
     )  # fmt: skip
     machines = uniform_cluster_of_device(device_named("H100"), num_devices=16)
-    job = run_of(known.shape, layout, global_batch_size=64, layers_per_stage=(23, 23), machines=machines)
+    job = run_of(known.shape, layout, global_batch_size=64, layers_per_stage=(23, 23), cluster=machines)
     assert 0.2 < predict(job, fitted()).iter_time_s < 2
     with pytest.raises(ConfigError, match="16 ranks"):
         run_of(
@@ -96,10 +96,10 @@ def test_a_plans_shape_and_layout_are_predicted_too() -> None:
             layout,
             global_batch_size=64,
             layers_per_stage=(23, 23),
-            machines=uniform_cluster_of_device(device_named("H100"), num_devices=8),
+            cluster=uniform_cluster_of_device(device_named("H100"), num_devices=8),
         )
     with pytest.raises(ConfigError, match="layers_per_stage"):
-        run_of(known.shape, layout, global_batch_size=64, layers_per_stage=(20, 23), machines=machines)
+        run_of(known.shape, layout, global_batch_size=64, layers_per_stage=(20, 23), cluster=machines)
 
 
 def test_the_command_writes_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ class AssignedRun:
 
     def least_s(self, slots: tuple[int, ...]) -> float:
         """Seconds that the prediction with these slots is not under: its busiest rank's, without waiting."""
-        if contention_gain(self.run.software, self.run.machines, self.constants):
+        if contention_gain(self.run.software, self.run.cluster, self.constants):
             return 0.0
         arranged = arranged_slots(self.topology, slots, self.run.layout)
         busy = max(max(self._busy_s(replica)) for replica in self._slowest_replicas(arranged))
@@ -109,8 +109,8 @@ class AssignedRun:
     def parts_over(self, link: GroupLink, stride: int) -> list[StageParts]:
         """The seconds of every stage by cause when groups of ranks `stride` apart are joined by `link`."""
         if (link, stride) not in self._parts_by_link:
-            machines, constants = view_from(self.run.machines, self.constants, link, stride=stride)
-            parts = stage_parts(replace(self.run, machines=machines), constants)
+            cluster, constants = view_from(self.run.cluster, self.constants, link, stride=stride)
+            parts = stage_parts(replace(self.run, cluster=cluster), constants)
             self._parts_by_link[link, stride] = parts
         return self._parts_by_link[link, stride]
 
@@ -120,9 +120,9 @@ class AssignedRun:
         key = (held.num_dense, held.num_expert, link, forward_s, backward_s)
         if key not in self._gradient_times:
             stride = self.run.layout.tensor_parallel
-            machines, constants = view_from(self.run.machines, self.constants, link, stride=stride)
+            cluster, constants = view_from(self.run.cluster, self.constants, link, stride=stride)
             self._gradient_times[key] = communication.data_parallel_s(
-                replace(self.run, machines=machines),
+                replace(self.run, cluster=cluster),
                 constants,
                 num_dense=held.num_dense,
                 num_expert=held.num_expert,
@@ -218,8 +218,8 @@ class AssignedRun:
             link = group_link(self.topology, [sender, receiver])
             if key is not None:
                 link = replace(link, bytes_per_s=key[0], latency_s=key[1])
-            machines, constants = view_from(self.run.machines, self.constants, link, stride=1)
+            cluster, constants = view_from(self.run.cluster, self.constants, link, stride=1)
             self._transfers[key] = communication.transfer_s(
-                replace(self.run, machines=machines), constants, sender=0, receiver=link.num_domains - 1
+                replace(self.run, cluster=cluster), constants, sender=0, receiver=link.num_domains - 1
             )
         return self._transfers[key]

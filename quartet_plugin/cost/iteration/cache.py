@@ -133,7 +133,7 @@ class IterationModelCache:
             constants = self.machine_model.constants
             parts = unit_parts(run, constants)
             if any(apart):
-                inter_node = unit_parts(replace(run, machines=self.machine_model.inter_node), constants)
+                inter_node = unit_parts(replace(run, cluster=self.machine_model.inter_node), constants)
                 names = [name for name, is_apart in zip(COLLECTIVES[1:], apart, strict=True) if is_apart]
                 parts = replace(
                     parts,
@@ -150,7 +150,7 @@ class IterationModelCache:
             constants = self.machine_model.constants
             latency = communication.transfer_latency_s(constants)
             intra_node = communication.transfer_s(run, constants, sender=0, receiver=1)
-            run = replace(run, machines=self.machine_model.inter_node)
+            run = replace(run, cluster=self.machine_model.inter_node)
             inter_node = communication.transfer_s(run, constants, sender=0, receiver=1)
             self._links[key] = (intra_node - latency, inter_node - latency, latency)
         return self._links[key]

@@ -98,7 +98,7 @@ class IterationModel:
         self._share = 1.0 + straggler_share(run, constants)
         if isinstance(constants, ClusterConstants):
             self._share *= constants.residual
-        self._gain = contention_gain(run.software, run.machines, constants)
+        self._gain = contention_gain(run.software, run.cluster, constants)
 
     @property
     def step_seconds(self) -> FloatArray:

@@ -89,7 +89,7 @@ def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
         plan.layout,
         global_batch_size=plan.made_for.global_batch_size,
         layers_per_stage=plan.split.transformer_layers_per_stage,
-        machines=machine_model.intra_node,
+        cluster=machine_model.intra_node,
         schedule=schedule_kind(plan.schedule),
         group=schedule_group(plan.schedule),
         custom=plan.schedule.custom,
@@ -173,8 +173,8 @@ def step_terms_of(
     is_inter_node = are_copies_apart(nodes, tensor_parallel=plan.layout.tensor_parallel)
     ends_apart = bool((nodes[placement[0]] != nodes[placement[-1]]).any())
 
-    def terms_on(machines: UniformCluster) -> dict[str, float]:
-        here = run if machines is run.machines else replace(run, machines=machines)
+    def terms_on(cluster: UniformCluster) -> dict[str, float]:
+        here = run if cluster is run.cluster else replace(run, cluster=cluster)
         forward_s, backward_s = float(passes[0]), float(passes[1:].sum())
         return step_terms(here, constants, forward_s=forward_s, backward_s=backward_s)
 

@@ -165,7 +165,7 @@ def summed(
     compute_terms = {f"{name}_s": by_cause.pop(f"{name}_s", 0.0) for name in COMPUTE}
     terms = {"compute_s": sum(compute_terms.values())} | by_cause
     span = pipeline.span
-    gain = contention_gain(run.software, run.machines, constants) * idle_beside_another(
+    gain = contention_gain(run.software, run.cluster, constants) * idle_beside_another(
         run, span.bubble_fraction
     )
     if gain:
@@ -184,16 +184,16 @@ def summed(
 
 def straggler_share(run: TrainingRun, constants: Constants) -> float:
     """The additional share of an iteration because the slowest of many nodes is waited for."""
-    nodes = run.machines.num_devices / run.machines.devices_per_node
+    nodes = run.cluster.num_devices / run.cluster.devices_per_node
     return constants.straggler * max(0.0, math.log2(nodes))
 
 
-def contention_gain(software: Software, machines: UniformCluster, constants: Constants) -> float:
+def contention_gain(software: Software, cluster: UniformCluster, constants: Constants) -> float:
     """The share of a rank's compute time that it saves while all other ranks wait.
 
     It is 0 unless a node's ranks share one memory and all ranks are on one node.
     """
-    is_shared = software.shares_memory and machines.num_devices <= machines.devices_per_node
+    is_shared = software.shares_memory and cluster.num_devices <= cluster.devices_per_node
     if not (is_shared and isinstance(constants, ClusterConstants)):
         return 0.0
     return constants.contention / (1.0 + constants.contention)
@@ -230,7 +230,7 @@ def optimizer_s(
     kernels.
     """
     shards = _shards(run)
-    memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
+    memory = run.cluster.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
     # Reading gradients for their norm and clearing them touches all gradients, the step the rank's shard.
     clear = 6.0 if run.zero_stage != 3 else 6.0 / shards
     passed_s = constants.optimizer * held.num_total / memory
@@ -247,7 +247,7 @@ def _host_step_s(run: TrainingRun, constants: Constants, parameters: float) -> f
     One after the other, as Megatron does without --overlap-cpu-optimizer-d2h-h2d
     (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py).
     """
-    device = run.machines.device
+    device = run.cluster.device
     copied_s = (GRADIENT_COPY_BYTES + run.element_bytes) / device.resolved_host_link_bytes_per_s
     return parameters * (
         copied_s + constants.optimizer * OPTIMIZER_BYTES / device.resolved_host_memory_bytes_per_s
@@ -276,5 +276,5 @@ def _shards(run: TrainingRun) -> int:
 def clearing_s(run: TrainingRun, constants: Constants, held: Weights) -> float:
     """Seconds to clear the sums of gradients: the part of `optimizer_s` outside the optimizer's step."""
     shards = run.shard_group if run.zero_stage == 3 else 1
-    memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
+    memory = run.cluster.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
     return constants.optimizer * held.num_total * CLEARED_BYTES / shards / memory

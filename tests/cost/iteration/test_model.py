@@ -128,7 +128,7 @@ def test_one_plan_has_the_same_seconds_and_terms_from_every_side(case: tuple[Mac
     iteration_model = IterationModelCache(machine_model).of(plan)
     ones = np.zeros(machine_model.num_coefficients)
     assert iteration_model.evaluate(ones)[0] == pytest.approx(expected.iter_time_s, rel=1e-9)
-    topology = uniform_topology_of(run.machines, machine_model.constants)
+    topology = uniform_topology_of(run.cluster, machine_model.constants)
     assigned = AssignedRun(run, machine_model.constants, topology)
     for prediction in (
         iteration_model.predict(ones),

@@ -47,7 +47,7 @@ def run_with(kind: ScheduleKind, count: int, *, group: int | None = None) -> Tra
         layout,
         global_batch_size=count,
         layers_per_stage=(16 // layout.num_stages,) * layout.num_stages,
-        machines=training.machines,
+        cluster=training.cluster,
         schedule=kind,
         group=group,
     )
@@ -279,6 +279,6 @@ def test_a_schedule_that_does_not_exist_for_a_layout_is_refused(
             replace(training.layout, virtual_stages=2 if kind is ScheduleKind.DUALPIPE_V else 1),
             global_batch_size=count,
             layers_per_stage=(2,) * 8 if kind is ScheduleKind.DUALPIPE_V else (4,) * 4,
-            machines=training.machines,
+            cluster=training.cluster,
             schedule=kind,
         )

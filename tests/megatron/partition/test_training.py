@@ -301,7 +301,7 @@ def predicted_peak(case: Case) -> float:
         ),
         global_batch_size=8,
         layers_per_stage=(2,),
-        machines=uniform_cluster_of_device(machine, num_devices=case.num_processes, devices_per_node=4),
+        cluster=uniform_cluster_of_device(machine, num_devices=case.num_processes, devices_per_node=4),
         precision="fp32",
         software=ON_CPU,
     )
