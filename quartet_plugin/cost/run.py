@@ -73,87 +73,104 @@ IMBALANCE, FORCED_IMBALANCE = 1.1, 1.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """The behaviour of a framework that costs time or memory.
-
-    `gradient_bytes` are those of a gradient element on the wire, `main_gradient_bytes` those in memory.
-    `selective_fraction` is the share of a layer's matrix products that selective recompute repeats.
-    `tensor_overlap` is for tensor and sequence parallel collectives, `has_data_overlap` for gradients
-    and parameters, `post_validation` whether the optimizer's barrier is hidden (zero-bubble schedules).
-    `zero_broadcasts`: updated shards come back as one broadcast a rank, not as one all-gather.
-    `reduces_all`: ZeRO-1 reduces all gradients on every rank, not only its shard.
-    `parameter_bytes`: an updated parameter on the wire; `logs_step_only`: no time between steps;
-    `blocking_transfers`: also interleaved schedules and GPipe wait for their sends, as 1F1B always does.
-    `is_graphed`: kernels are replayed from graphs, so that starting them costs nothing.
-    `has_early_stop`: full recompute stops at the last tensor the backward needs, before the last product.
-    `offloads_optimizer`: the optimizer's state is the host's, which steps it.
-    `optimizer_bytes` a parameter: master weight, moments and, where it is kept, an fp32 gradient.
-    `logit_bytes` a logit at the loss: the half-precision ones, fp32 copies, their gradient; in fp32 all of
-    these may be one tensor.
-    `bucket_bytes`: communication buffers outside the gradients. `keeps_stage_outputs`: until the backward.
-    `is_fragmenting`: an old caching allocator, whose holes cost activations memory. `fused_weight_gradient`:
-    weight gradients are added to their sum by the product itself. `gradient_placeholders`: one a weight's
-    shape, in place of that gradient. `splits_transfers`: tensor-parallel ranks send a slice each.
-    `collectives_per_layer`: gathers of a layer's sharded parameters (stage 3).
-    `eager_gradients`: each microbatch makes every weight's gradient anew and adds it, the vocabulary's too.
-    `reduces_ends`: the collectives of embedding and head count: tied embeddings' gradients between both ends
-    of a pipeline, and those of tensor parallelism; elsewhere they are too short to matter.
-    `keeps_gathered_inputs`: between input and weight gradient, whole where sequences are split.
-    `shares_memory`: ranks of a node compute out of one memory, the slower the more of them compute.
-    `expert_overlap`: experts' all-to-all of one microbatch runs beside another's computation;
-    `delayed_weight_gradients`: it waits for no weight gradients there.
-    `shared_expert_overlap`: it runs beside the products of the shared expert.
-    `grouped_experts`: the products of a device's experts are one call, not one expert after the other.
-    `graphed_share`: the share of a layer's kernels that are replayed from graphs of its parts.
-    `sends_once_a_domain`: a dispatcher that sends a token to another domain once, for all its experts there.
-    `gathers_tokens`: experts' devices gather all tokens of each other, and reduce their outputs back.
-    `gathers_narrow`: sequence parallelism gathers the narrow operands of products in 8 or 4 bits.
-    `plain_operations`: norms, rotations, activations and attention are PyTorch's operations one by one, each
-    of which saves its operands.
-    """
+    """The behaviour of a framework that costs time or memory."""
 
     name: str = "Megatron-Core"
+    """The framework's name."""
     attention: Attention = "native-flash"
+    """The kernel of attention."""
     fused_elementwise: bool = True
+    """Whether norms, activations, rotations and residuals are fused kernels."""
     fused_loss: bool = False
+    """Whether the loss is a fused kernel."""
     has_dropout: bool = False
+    """Whether layers have dropout, whose masks they keep."""
     tensor_overlap: Overlap = Overlap.BACKWARD
+    """The part of tensor and sequence parallel collectives that runs beside compute."""
     has_data_overlap: bool = True
+    """Whether gradients are reduced, and parameters gathered, beside compute."""
     gradient_bytes: int = 4
+    """Bytes of a gradient element on the wire."""
     main_gradient_bytes: int = 4
+    """Bytes of a gradient element in memory."""
     parameter_bytes: int = 2
+    """Bytes of an updated parameter on the wire."""
     logs_step_only: bool = False
+    """Whether the measured time leaves out what is between steps."""
     blocking_transfers: bool = False
+    """Whether interleaved schedules and GPipe, too, wait for their sends, as 1F1B always does."""
     selective_fraction: float = 0.0
+    """The share of a layer's matrix products that selective recompute repeats."""
     post_validation: bool = False
+    """Whether the optimizer's barrier is hidden (zero-bubble schedules)."""
     zero_broadcasts: bool = False
+    """Whether updated shards come back as one broadcast a rank, not as one all-gather."""
     reduces_all: bool = False
+    """Whether ZeRO-1 reduces all gradients on every rank, not only its shard."""
     is_graphed: bool = False
+    """Whether kernels are replayed from graphs, so that starting them costs nothing."""
     has_early_stop: bool = False
+    """Whether full recompute stops at the last tensor the backward needs, before the last product."""
     is_fragmenting: bool = False
+    """Whether an old caching allocator leaves holes between activations, which cost memory."""
     offloads_optimizer: bool = False
+    """Whether the host holds the optimizer's state, and steps it."""
     optimizer_bytes: float = 12.0
+    """Bytes a parameter: master weight, moments and, where it is kept, an fp32 gradient."""
     bucket_bytes: float = 0.0
+    """Bytes of communication buffers outside the gradients."""
     gather_overlap: bool = True
+    """Whether updated parameters are gathered beside the forward, where data parallelism overlaps at all."""
     bucket_elements: float = 0.0
+    """Elements of a gradient bucket; 0 is Megatron's size."""
     logit_bytes: float = 8.0
+    """Bytes a logit at the loss: the half-precision ones, fp32 copies, their gradient.
+
+    In fp32 all of these may be one tensor.
+    """
     keeps_stage_outputs: bool = False
+    """Whether a stage's output stays in memory until its backward."""
     fused_weight_gradient: bool = True
+    """Whether the product itself adds weight gradients to their sum."""
     gradient_placeholders: bool = True
+    """Whether a tensor of each weight's shape stands in place of its fused gradient."""
     splits_transfers: bool = False
+    """Whether tensor-parallel ranks send a slice of a boundary tensor each."""
     collectives_per_layer: int = 1
+    """The gathers of a layer's sharded parameters (stage 3)."""
     eager_gradients: bool = False
+    """Whether each microbatch makes every weight's gradient anew and adds it, the vocabulary's too."""
     reduces_ends: bool = False
+    """Whether the collectives of embedding and head count.
+
+    They are those of tied embeddings' gradients between both ends of a pipeline, and those of tensor
+    parallelism; elsewhere they are too short to matter.
+    """
     keeps_gathered_inputs: bool = True
+    """Whether inputs stay whole between input and weight gradient where sequences are split."""
     shares_memory: bool = False
+    """Whether ranks of a node compute out of one memory, the slower the more of them compute."""
     expert_overlap: bool = False
+    """Whether experts' all-to-all of one microbatch runs beside another's computation."""
     delayed_weight_gradients: bool = False
+    """Whether that all-to-all waits for no weight gradients."""
     shared_expert_overlap: bool = False
+    """Whether experts' all-to-all runs beside the products of the shared expert."""
     grouped_experts: bool = True
+    """Whether the products of a device's experts are one call, not one expert after the other."""
     sends_once_a_domain: bool = False
+    """Whether a dispatcher sends a token to another domain once, for all its experts there."""
     gathers_tokens: bool = False
+    """Whether experts' devices gather all tokens of each other, and reduce their outputs back."""
     graphed_share: float = 0.0
+    """The share of a layer's kernels that are replayed from graphs of its parts."""
     gathers_narrow: bool = True
+    """Whether sequence parallelism gathers the narrow operands of products in 8 or 4 bits."""
     plain_operations: bool = False
+    """Whether norms, rotations, activations and attention are PyTorch's operations one by one.
+
+    Each of these operations saves its operands.
+    """
 
 
 # Megatron-Core on processors: plain PyTorch operations in fp32, and collectives that stop the computation.
@@ -179,7 +196,7 @@ ON_CPU = Software(
 class UniformCluster:
     """Equal devices on equal links, all that the cost model needs of a cluster.
 
-    Bandwidths are one device's in one direction, bytes/s. `mapping.Topology` has the slots one by one, and
+    Bandwidths are one device's in one direction. `mapping.Topology` has the slots one by one, and
     `cost.cluster` makes both of a cluster file.
     """
 
@@ -187,51 +204,58 @@ class UniformCluster:
     num_devices: int
     devices_per_node: int
     scale_up_devices: int
+    """The devices of a scale-up domain."""
     scale_up_bytes_per_s: float
     scale_out_bytes_per_s: float
     memory_bytes: int
+    """Bytes of memory of a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """A run with nothing left open.
-
-    `half` is the format of what is not in `matmul`, fp32 where a run uses no half precision at all; `matmul`
-    that of the layers' matrix products.
-    `zero_stage` 0 to 3, `shard_group` the data-parallel ranks that share parameters (stage 3),
-    `optimizer_group` those that share optimizer states (stage 1 and 2). `group`: microbatches a chunk before
-    the next chunk in interleaved schedules, None for one a pipeline rank. `custom`: the order that a plan
-    carries for the plugin's runtime, None for a framework's. `normalization`: the norms by Megatron's name,
-    None where it is not known. `has_block_scales`: narrow formats have a scale a block of elements, not a
-    tensor. `recomputed_layers`: the layers of each stage that full recompute repeats, None for all;
-    `recomputed_together`: of those it repeats, the layers that share a kept input. `recomputed_modules`: the
-    modules of a layer that selective recompute repeats, by Megatron's names.
-    """
+    """A run with nothing left open."""
 
     shape: ModelShape
     layout: Layout
     num_microbatches: int
     layers_per_stage: tuple[int, ...]
     half: HalfPrecision
+    """The format of what is not in `matmul`; fp32 where a run uses no half precision at all."""
     matmul: Literal["fp16", "bf16", "fp32", "fp8", "fp4"]
+    """The format of the layers' matrix products."""
     zero_stage: int
+    """The stage of ZeRO, 0 to 3."""
     shard_group: int
+    """The data-parallel ranks that share parameters (stage 3)."""
     optimizer_group: int
+    """The data-parallel ranks that share optimizer states (stages 1 and 2)."""
     schedule: ScheduleKind
     cluster: UniformCluster
     software: Software = field(default_factory=Software)
     experts: Experts | None = None
+    """The model's experts; None where it has none."""
     latent: LatentAttention | None = None
+    """The model's latent attention; None where it has none."""
     group: int | None = None
+    """Microbatches a chunk before the next chunk in interleaved schedules; None for one a pipeline rank."""
     custom: CustomSchedule | None = None
+    """The order that a plan carries for the plugin's runtime; None for a framework's."""
     mtp_layers: int = 0
+    """The layers of multi-token prediction."""
     has_whole_experts: bool = False
+    """Whether tensor-parallel devices hold whole experts, not parts of each."""
     has_block_scales: bool = False
+    """Whether narrow formats have a scale a block of elements, not a tensor."""
     recomputed_layers: int | None = None
+    """The layers of each stage that full recompute repeats; None for all."""
     recomputed_together: int = 1
+    """The layers that share a kept input, of those that full recompute repeats."""
     recomputed_modules: tuple[str, ...] = ("core_attn",)
+    """The modules of a layer that selective recompute repeats, by Megatron's names."""
     imbalance: float = IMBALANCE
+    """Tokens of the fullest device of an expert group, over the mean."""
     normalization: str | None = None
+    """The norms by Megatron's name; None where it is not known."""
 
     @property
     def has_narrow_products(self) -> bool:

@@ -16,23 +16,7 @@ Count = Annotated[int, Bounds(ge=0, le=2**53)]
 
 @record
 class TrainingJob:
-    """What the framework resolved from the user's command, as RANK 0 reported it.
-
-    `split` is None for a model that is no list of layers. `settings` are the values of the framework's
-    settings that a plan can change; None where the report is of a release that did not read them.
-    `full_backward` is why the model's layers make every backward in full, so that no schedule can split it;
-    None where they do not. `no_custom_schedules` is why the plugin's runtime steps aside, so that the
-    framework's own schedules stay; None where it does not. `no_tensor_partition` is why layers are cut in the
-    framework's own way alone; None where they need not be. `layer_impl` is the implementation of the layers
-    (`local`, `transformer_engine`). `shares_sequences`: the attention where trials run is known to give one
-    answer for any number of devices that share a sequence; None where that is not known.
-    `experts` and `latent` attention are the model's, None where it has none or one that no plan describes.
-    `mtp_layers` predict further tokens, None where there are none. `normalization` is the norms' kind by the
-    framework's name, None where it was not read.
-    `changed_functions` are the framework's whose source is not a known one, which keeps custom schedules off.
-    The job is a trial's with `stage_divisor` times fewer stages and layers than the training, where a replica
-    has more processes than a trial; None where it has not.
-    """
+    """What the framework resolved from the user's command, as RANK 0 reported it."""
 
     framework: Name
     framework_version: Name
@@ -40,6 +24,7 @@ class TrainingJob:
     shape: ModelShape
     layout: Layout
     split: Split | None
+    """The split; None for a model that is no list of layers."""
     schedule: ScheduleChoice
     global_batch_size: Annotated[int, Bounds(ge=1, le=2**31)]
     train_iters: Count
@@ -47,19 +32,40 @@ class TrainingJob:
     features: Annotated[tuple[Name, ...], Length(most=1_000)]
     neutralised: Annotated[tuple[Name, ...], Length(most=1_000)]
     settings: Annotated[tuple[Setting, ...], Length(most=1_000)] | None = field(default=None, metadata=ADDED)
+    """The values of the framework's settings that a plan can change.
+
+    None where the report is of a release that did not read them.
+    """
     full_backward: Name | None = field(default=None, metadata=ADDED)
+    """Why the layers make every backward in full, which no schedule can split; None where they do not."""
     layer_impl: Name | None = field(default=None, metadata=ADDED)
+    """The implementation of the layers (`local`, `transformer_engine`)."""
     shares_sequences: bool | None = field(default=None, metadata=ADDED)
+    """Whether the attention where trials run gives one answer for any number of devices of a sequence.
+
+    None where that is not known.
+    """
     no_custom_schedules: Name | None = field(default=None, metadata=ADDED)
+    """Why the plugin's runtime steps aside and the framework's own schedules stay; None where it does not."""
     no_tensor_partition: Name | None = field(default=None, metadata=ADDED)
+    """Why layers are cut in the framework's own way alone; None where they need not be."""
     experts: Experts | None = field(default=None, metadata=ADDED)
+    """The model's experts; None where it has none, or some that no plan describes."""
     latent: LatentAttention | None = field(default=None, metadata=ADDED)
+    """The model's latent attention; None where it has none, or one that no plan describes."""
     mtp_layers: Annotated[int, Bounds(ge=1, le=MAX_LAYERS)] | None = field(default=None, metadata=ADDED)
+    """The layers that predict further tokens; None where there are none."""
     normalization: Name | None = field(default=None, metadata=ADDED)
+    """The norms' kind by the framework's name; None where it was not read."""
     changed_functions: Annotated[tuple[Name, ...], Length(most=1_000)] | None = field(
         default=None, metadata=ADDED
     )
+    """The framework's functions whose source is not a known one, which keeps custom schedules off."""
     stage_divisor: Annotated[int, Bounds(ge=2, le=2**16)] | None = field(default=None, metadata=ADDED)
+    """How many times fewer stages and layers this job has, a trial's, than the training.
+
+    None where a replica of the training has no more processes than a trial.
+    """
 
     def setting(self, name: str) -> SettingValue | None:
         """The command's value of a setting; None where it was not read."""
