@@ -1,7 +1,7 @@
 """The one error hierarchy: each class carries the exit code of the `quartet` command.
 
 A message holds the value, the rule and the fix, in one line. Errors are for what a user or the
-outside world can cause; `assert` is for our own invariants.
+outside world can cause; `assert` is for this program's invariants.
 """
 
 from enum import IntEnum
@@ -36,7 +36,7 @@ MEANINGS: dict[ExitCode, str] = {
 
 
 class QuartetError(Exception):
-    """Base of every error we raise on purpose; `exit_code` is what the command line returns."""
+    """Base of every error that this program raises on purpose; the command exits with its `exit_code`."""
 
     exit_code: ExitCode = ExitCode.USAGE
     # Lines of this program's own below the message, such as a schedule as a table.

@@ -12,9 +12,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "quartet_plugin"
 # Words that say nothing of what they name.
 WITHOUT_CONTENT = frozenset({"found", "one", "at", "it", "own", "what", "told", "mine", "ours"})
-# Phrases after which a reader asks which one, or how many; "that one" where no noun or clause follows.
+# Phrases after which a reader asks which one, who, or how many; "that one" where no noun or clause follows,
+# "us" but for microseconds.
 EMPTY_PHRASES = re.compile(
-    r"\b(?:so many|of ours|ours|that one(?=[.,;:)]|$)|(?:until|than|as) that one)\b", re.IGNORECASE
+    r"\b(?:so many|our|ours|we|that one(?=[.,;:)]|$)|(?:until|than|as) that one)\b|(?<=[a-z] )us\b",
+    re.IGNORECASE,
 )
 # Of documents also "what ... where ..." in one clause.
 RELATIVE_CLAUSES = re.compile(r"\bwhat (?:[\w`'-]+ ){1,8}where\b", re.IGNORECASE)
@@ -124,9 +126,9 @@ def test_no_text_has_an_empty_phrase() -> None:
 
 
 def test_an_empty_phrase_is_seen() -> None:
-    for wrong in ("it waits until that one has ended", "Take that one.", "so many layers", "a plan of ours"):
+    for wrong in ("it waits until that one has ended", "Take that one.", "so many layers", "without us"):
         assert EMPTY_PHRASES.search(wrong), wrong
-    for right in ("bytes that one device sends", "iterations that one of them needs", "that one device"):
+    for right in ("bytes that one device sends", "iterations that one of them needs", "up to 50 us"):
         assert not EMPTY_PHRASES.search(right), right
     assert RELATIVE_CLAUSES.search("It prints what a layer keeps where it can.")
     assert not RELATIVE_CLAUSES.search("It says what a layer keeps; where it can, it prints.")

@@ -130,7 +130,7 @@ def set_argument(config: Any, name: str, value: Any) -> None:
 
 
 def leave_out(config: Any, name: str) -> None:
-    """The field of an argument as without its flag; what no section has is left out already."""
+    """Set the field of an argument as without its flag; what no section has is left out already."""
     if name == "num_query_groups":
         set_argument(config, name, config.model.num_attention_heads)
     elif has_argument(config, name):

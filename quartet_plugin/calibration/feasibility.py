@@ -174,7 +174,7 @@ class FeasibilityModel:
         self._covariance = self._covariance - np.outer(gain, gain) / variance
 
     def _learn_failure(self, plan: Plan, memory: Memory, wanted_bytes: float) -> None:
-        """An allocation that failed: the plan needs at least as much, and the device has no more."""
+        """Learn from an allocation that failed: the plan needs at least as much; the device has no more."""
         if not self._machine_model.is_known:
             self._failed_bytes = min(self._failed_bytes, wanted_bytes)
         if self._need(plan, memory)[0] < wanted_bytes:

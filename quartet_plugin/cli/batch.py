@@ -141,7 +141,7 @@ def status_command(
 
 
 def _show_status(paths: "BatchPaths", *, as_json: bool) -> str:
-    """Show one batch; its state."""
+    """Show one batch and return its state."""
     from quartet_plugin.batch.results import read_batch_state
     from quartet_plugin.model.schema import dump
     from quartet_plugin.report.batch_table import table_lines
@@ -155,7 +155,7 @@ def _show_status(paths: "BatchPaths", *, as_json: bool) -> str:
 
 
 def write_files(results: "BatchResults", paths: "BatchPaths") -> None:
-    """results.json, results.csv and report.html. Raises ConfigError or StorageError."""
+    """Write results.json, results.csv and report.html. Raises ConfigError or StorageError."""
     from quartet_plugin.model.batch import write_results
     from quartet_plugin.model.files import write_text_atomic
     from quartet_plugin.report.batch_page import batch_page

@@ -215,9 +215,9 @@ def _last_words(message: str, code: int) -> int:
 
 
 def _drop(stream: "TextIO") -> None:
-    """What is still buffered goes nowhere: Python would complain again when it flushes at exit.
+    """Send what is still buffered to the null device: Python would complain again when it flushes at exit.
 
-    Nothing where the stream is none of the system's, as in a test.
+    Do nothing where the stream is none of the system's, as in a test.
     """
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -19,7 +19,7 @@ def handled(numbers: Sequence[int], handle: Callable[[int, object], None]) -> It
 
 @contextlib.contextmanager
 def ended_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt: processes in sessions of their own would outlive us."""
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt: processes in other sessions would outlive this."""
 
     def handle(number: int, frame: object) -> None:
         del number, frame

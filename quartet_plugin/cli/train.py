@@ -171,7 +171,7 @@ def run_wrapped(
         signals = _Signals()
         with handled(_PASSED_ON, signals.handle):
             try:
-                # In this session: a terminal's Ctrl-C reaches it as it would without us.
+                # In this session: a terminal's Ctrl-C reaches it as without this process.
                 process = subprocess.Popen(argv, env=surroundings)
             except OSError as error:
                 raise InfrastructureError(f"command {argv[0]!r}: cannot start: {error.strerror}") from error

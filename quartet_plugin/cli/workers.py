@@ -124,7 +124,7 @@ def _command_of(run: "TuningRun", words: Sequence[str] | None, *, path: Path) ->
 
 
 def _check_place(run: "TuningRun", command: "Command") -> None:
-    """Whether the command can start on this host as on the host where the run was started."""
+    """Raise ConfigError where the command cannot start on this host as on the host that started the run."""
     if not run.cwd.is_dir():
         raise ConfigError(f"{run.cwd}: not on this host; the run's command starts there: mount it here")
     if command.starter == "other":

@@ -162,7 +162,10 @@ class EngineStages:
         return value
 
     def _load_until(self, microbatch: int) -> None:
-        """The iterator's next batches are the microbatches in order, whatever order they run in."""
+        """Load the batches up to the one of `microbatch`.
+
+        The iterator gives them in order, whatever order they run in.
+        """
         while self._num_loaded <= microbatch:
             self._engine._exec_load_micro_batch(self._num_loaded)
             self._num_loaded += 1

@@ -156,7 +156,7 @@ class KubernetesJob:
             self._add_logs(pods)
 
     def _add_logs(self, pods: Sequence[Mapping[str, Any]]) -> None:
-        """The output of pods that failed before the command started, which no other file has."""
+        """Add the output of pods that failed before the command started, which no other file has."""
         assert self._reference is not None
         for pod in pods:
             name = str(pod["metadata"]["name"])

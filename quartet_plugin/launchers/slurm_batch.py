@@ -83,7 +83,7 @@ class SlurmJob:
             slurm.cancel(job, is_step=False)
 
     def kill(self) -> None:
-        """The same: a job has no launcher here."""
+        """End the job as `terminate` does: it has no launcher here."""
         self.terminate()
 
     def end_on_nodes(self) -> tuple[str, ...]:

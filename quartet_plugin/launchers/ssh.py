@@ -26,7 +26,7 @@ _MAX_AT_ONCE = 64
 
 
 def ssh_words(host: str, *words: str, config: str | None, python: str) -> list[str]:
-    """The words that start one of our modules on a host; none of them is a value of the user's command."""
+    """The words that start a module of the plugin on a host, without a value of the user's command."""
     options = [word for option in _OPTIONS for word in ("-o", option)]
     file = [] if config is None else ["-F", config]
     return ["ssh", "-T", *file, *options, "--", host, "exec", python, "-m", MODULE, *words]

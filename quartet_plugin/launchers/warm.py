@@ -202,7 +202,7 @@ class WarmHandle:
         return bool(select.select([self._descriptor], [], [], 0.0)[0])
 
     def _await_server(self) -> None:
-        """A server that does not say how a process has ended is of no use."""
+        """Close the server if it does not say for a while how the process has ended."""
         now = time.monotonic()
         self._ended_at_s = now if self._ended_at_s is None else self._ended_at_s
         if now - self._ended_at_s > _END_LIMIT_S:

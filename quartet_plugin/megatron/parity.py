@@ -33,7 +33,7 @@ class ParityMeter:
         self._tokens: list[dict[str, tuple[int, ...]]] = []
 
     def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        """`train_step` as Megatron calls it, with our file written after every step."""
+        """`train_step` as Megatron calls it, with `rank-K.parity.json` written after every step."""
         return around_train_step(train_step, before=self._begin, after=self._note)
 
     def _begin(self, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:

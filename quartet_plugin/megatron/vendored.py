@@ -1,7 +1,7 @@
 """For people who vendor Megatron-LM: what the line in `patches/` calls before Megatron reads its flags.
 
 The training command is then started as ever and may have `--quartet-plan FILE` among its flags. Without one
-of our flags nothing happens, and nothing is imported.
+of the plugin's flags nothing happens, and nothing is imported.
 """
 
 import ast
@@ -22,7 +22,7 @@ _LINES = (
 
 
 def patch_of(tree: "SourceTree") -> str:
-    """The patch of a source tree: our lines, first in `parse_args`, with no context around them.
+    """The patch of a source tree: the plugin's lines, first in `parse_args`, with no context around them.
 
     Raises ValueError where the tree has no such function.
     """

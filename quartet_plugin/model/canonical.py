@@ -41,7 +41,10 @@ def digest(value: Mapping[str, Any]) -> str:
 
 
 def _refuse_other_keys(value: Any) -> None:
-    """`json` would turn the key 1 into "1", so two different values would share a text."""
+    """Raise TypeError for a key that is no text.
+
+    `json` would turn the key 1 into "1", so two different values would share a text.
+    """
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

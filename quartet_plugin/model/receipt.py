@@ -1,7 +1,7 @@
 """The parity gate's judgement and its receipt: does a plan train as stock does?
 
 Loss and gradient norm of every step are compared, relative to stock's. The receipt is a file beside the plan
-that `quartet train` asks for where a plan uses our own runtime.
+that `quartet train` asks for where a plan uses the plugin's runtime.
 """
 
 import math

@@ -213,7 +213,7 @@ class _Run:
         arrived[piece] = arrived[piece] + payload if piece in arrived else payload
 
     def _bring_home(self, result: Tensor, copied: Sequence[BlockTransfer]) -> None:
-        """The result at home: each owner's part of the sum, and where the home has copies, the others'."""
+        """Bring the result home: each owner's part of the sum, and where the home has copies, the others'."""
         home = self.partition.homes[result]
         totals: list[dict[Piece, Matrix]] = [{} for _ in home.blocks]
         for block, places in home.owners().items():

@@ -24,7 +24,7 @@ class TrafficKey:
 
 
 def check_divides(partition: Partition, sizes: Triple) -> None:
-    """Whether a layer of `sizes` (M, N, K) can be cut so. Raises PlanError naming what does not divide."""
+    """Raise PlanError naming the size of a layer of `sizes` (M, N, K) that the partition does not divide."""
     for dim, size, pieces in zip(DIMS, sizes, partition.pieces, strict=True):
         if size < 1 or size % pieces:
             raise PlanError(f"{partition.name}: {dim} is {size}; must be a multiple of {pieces}")

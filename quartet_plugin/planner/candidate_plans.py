@@ -29,8 +29,8 @@ from quartet_plugin.space.order_exchanges import RUN
 from quartet_plugin.space.param_sources import (
     SPLIT_HEAD,
     Params,
-    kind_of,
     layout_texts,
+    param_prefix,
 )
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.space.split_shifts import SHIFT
@@ -50,7 +50,7 @@ MAX_ORDERED = 3
 MAX_KEPT, MAX_KEPT_CUSTOM = 20_000, 32
 # End loads are rounded to this part of a layer, so that plans are made once.
 QUANTUM = 0.25
-_LAYOUT_KINDS = ("shape", "layout", *map(kind_of, BEFORE_SCHEDULE))
+_LAYOUT_KINDS = ("shape", "layout", *map(param_prefix, BEFORE_SCHEDULE))
 
 # A number that is least for the best plan, such as seconds for equal work; a plan's model for any split and
 # mapping; the order searched for its calibrated costs; whether a plan can be predicted; whether it may fit in

@@ -155,7 +155,7 @@ def job_of_command(
         layout=layout,
         split=split_of(args),
         schedule=schedule_of(args),
-        unread=_left(unread, request.search),
+        unread=_unread_flags(unread, request.search),
     )
 
 
@@ -168,8 +168,8 @@ def _settings(args: Namespace, search: SearchConfig) -> tuple[Setting, ...]:
     return tuple(setting for setting in settings_of(args) if is_searched or setting.name in read)
 
 
-def _left(flags: tuple[str, ...], search: SearchConfig) -> tuple[str, ...]:
-    """The flags that the plans do not need: those of settings where none is searched."""
+def _unread_flags(flags: tuple[str, ...], search: SearchConfig) -> tuple[str, ...]:
+    """The flags that plans do not read: without those of settings, where a setting is searched."""
     if not searched_settings(search):
         return flags
     return tuple(flag for flag in flags if flag[2:].replace("-", "_") not in FOR_SETTINGS)

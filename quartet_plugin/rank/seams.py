@@ -301,7 +301,7 @@ def _undecorated(seam: FrameworkSeam, value: Any) -> Any:
 
 
 def _check_aliases(seam: FrameworkSeam, original: Any) -> None:
-    """A plugin may have replaced a name only where it is used."""
+    """Raise SeamError where another plugin has replaced the name in a module that uses it."""
     for name in seam.aliases:
         module = sys.modules.get(name)
         value = None if module is None else vars(module).get(seam.name)

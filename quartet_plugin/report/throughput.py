@@ -1,4 +1,4 @@
-"""How fast and how dear an iteration's seconds are: tokens/s, model FLOP/s, MFU, days and money of the job.
+"""The rates of an iteration (tokens/s, model FLOP/s, MFU) and the job's days, device hours and price.
 
 Every command that shows one of these figures takes it from here.
 """

@@ -4,8 +4,8 @@ NCCL: no tags, no buffering. Posted transfers stand in queues, first in, first o
 together; a queue belongs to (device, peer, group) or to (device, group), as the program's scope says. Only
 the batch at the head of a queue is under way; in it, the first unfinished send to a peer meets the first
 unfinished receive that the peer's batch has for this device. Whether it is the same message NCCL does not
-check; we do. gloo: a transfer is over when both ends have posted the same message; a wait blocks. What a
-process's use of the library adds stands in `conditions`.
+check; this simulation does. gloo: a transfer is over when both ends have posted the same message; a wait
+blocks. What a process's use of the library adds stands in `conditions`.
 
 The outcome does not depend on timing: transfers and actions only ever enable more, so running whatever can
 run, in any order, ends in the same place.

@@ -116,7 +116,7 @@ def inner[Function: Callable[..., Any]](function: Function) -> Function:
 
 
 def _kept[Function: Callable[..., Any]](function: Function, dispatcher: Any) -> Function:
-    """The dispatcher, with our cache on disk."""
+    """The dispatcher, with the plugin's cache on disk."""
     dispatcher._cache = _KernelCache(function)
     return cast(Function, dispatcher)
 

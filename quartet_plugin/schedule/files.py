@@ -79,7 +79,7 @@ class _CostsFile:
             self._check_exchanges(self.exchange_s)
 
     def _check_exchanges(self, exchange_s: tuple[tuple[float, ...], ...]) -> None:
-        """An exchange is a part of the action that it is in."""
+        """Raise ConfigError for an exchange that is longer than the action that it is a part of."""
         fused = self.backward_fused_s
         for index, (layer, exchange) in enumerate(zip(self.layers, exchange_s, strict=True)):
             backward_s = layer.input_grad_s if fused is None else min(layer.input_grad_s, fused[index])

@@ -67,9 +67,9 @@ def check_pairs(schedule: Schedule) -> None:
 
 
 def check_costs(schedule: Schedule, costs: Costs) -> None:
-    """The schedule is for a pipeline of these costs: devices, microbatches, layers, embedding and head.
+    """Raise PlanError naming what differs where the schedule is not for a pipeline of these costs.
 
-    Raises PlanError naming what differs.
+    Compared are devices, microbatches, layers, embedding and head.
     """
     for name in ("num_devices", "num_microbatches"):
         scheduled, costed = getattr(schedule, name), getattr(costs, name)

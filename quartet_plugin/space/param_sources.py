@@ -177,7 +177,7 @@ class ParamEncoder:
                 return str(plan.schedule.group)
             case "mapping":
                 return self._order_choice(stem, choices)
-        knob = next(knob for knob in (*BEFORE_SCHEDULE, *OPTIONS) if kind_of(knob) == kind)
+        knob = next(knob for knob in (*BEFORE_SCHEDULE, *OPTIONS) if param_prefix(knob) == kind)
         return param_text(knob, plan.layout)
 
     def _order_choice(self, stem: str, choices: Sequence[str]) -> str:
@@ -231,7 +231,7 @@ def degree_label(layout: Layout) -> str:
     return label or "one"
 
 
-def kind_of(knob: LayoutKnob) -> str:
+def param_prefix(knob: LayoutKnob) -> str:
     """The part of the parameter's name before its choices."""
     return "optimizer" if knob is ZERO_STAGE else knob.name
 
@@ -254,5 +254,5 @@ def layout_texts(shape: ModelShape, layout: Layout, *, base: ModelShape) -> dict
     Options that the layout does not have are left out.
     """
     options = (knob for knob in OPTIONS if knob.in_layout(layout) is not None)
-    texts = {kind_of(knob): param_text(knob, layout) for knob in (*BEFORE_SCHEDULE, *options)}
+    texts = {param_prefix(knob): param_text(knob, layout) for knob in (*BEFORE_SCHEDULE, *options)}
     return {"shape": shape.label_beside(base), **texts, "layout": degree_label(layout)}

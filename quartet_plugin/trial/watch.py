@@ -241,7 +241,7 @@ class AttemptMonitor:
         return code is not None
 
     def _wait_for_peers(self, snapshot: Snapshot) -> None:
-        """The first report is not always the root cause: a rank that only saw its peer go may be faster.
+        """Wait for other ranks: who only saw a peer go may report before the root cause does.
 
         Then the launcher, which knows who was killed, gets the time to say so.
         """

@@ -193,7 +193,7 @@ def time_left_of(events: list[dict[str, Any]], *, now: float) -> float | None:
 
 
 def state_of(events: list[dict[str, Any]], *, is_held: bool, is_alive: bool | None) -> RunState:
-    """Whether a run is running, finished, stopped, lost or held on another host, by lease and events."""
+    """A run's state by its lease and events: running, finished, stopped, lost, or held on another host."""
     kinds = [event["kind"] for event in events if event["kind"] in ("begin", "end", "interrupted")]
     if is_held:
         if is_alive is None:

@@ -234,7 +234,10 @@ def noise_of_rounds(rankings: Sequence[FinalistResult]) -> float | None:
 def _by_forecasts(
     search: TuneResult, plans: Sequence[Plan], forecasts: Forecasts, generator: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
-    """The same draws by calibrated predictions; the winner is where the final rounds have it."""
+    """Draws of the untried plans [draws, plans] and of the best [draws], by the calibrated model.
+
+    The winner's mean is weighted with the final rounds' result.
+    """
     every = [search.baseline, search.best, *plans]
     predictions = forecasts(every)
     baseline_s = predictions[0][0]
@@ -253,7 +256,7 @@ def _by_forecasts(
 
 
 def _relative_work(plan: Plan, search: TuneResult) -> float:
-    """Forecasts are of seconds per iteration: with equal tokens more FLOPs count as more."""
+    """The logarithm of the plan's model FLOPs per sequence over the baseline's; 0 where tokens/s count."""
     if search.objective == "tokens_per_s":
         return 0.0
     baseline_flops = search.baseline.shape.model_flops_per_sequence

@@ -298,7 +298,7 @@ def read_judged(attempt: Path) -> TrialResult | None:
 
 
 def _check_disk(request: ParityCheck) -> None:
-    """Whether the disk has room for the weights besides the space that a trial needs."""
+    """Raise ParityUnavailableError where the weights do not fit on the disk beside what a trial needs."""
     from quartet_plugin.trial.parity import ParityUnavailableError
 
     needed = MIN_FREE_BYTES + _BYTES_A_PARAMETER * request.plan.shape.num_parameters

@@ -262,7 +262,7 @@ class OrderPool:
             self._keep([best for best, _ in outcome])
 
     def _try_exact(self) -> None:
-        """The optimum of the best order's placement, split and forms of backward.
+        """Search the optimum of the best order's placement, split and forms of backward.
 
         A pass waits until it costs no more than the search has done so far.
         """

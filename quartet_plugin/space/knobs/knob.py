@@ -179,7 +179,7 @@ def degree_of(name: str) -> Callable[[LiveJob], Value | None]:
 
 
 def always(layout: Layout) -> bool:
-    """The knob does something in every layout."""
+    """True: the knob does something in every layout."""
     return True
 
 
