@@ -96,7 +96,7 @@ def launch_s(words: list[str], launcher: Launcher) -> float:
             max_spread=1e6,
             max_attempts=1,
         )
-        result = run_trial(request, launcher=launcher, on_progress=note, poll_s=0.02, is_alone=True)
+        result = run_trial(request, launcher=launcher, on_progress=note, poll_s=0.02, is_subreaper=True)
     finally:
         shutil.rmtree(folder)
     if not result.is_measured or not first_s:

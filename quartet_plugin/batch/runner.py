@@ -243,8 +243,8 @@ class BatchRunner:
         is_begun = self._is_begun(job)
         if file.began_at is not None:
             end_left_behind(file.mark)
-        if not is_begun and (prior := self._prior_of(job)) is not None:
-            file = replace(file, started_from=prior.name)
+        if not is_begun and (earlier := self._earlier_job_of(job)) is not None:
+            file = replace(file, started_from=earlier.name)
         began_at = file.began_at or time.time()
         file = replace(file, state="running", process=None, began_at=began_at, exit_code=None, reason="")
         self._save(file)
@@ -258,12 +258,12 @@ class BatchRunner:
             return
         self._running[job.name] = process
         self._save(replace(file, process=process.identity))
-        prior_words = "" if file.started_from is None else f", from what {file.started_from} has measured"
+        earlier_words = "" if file.started_from is None else f", from what {file.started_from} has measured"
         again = " again" if is_begun else ""
-        self._say(f"{job.name}: started{again}{prior_words}", kind="started", job=job.name)
+        self._say(f"{job.name}: started{again}{earlier_words}", kind="started", job=job.name)
         self._publish()
 
-    def _prior_of(self, job: Job) -> Job | None:
+    def _earlier_job_of(self, job: Job) -> Job | None:
         """The finished job whose measurements this one begins with."""
         done = [
             (file.ended_at or 0.0, self._jobs[name].position, self._jobs[name])

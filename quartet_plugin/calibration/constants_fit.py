@@ -180,20 +180,20 @@ def seconds_of(observation: Observation, constants: Constants) -> float:
             )
         times = Times.sum_of(stage_parts(run, constants)[observation.index].values())
     else:
-        times = _part(run, constants, quantity, is_alone=observation.is_alone)
+        times = _part(run, constants, quantity, is_single_rank=observation.is_single_rank)
     return _directed(times, observation.direction)
 
 
-def _part(run: TrainingRun, constants: Constants, quantity: Quantity, *, is_alone: bool) -> Times:
+def _part(run: TrainingRun, constants: Constants, quantity: Quantity, *, is_single_rank: bool) -> Times:
     rates = Rates(run, constants)
     if quantity is Quantity.LAYER:
         parts = layer_parts(run, constants, rates)
-        left_out = COMMUNICATION if is_alone else ()
+        left_out = COMMUNICATION if is_single_rank else ()
         return Times.sum_of(times for name, times in parts.items() if name not in left_out)
     is_first = quantity is Quantity.EMBEDDING
     part = compute.embedding_times(run, rates) if is_first else compute.head_times(run, constants, rates)
     embedding_comm, head_comm = communication.tensor_parallel_ends(run, constants)
-    return part.total if is_alone else part.total.plus(embedding_comm if is_first else head_comm)
+    return part.total if is_single_rank else part.total.plus(embedding_comm if is_first else head_comm)
 
 
 def _directed(times: Times, direction: Direction | None) -> float:

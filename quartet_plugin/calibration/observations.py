@@ -59,9 +59,9 @@ class Direction(StrEnum):
 class Observation:
     """Measured seconds of a run, or of one part of it; `spread` is their relative noise.
 
-    `index` is the stage of a `stage`, the pipeline rank of an `optimizer` or an `overhead`. `is_alone`: a
-    rank of a larger world was run by itself, without communication. Raises ConfigError for seconds, spreads
-    and directions that cannot be.
+    `index` is the stage of a `stage`, the pipeline rank of an `optimizer` or an `overhead`. `is_single_rank`:
+    a rank of a larger world was run by itself, without communication. Raises ConfigError for seconds,
+    spreads and directions that cannot be.
     """
 
     run: TrainingRun
@@ -70,7 +70,7 @@ class Observation:
     quantity: Quantity = Quantity.ITERATION
     direction: Direction | None = None
     index: int = 0
-    is_alone: bool = False
+    is_single_rank: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):

@@ -91,11 +91,11 @@ def _merged(parts: Sequence[PartTimes]) -> PartTimes:
 
 
 def observations_of(
-    run: TrainingRun, ranks: Sequence[RankProfile], *, is_alone: bool = False
+    run: TrainingRun, ranks: Sequence[RankProfile], *, is_single_rank: bool = False
 ) -> list[Observation]:
     """The observations in a run's profile: of a layer, of the ends, and of the end of a step.
 
-    `is_alone`: the one profiled rank was run without the others, without communication.
+    `is_single_rank`: the one profiled rank was run without the others, without communication.
     """
     observations = [
         Observation(
@@ -104,14 +104,14 @@ def observations_of(
             spread=_spread(kind, direction),
             quantity=kind,
             direction=direction,
-            is_alone=is_alone,
+            is_single_rank=is_single_rank,
         )
         for kind, part in ((Quantity(name), part) for name, part in typical_parts(ranks).items())
         for direction, seconds in _directed(part, is_embedding=kind is Quantity.EMBEDDING)
         if seconds
     ]
     observations += _step_observations(run, ranks)
-    return observations if is_alone else observations + _gradient_observations(run, ranks)
+    return observations if is_single_rank else observations + _gradient_observations(run, ranks)
 
 
 def _spread(kind: Quantity, direction: Direction) -> float:
@@ -219,15 +219,15 @@ def make_profile(
     ranks: Sequence[RankProfile],
     *,
     costs: Costs,
-    played: SimulatedRankRecord | None,
+    simulated: SimulatedRankRecord | None,
     iteration_s: Sequence[float],
 ) -> Profile:
     """The profile of these ranks' files."""
     return Profile(
         schema_version=1,
         job=ranks[0].job,
-        played=played,
-        iteration_s=() if played is not None else tuple(iteration_s),
+        played=simulated,
+        iteration_s=() if simulated is not None else tuple(iteration_s),
         parts=tuple(merged_parts(ranks).values()),
         ranks=tuple(ranks),
         costs=costs_to_json(costs),

@@ -99,7 +99,7 @@ def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
             f"{path}: job.split: null; only models that consist of equal layers can be calibrated"
         )
     run = _run_of(job, job, split=job.split, on_cpu=profile.ranks[0].device == "cpu", cluster=cluster)
-    observations = observations_of(run, profile.ranks, is_alone=profile.played is not None)
+    observations = observations_of(run, profile.ranks, is_single_rank=profile.played is not None)
     if profile.iteration_s:
         seconds = statistics.median(profile.iteration_s)
         observations.append(Observation(run=run, seconds=seconds, spread=_PROFILE_SPREAD))

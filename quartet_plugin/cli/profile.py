@@ -62,10 +62,10 @@ def profile_command(
     check_range("--iterations", iterations, least=2, most=_MAX_ITERATIONS)
     check_seconds("--deadline", deadline)
     words = user_command(ctx)
-    played = played_rank(words, stage=stage, world_size=world_size)
+    simulated = simulated_rank_of(words, stage=stage, world_size=world_size)
     command = parse_command(words)
     check_start(command, cwd=Path.cwd(), environment=os.environ)
-    _check_processes(command, played=played)
+    _check_processes(command, simulated=simulated)
     folder = Path(tempfile.mkdtemp(prefix="quartet-"))
     try:
         request = TrialRequest(
@@ -80,17 +80,17 @@ def profile_command(
             # Every second iteration defers its weight gradients: they are not alike, and need not be.
             max_spread=10.0,
         )
-        with _profiling(played), ended_as_by_ctrl_c():
-            result = run_trial(request, is_alone=True)
-        ranks = rank_profiles(result, is_played=played is not None)
+        with _profiling(simulated), ended_as_by_ctrl_c():
+            result = run_trial(request, is_subreaper=True)
+        ranks = rank_profiles(result, is_simulated=simulated is not None)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    measured = make_profile(ranks, costs=table(ranks), played=played, iteration_s=result.iteration_s)
+    measured = make_profile(ranks, costs=table(ranks), simulated=simulated, iteration_s=result.iteration_s)
     write(measured, output=output, costs=costs)
     show(*lines(measured))
 
 
-def played_rank(
+def simulated_rank_of(
     words: Sequence[str], *, stage: int | None, world_size: int | None
 ) -> "SimulatedRankRecord | None":
     """The first rank of pipeline rank `stage` in Megatron's order of ranks, which represents it.
@@ -129,12 +129,12 @@ def _flag(words: Sequence[str], name: str) -> int:
     return int(value)
 
 
-def _check_processes(command: "Command", *, played: "SimulatedRankRecord | None") -> None:
+def _check_processes(command: "Command", *, simulated: "SimulatedRankRecord | None") -> None:
     from quartet_plugin.launchers.command import ENTRY_MODULE
 
     if command.entry != ENTRY_MODULE:
         raise ConfigError(f"command {command.target!r}: only Megatron's training commands can be profiled")
-    if played is not None and command.num_processes != 1:
+    if simulated is not None and command.num_processes != 1:
         raise UsageError(
             f"--stage: the command starts {command.num_processes or 'several'} processes; one rank is run "
             "alone: write python SCRIPT ..., or torchrun --nproc-per-node 1"
@@ -142,16 +142,16 @@ def _check_processes(command: "Command", *, played: "SimulatedRankRecord | None"
 
 
 @contextmanager
-def _profiling(played: "SimulatedRankRecord | None") -> Iterator[None]:
+def _profiling(simulated: "SimulatedRankRecord | None") -> Iterator[None]:
     """The environment in which ranks measure their layers."""
-    os.environ[PROFILE] = "1" if played is None else f"{played.rank}/{played.world_size}"
+    os.environ[PROFILE] = "1" if simulated is None else f"{simulated.rank}/{simulated.world_size}"
     try:
         yield
     finally:
         del os.environ[PROFILE]
 
 
-def rank_profiles(result: "TrialResult", *, is_played: bool) -> "list[RankProfile]":
+def rank_profiles(result: "TrialResult", *, is_simulated: bool) -> "list[RankProfile]":
     """The profiles that the ranks of a trial wrote; without any, InfrastructureError with the trial's reason.
 
     A rank that runs alone computes with whatever lay in memory, so that its loss may be none.
@@ -160,7 +160,7 @@ def rank_profiles(result: "TrialResult", *, is_played: bool) -> "list[RankProfil
     from quartet_plugin.protocol.rank_files import RankProfile, rank_files_of
 
     paths = rank_files_of(RankProfile, result.folder)
-    if not paths or not (result.is_measured or is_played):
+    if not paths or not (result.is_measured or is_simulated):
         last = f": {result.last_lines[-1][:200]}" if result.last_lines else ""
         raise InfrastructureError(f"the command was not profiled: {result.reason}{last}")
     return [read_shared(RankProfile, path) for path in paths]

@@ -71,9 +71,9 @@ class CommandClock:
         """Seconds to search in, less a reserve that grows with how busy the machine was so far."""
         if self.limit_s is None:
             return None
-        crowding = min(8.0, max(1.0, self.spent_s / max(0.1, time.process_time())))
-        reserve = min(_RESERVE_S * crowding, 0.3 * self.limit_s)
-        return max(0.0, self.limit_s - (self.spent_s - compiled_s) - reserve)
+        slowdown = min(8.0, max(1.0, self.spent_s / max(0.1, time.process_time())))
+        reserve_s = min(_RESERVE_S * slowdown, 0.3 * self.limit_s)
+        return max(0.0, self.limit_s - (self.spent_s - compiled_s) - reserve_s)
 
 
 def parse_placement(text: str) -> str | Counts:

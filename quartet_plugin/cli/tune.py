@@ -62,7 +62,7 @@ def tune_command(
         float | None,
         typer.Option(help="Approximate time limit of the search and its final rounds, in minutes."),
     ] = None,
-    prior: Annotated[
+    earlier_run: Annotated[
         str | None,
         typer.Option("--from", metavar="RUN", help="Start with the measurements of another run."),
     ] = None,
@@ -110,7 +110,7 @@ def tune_command(
     if joined is not None:
         from quartet_plugin.cli.workers import join
 
-        others = (config, max_minutes, prior, name, trials, launcher, trial_nodes, nodes, site)
+        others = (config, max_minutes, earlier_run, name, trials, launcher, trial_nodes, nodes, site)
         if resume or takeover or dry_run or any(other is not None for other in others):
             raise UsageError(
                 "quartet tune --join: takes no option except --workers; the run's tuner sets the others"
@@ -148,7 +148,7 @@ def tune_command(
     from quartet_plugin.tuner.tune_result import write_best
 
     words = user_command(ctx)
-    prior_folder = None if prior is None else find_run(prior, run_dir=run_dir)
+    earlier_folder = None if earlier_run is None else find_run(earlier_run, run_dir=run_dir)
     check_versions()
     training = parse_command(words)
     asked = with_launcher(
@@ -224,7 +224,7 @@ def tune_command(
             at_once = () if workers is None else slices
             coordinator = Coordinator(
                 context,
-                prior=prior_folder,
+                earlier_run=earlier_folder,
                 slices=at_once,
                 make_room=kept.drop,
                 full_size=full_size_nodes(run.config, placement=placement, words=words),

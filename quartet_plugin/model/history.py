@@ -33,8 +33,8 @@ class TrialRow:
     `iterations_s` are the measured iterations, `iteration_s` their median. `value` is the objective, as it
     would have been when the baseline was measured: `drift` is how fast the machine was since.
     `predicted_iteration_s` and `predicted_memory_bytes` are what the cost model said before the launch.
-    `expected_gain` is the share by which the planner expected the plan to be faster than the best known one,
-    chance included, when it proposed it; None of a plan that the exploring sampler chose.
+    `expected_improvement` is the share by which the planner expected the plan to be faster than the best
+    known plan, chance included, when it proposed it; None of a plan that the exploring sampler chose.
     `repeats` is the number of the trial that measured the same plan before, `source` the run and trial that
     did where another run was begun with. `folder` is the latest attempt's,
     relative to the run.
@@ -57,7 +57,7 @@ class TrialRow:
     memory_excess_bytes: int = 0
     predicted_iteration_s: float | None = None
     predicted_memory_bytes: int | None = None
-    expected_gain: float | None = None
+    expected_improvement: float | None = None
     ranks: tuple[RankMemory, ...] = ()
     wall_s: float = 0.0
     num_attempts: int = 0
@@ -180,10 +180,10 @@ class RunHistory:
     `command` has its secrets masked and `storage` no password. `began_at` and `ended_at` are seconds since
     1970; `elapsed_s` is of the latest session. `features` of the user's job keep the axes `locked` as they
     are; `neutralised` flags were left out in trials. `num_asked` trials were asked for, `num_spent` are used
-    up. `controls` say how the machine drifted, `slow_nodes` which nodes are slow now, `regret` what a search
-    that has ended may have missed, `axis_gains` what each axis of the winner gave, `shape_curve` has the best
-    plan of each of several shapes. `baseline_note` says why the baseline is not the user's own command, empty
-    where it is. `limits` are what the latest proposal did not predict, a line each.
+    up. `drift_checks` say how the machine drifted, `slow_nodes` which nodes are slow now, `regret` what a
+    search that has ended may have missed, `axis_gains` what each axis of the winner gave, `shape_curve` has
+    the best plan of each of several shapes. `baseline_note` says why the baseline is not the user's
+    own command, empty where it is. `limits` are what the latest proposal did not predict, a line each.
     `launch_s` are the seconds of all launches that have ended, whatever for, `launch_parts` what they went
     into, and `search_s` those of all sessions. `faults` are files that could not be read.
     """
@@ -213,7 +213,7 @@ class RunHistory:
     finalists: tuple[Finalist, ...]
     winner: Plan | None
     faults: tuple[str, ...] = ()
-    controls: tuple[DriftMeasurement, ...] = ()
+    drift_checks: tuple[DriftMeasurement, ...] = ()
     slow_nodes: tuple[SlowNode, ...] = ()
     workers: tuple[WorkerRow, ...] = ()
     regret: Regret | None = None

@@ -60,7 +60,7 @@ def with_searched_orders(
     Where the job asks for searched orders alone, only plans that have one. The same seed gives the same
     plans. Raises InfeasibleError where none is left.
     """
-    is_alone = job.search.schedule == (SEARCHED,)
+    is_required = job.search.schedule == (SEARCHED,)
     topology = job.topology(constants)
     done: set[object] = set()
     plans: list[Ranked] = []
@@ -69,9 +69,9 @@ def with_searched_orders(
         if key not in done and len(done) < MAX_SEARCHED and may_search(job, ranked):
             done.add(key)
             ranked = searched(
-                job, ranked, topology=topology, constants=constants, seed=seed, is_alone=is_alone
+                job, ranked, topology=topology, constants=constants, seed=seed, is_required=is_required
             )
-        if not is_alone or ranked.order is not None:
+        if not is_required or ranked.order is not None:
             plans.append(ranked)
     if not plans:
         raise InfeasibleError(
@@ -105,9 +105,9 @@ def searched(
     topology: Topology,
     constants: Constants,
     seed: int,
-    is_alone: bool,
+    is_required: bool,
 ) -> Ranked:
-    """The plan with the searched order where that is faster or `is_alone`; elsewhere itself, with its gap."""
+    """The plan with the searched order if it is faster or `is_required`; elsewhere itself with its gap."""
     run = _async_run(job, ranked)
     times = _stage_times(job, ranked, run, topology, constants)
     costs = order_costs(run, times, memory_limit_bytes=_free_bytes(run))
@@ -120,7 +120,7 @@ def searched(
     ordered = replace(run, schedule=schedule_kind(choice), group=schedule_group(choice), custom=custom)
     memory = peak_memory(ordered)
     prediction = predicted(job, ordered, slots=ranked.slots, topology=topology, constants=constants)
-    if memory.fits and (is_alone or prediction.iter_time_s < ranked.iteration_s):
+    if memory.fits and (is_required or prediction.iter_time_s < ranked.iteration_s):
         time = prediction.iter_time_s
         return replace(
             ranked,

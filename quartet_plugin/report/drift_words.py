@@ -23,7 +23,7 @@ def drift_sentence(check: DriftMeasurement) -> str:
 
 def drift_lines(checks: Sequence[DriftMeasurement]) -> list[str]:
     """A line a drift check, for a terminal."""
-    return [f"{'' if index else 'control':<10}{drift_sentence(check)}" for index, check in enumerate(checks)]
+    return [f"{'' if index else 'drift':<10}{drift_sentence(check)}" for index, check in enumerate(checks)]
 
 
 def drift_paragraph(checks: Sequence[DriftMeasurement]) -> str:

@@ -122,7 +122,7 @@ def progress(history: RunHistory, *, width: float = WIDTH) -> str | None:
         return None
     top, bottom, strip = 14.0, 256.0, 282.0
     x = Scale.over([row.number for row in rows], start=66, end=width - 16, margin=0.025)
-    levels = [*ratios.values(), *(control.ratio for control in history.controls)]
+    levels = [*ratios.values(), *(check.ratio for check in history.drift_checks)]
     y = Scale.over(levels, start=bottom, end=top, include=[1.0])
     parts = [
         y_axis(y, 60, right=width - 10, words="speedup", unit="x"),
@@ -135,11 +135,11 @@ def progress(history: RunHistory, *, width: float = WIDTH) -> str | None:
         if tick == int(tick) and tick >= 0:
             parts.append(text(x(tick), strip + 24, short(tick), cls="tick", anchor="middle"))
     parts.append(text((x.start + x.end) / 2, strip + 44, "trial", cls="axis", anchor="middle"))
-    for control in history.controls:
-        center, level = x(control.num_tried + 0.5), y(control.ratio)
-        words = f"your own command again after {control.num_tried} trials: {speedup_words(control.ratio)}"
+    for check in history.drift_checks:
+        center, level = x(check.num_tried + 0.5), y(check.ratio)
+        words = f"your own command again after {check.num_tried} trials: {speedup_words(check.ratio)}"
         diamond = f"M{center:.1f} {level - 5:.1f}l5 5l-5 5l-5 -5z"
-        parts.append(element("path", title(words), d=diamond, cls="control"))
+        parts.append(element("path", title(words), d=diamond, cls="drift"))
     best = max(ratios, key=lambda number: (ratios[number], -number))
     winner = history.winner.provenance.trial if history.winner else None
     if winner in ratios:

@@ -15,7 +15,7 @@ def launches_s(history: RunHistory) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {}
     first = None if history.baseline is None else history.baseline.iteration_s
     if first is not None and not history.baseline_note:
-        seconds["your own command"] = [first, *(first / check.ratio for check in history.controls)]
+        seconds["your own command"] = [first, *(first / check.ratio for check in history.drift_checks)]
     for finalist in history.finalists:
         sides = finalist.comparison.baseline, finalist.comparison.plan
         command, plan = (side.iteration_s for side in sides)

@@ -217,7 +217,7 @@ def _regret(history: RunHistory) -> str:
     lines = []
     if history.regret is not None:
         base = regret_base(history)
-        lines.append(regret_words(history.regret, compared_with=base, checks=history.controls))
+        lines.append(regret_words(history.regret, compared_with=base, checks=history.drift_checks))
     if history.limits:
         limits = "; ".join(clean(line, limit=200) for line in history.limits)
         lines.append(f"The space was too large to predict every plan: {limits}.")
@@ -230,12 +230,12 @@ def _progress(history: RunHistory) -> str:
         "partly luck. The line is the best so far; hollow points repeat an earlier plan or were unstable, "
         "crosses were refused or failed."
     )
-    if history.controls:
+    if history.drift_checks:
         caption += (
             " Diamonds are later measurements of your own command, which show the machine's drift. Trials "
             "after a significant drift are compared with the later measurement, so equal seconds may give "
             "different speedups. "
-            f"{drift_paragraph(history.controls)}"
+            f"{drift_paragraph(history.drift_checks)}"
         )
     wide, narrow = figures.progress(history), figures.progress(history, width=figures.HALF)
     if wide is None or narrow is None:

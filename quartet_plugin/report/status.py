@@ -83,7 +83,7 @@ def status_lines(history: RunHistory) -> list[str]:
     elif history.state == "finished":
         lines.append("winner    none: your own command stays as it is")
     if history.regret is not None:
-        lines += regret_lines(history.regret, compared_with=regret_base(history), checks=history.controls)
+        lines += regret_lines(history.regret, compared_with=regret_base(history), checks=history.drift_checks)
     lines += prediction_lines(history)
     lines += axis_lines(history)
     lines += kept_lines(history)
@@ -91,7 +91,7 @@ def status_lines(history: RunHistory) -> list[str]:
         lines += shape_lines(history.shape_curve, winner=history.winner)
     if history.baseline_note:
         lines.append(f"baseline  {history.baseline_note}")
-    lines += drift_lines(history.controls)
+    lines += drift_lines(history.drift_checks)
     left = "" if history.time_left_s is None else f"; about {duration(history.time_left_s)} left"
     lines.append(f"elapsed   {duration(history.elapsed_s)}{left}")
     lines += expense_lines(history)

@@ -58,7 +58,7 @@ svg .measured { fill: var(--accent); fill-opacity: .82; }
 svg .unstable { fill: var(--paper); stroke: var(--accent); stroke-width: 1.6; }
 svg .repeat { fill: none; stroke: var(--soft); stroke-width: 1.4; }
 svg .top { fill: var(--good); fill-opacity: 1; }
-svg .control { fill: none; stroke: var(--muted); stroke-width: 1.5; }
+svg .drift { fill: none; stroke: var(--muted); stroke-width: 1.5; }
 svg .ring { stroke: var(--good); stroke-width: 1.6; fill: none; }
 svg .cross { stroke: var(--bad); stroke-width: 2; fill: none; }
 svg .best-line { stroke: var(--good); stroke-width: 1.6; fill: none; opacity: .75; }

@@ -129,7 +129,7 @@ def number_cells(row: TrialRow, history: RunHistory) -> list[str]:
     numbers = (
         (row.iteration_s, iteration_words),
         (row.predicted_iteration_s, iteration_words),
-        (row.expected_gain, lambda gain: f"{100 * gain:.1f} %"),
+        (row.expected_improvement, lambda share: f"{100 * share:.1f} %"),
         (row.tokens_per_s, "{:,.0f}".format),
         (history.versus_baseline(row), partial(speedup_words, drift=row.drift)),
         (row.model_flops_per_s_per_device, rate),
@@ -146,7 +146,7 @@ def drift_note_of(history: RunHistory) -> str | None:
 def notes_of(history: RunHistory) -> list[str]:
     """The meaning of marks in the columns of speedups and expected gains, if there are any."""
     drift = drift_note_of(history)
-    has_gains = any(row.expected_gain is not None for row in history.trials)
+    has_gains = any(row.expected_improvement is not None for row in history.trials)
     return [*([] if drift is None else [drift]), *([_GAIN_NOTE] if has_gains else [])]
 
 
@@ -161,7 +161,7 @@ def _record(row: TrialRow, history: RunHistory) -> dict[str, Any]:
         "reason": masked(row.reason) or None,
         "iteration_s": row.iteration_s,
         "predicted_iteration_s": row.predicted_iteration_s,
-        "expected_gain": row.expected_gain,
+        "expected_gain": row.expected_improvement,
         "tokens_per_s": row.tokens_per_s,
         "model_flops_per_s_per_device": row.model_flops_per_s_per_device,
         "versus_baseline": history.versus_baseline(row),

@@ -32,11 +32,11 @@ class LoggedTrial:
 class StudyLog:
     """The trials of a study by number, those with a record in the order in which they finished.
 
-    `prior` and `starts` are what the study began with; None where it began with nothing of another run.
+    `earlier_trials` and `starts` are what the study began with; None where it took nothing of another run.
     """
 
     trials: Mapping[int, LoggedTrial] = field(default_factory=dict)
-    prior: tuple[tuple[Params, TrialRecord], ...] | None = None
+    earlier_trials: tuple[tuple[Params, TrialRecord], ...] | None = None
     starts: tuple[Params, ...] = ()
 
     @property
@@ -62,7 +62,9 @@ def read_log(events: Sequence[Mapping[str, Any]]) -> StudyLog | None:
     rest = {number: trial for number, trial in proposed.items() if number not in finished}
     if begun_with is None:
         return StudyLog(trials={**finished, **rest})
-    return StudyLog(trials={**finished, **rest}, prior=begun_with.prior, starts=begun_with.starts)
+    return StudyLog(
+        trials={**finished, **rest}, earlier_trials=begun_with.earlier_trials, starts=begun_with.starts
+    )
 
 
 def _logged_trial(event: Mapping[str, Any]) -> LoggedTrial:
@@ -74,8 +76,8 @@ def _logged_trial(event: Mapping[str, Any]) -> LoggedTrial:
 
 
 def _begun_with(event: Mapping[str, Any]) -> StudyLog:
-    prior = tuple((_params(trial["params"]), _record(trial["record"])) for trial in event["trials"])
-    return StudyLog(prior=prior, starts=tuple(map(_params, event["starts"])))
+    earlier_trials = tuple((_params(trial["params"]), _record(trial["record"])) for trial in event["trials"])
+    return StudyLog(earlier_trials=earlier_trials, starts=tuple(map(_params, event["starts"])))
 
 
 def _record(data: object) -> TrialRecord:

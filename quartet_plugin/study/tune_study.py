@@ -87,11 +87,11 @@ class TuneStudy:
         objective: Objective,
         baseline: TrialRecord,
         starts: Sequence[Params],
-        prior: Sequence[tuple[Params, TrialRecord]] = (),
+        earlier_trials: Sequence[tuple[Params, TrialRecord]] = (),
         sampler: SamplerName = DEFAULT,
         log: StudyLog | None = None,
     ) -> "TuneStudy":
-        """Make the study with the measured baseline as trial 0, `prior` trials finished and `starts` waiting.
+        """Make the study: the baseline measured as trial 0, `earlier_trials` finished, `starts` waiting.
 
         The trials of a `log` keep their numbers. A study that was not made to its end lacks the mark, and
         `open` does not take it.
@@ -107,7 +107,7 @@ class TuneStudy:
             if params is not None:
                 space.decode(TrialParams(trial), trial=0)
             made.tell(Proposal(number=trial.number, plan=space.baseline, trial=trial), baseline)
-            for point, record in prior:
+            for point, record in earlier_trials:
                 made._enqueue(point, made._plan_of(point))
                 made.tell(made.ask(), record)
             for point in starts:

@@ -76,7 +76,7 @@ _DEVICE_FAULT = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class AttemptObservations:
     """The observations at the end of an attempt.
 
     `exit_code` is the launcher's, None where the tuner ended it; `is_single`: the launcher itself is the only
@@ -118,54 +118,56 @@ def is_complete(snapshot: Snapshot, *, num_processes: int | None) -> bool:
     )
 
 
-def classify(evidence: Evidence) -> Verdict:
+def classify(observations: AttemptObservations) -> Verdict:
     """The outcome of an attempt, its reason in one line and its measured numbers.
 
     Of several ranks' failures the earliest is the root cause; a rank that only lost its peer is never blamed.
     """
-    snapshot = evidence.snapshot
+    snapshot = observations.snapshot
     peaks = [report.peak_memory_bytes for report in snapshot.reports.values()]
     peaks += [err.peak_memory_bytes for err in snapshot.errs.values()]
     untracked = [report.memory.untracked_bytes for report in snapshot.reports.values() if report.memory]
     return replace(
-        _classify(evidence),
+        _classify(observations),
         peak_memory_bytes=max(peaks, default=0),
         untracked_memory_bytes=max(untracked, default=None),
     )
 
 
-def _classify(evidence: Evidence) -> Verdict:
-    snapshot = evidence.snapshot
+def _classify(observations: AttemptObservations) -> Verdict:
+    snapshot = observations.snapshot
     if snapshot.faults:
-        return _verdict(evidence, Cause.FORMAT, snapshot.faults[0])
-    if is_complete(snapshot, num_processes=evidence.num_processes):
-        return _measured(evidence)
-    if evidence.stopped_by == "cancel":
-        return _verdict(evidence, Cause.CANCELLED, "stopped before it was measured")
-    if evidence.stopped_by == "hang":
-        assert evidence.expiry is not None
-        cause = Cause.DEADLINE if evidence.expiry.is_wall else Cause.HANG
-        return replace(_verdict(evidence, cause, str(evidence.expiry)), phase=evidence.expiry.phase)
+        return _verdict(observations, Cause.FORMAT, snapshot.faults[0])
+    if is_complete(snapshot, num_processes=observations.num_processes):
+        return _measured(observations)
+    if observations.stopped_by == "cancel":
+        return _verdict(observations, Cause.CANCELLED, "stopped before it was measured")
+    if observations.stopped_by == "hang":
+        assert observations.expiry is not None
+        cause = Cause.DEADLINE if observations.expiry.is_wall else Cause.HANG
+        return replace(
+            _verdict(observations, cause, str(observations.expiry)), phase=observations.expiry.phase
+        )
     # The root cause: the earliest report, before those that only saw a peer go away.
     first = min(snapshot.errs.values(), key=lambda err: (err.kind == "network", err.time), default=None)
     if first is not None and first.kind != "network":
-        return _reported(evidence, first)
-    if has_address_in_use(evidence.log) or (first and has_address_in_use(first.message)):
-        return _verdict(evidence, Cause.PORT, "a network port is already in use")
-    death = _death(evidence)
+        return _reported(observations, first)
+    if has_address_in_use(observations.log) or (first and has_address_in_use(first.message)):
+        return _verdict(observations, Cause.PORT, "a network port is already in use")
+    death = _death(observations)
     if death is not None:
         return death
     if first is not None:
-        return _reported(evidence, first)
-    return _silent(evidence)
+        return _reported(observations, first)
+    return _silent(observations)
 
 
-def _verdict(evidence: Evidence, cause: Cause, reason: str) -> Verdict:
+def _verdict(observations: AttemptObservations, cause: Cause, reason: str) -> Verdict:
     return Verdict(
         cause=cause,
         outcome=_OUTCOMES.get(cause, Outcome.INFRA),
         reason=reason_line(reason, limit=_MAX_REASON),
-        phase=slowest_phase(evidence.snapshot),
+        phase=slowest_phase(observations.snapshot),
     )
 
 
@@ -186,12 +188,12 @@ def slowest_phase(snapshot: Snapshot) -> Phase:
     return min((beat.phase for beat in snapshot.beats.values()), key=PHASES.index, default="launch")
 
 
-def _reported(evidence: Evidence, err: RankFailure) -> Verdict:
+def _reported(observations: AttemptObservations, err: RankFailure) -> Verdict:
     cause = Cause.MEMORY if err.kind == "out-of-memory" else Cause(err.kind)
     if cause in (Cause.ERROR, Cause.NETWORK) and _DEVICE_FAULT.search(err.message):
         cause = Cause.DEVICE
     if cause is Cause.MEMORY:
-        excess = max(1, *(e.wanted_bytes for e in evidence.snapshot.errs.values() if e.kind == err.kind))
+        excess = max(1, *(e.wanted_bytes for e in observations.snapshot.errs.values() if e.kind == err.kind))
         reason = (
             f"out of memory on rank {err.launch_rank} in phase {err.phase}: "
             f"{excess / 2**20:,.0f} MiB more than were free, after {err.peak_memory_bytes / 2**20:,.0f} MiB"
@@ -199,37 +201,41 @@ def _reported(evidence: Evidence, err: RankFailure) -> Verdict:
     else:
         excess = 0
         reason = f"rank {err.launch_rank} in phase {err.phase}: {err.type}: {err.message}"
-    return replace(_verdict(evidence, cause, reason), phase=err.phase, memory_excess_bytes=excess)
+    return replace(_verdict(observations, cause, reason), phase=err.phase, memory_excess_bytes=excess)
 
 
-def _death(evidence: Evidence) -> Verdict | None:
+def _death(observations: AttemptObservations) -> Verdict | None:
     """The verdict on a rank that ended without a report, as its parent observed it."""
-    ranks = {beat.pid: rank for rank, beat in evidence.snapshot.beats.items()}
-    failed_first = root_cause(evidence.log)
+    ranks = {beat.pid: rank for rank, beat in observations.snapshot.beats.items()}
+    failed_first = root_cause(observations.log)
     who = "a rank"
-    if failed_first and failed_first[0] > 0 and ranks.get(failed_first[1]) in evidence.snapshot.errs:
+    if failed_first and failed_first[0] > 0 and ranks.get(failed_first[1]) in observations.snapshot.errs:
         return None  # the rank has left a report
-    if evidence.is_single:
-        code = evidence.exit_code
+    if observations.is_single:
+        code = observations.exit_code
         who = "the process"
     elif failed_first is not None and (failed_first[1] in ranks or not ranks):
         code = failed_first[0]
         who = f"rank {ranks[failed_first[1]]}" if ranks else who
-    elif evidence.exit_code is not None and evidence.exit_code < 0:
-        name = _signal_name(evidence.exit_code)
-        return _verdict(evidence, Cause.LAUNCHER, f"the launcher was ended by {name}")
+    elif observations.exit_code is not None and observations.exit_code < 0:
+        name = _signal_name(observations.exit_code)
+        return _verdict(observations, Cause.LAUNCHER, f"the launcher was ended by {name}")
     else:
         return None
     if code is None or code == 0 or (code > 0 and not ranks):
         return None
     if code > 0:
-        return _verdict(evidence, Cause.EXIT, f"{who} ended with exit code {code} and no report")
+        return _verdict(observations, Cause.EXIT, f"{who} ended with exit code {code} and no report")
     if code == -signal.SIGKILL:
-        why = "the host ran out of memory" if evidence.num_oom_kills else "perhaps the host ran out of memory"
-        return _verdict(evidence, Cause.KILLED, f"{who} was killed (SIGKILL): {why}")
+        why = (
+            "the host ran out of memory"
+            if observations.num_oom_kills
+            else "perhaps the host ran out of memory"
+        )
+        return _verdict(observations, Cause.KILLED, f"{who} was killed (SIGKILL): {why}")
     if code == -signal.SIGTERM:
-        return _verdict(evidence, Cause.LAUNCHER, f"{who} was ended by SIGTERM from outside")
-    return _verdict(evidence, Cause.SIGNAL, f"{who} was ended by {_signal_name(code)}")
+        return _verdict(observations, Cause.LAUNCHER, f"{who} was ended by SIGTERM from outside")
+    return _verdict(observations, Cause.SIGNAL, f"{who} was ended by {_signal_name(code)}")
 
 
 def _signal_name(code: int) -> str:
@@ -239,55 +245,59 @@ def _signal_name(code: int) -> str:
         return f"signal {-code}"
 
 
-def _silent(evidence: Evidence) -> Verdict:
+def _silent(observations: AttemptObservations) -> Verdict:
     """The verdict on a command that ended without a report of any rank's failure."""
-    snapshot = evidence.snapshot
+    snapshot = observations.snapshot
     if not snapshot.beats and not snapshot.reports:
-        code = "" if evidence.exit_code is None else f" (exit code {evidence.exit_code})"
-        return _verdict(evidence, Cause.NOTHING, f"the command ended{code} before any rank started to train")
+        code = "" if observations.exit_code is None else f" (exit code {observations.exit_code})"
+        return _verdict(
+            observations, Cause.NOTHING, f"the command ended{code} before any rank started to train"
+        )
     missing = sorted(set(snapshot.beats) - set(snapshot.reports))
-    if missing and evidence.exit_code != 0:
-        return _verdict(evidence, Cause.EXIT, f"rank {missing[0]} ended without a report")
+    if missing and observations.exit_code != 0:
+        return _verdict(observations, Cause.EXIT, f"rank {missing[0]} ended without a report")
     rank = missing[0] if missing else "a rank"
     return _verdict(
-        evidence, Cause.NOTHING, f"the command ended normally and rank {rank} had measured nothing"
+        observations, Cause.NOTHING, f"the command ended normally and rank {rank} had measured nothing"
     )
 
 
-def _measured(evidence: Evidence) -> Verdict:
-    reports = [report for _, report in sorted(evidence.snapshot.reports.items())]
-    spec = evidence.spec
+def _measured(observations: AttemptObservations) -> Verdict:
+    reports = [report for _, report in sorted(observations.snapshot.reports.items())]
+    spec = observations.spec
     odd = [report.launch_rank for report in reports if report.plan_key != spec.plan_key]
     if odd:
-        return _verdict(evidence, Cause.FORMAT, f"rank {odd[0]} did not run the plan that it was given")
+        return _verdict(observations, Cause.FORMAT, f"rank {odd[0]} did not run the plan that it was given")
     if spec.plan_key is not None:
         difference = (
             "its plan cannot be read"
-            if evidence.plan is None
-            else difference_from(evidence.plan, reports, modules=spec.modules)
+            if observations.plan is None
+            else difference_from(observations.plan, reports, modules=spec.modules)
         )
         if difference is not None:
-            return _verdict(evidence, Cause.NOT_AS_PLANNED, difference)
+            return _verdict(observations, Cause.NOT_AS_PLANNED, difference)
     wanted = spec.warmup + spec.least_measured
     for report in reports:
         fault = _not_finite(report)
         if fault is not None:
-            return _with_numbers(_verdict(evidence, Cause.NOT_FINITE, fault), reports, spec)
+            return _with_numbers(_verdict(observations, Cause.NOT_FINITE, fault), reports, spec)
     short = min(reports, key=lambda report: len(report.iterations))
     is_short = len(short.iterations) < wanted
-    if is_short and not (evidence.is_cut and len(short.iterations) > spec.warmup):
-        cause = Cause.CANCELLED if evidence.stopped_by == "cancel" else Cause.NOTHING
+    if is_short and not (observations.is_cut and len(short.iterations) > spec.warmup):
+        cause = Cause.CANCELLED if observations.stopped_by == "cancel" else Cause.NOTHING
         reason = f"rank {short.launch_rank} made {len(short.iterations)} of {wanted} iterations; " + TOO_SHORT
-        return _verdict(evidence, cause, reason)
-    measured = _with_numbers(_verdict(evidence, Cause.MEASURED, "measured"), reports, spec)
+        return _verdict(observations, cause, reason)
+    measured = _with_numbers(_verdict(observations, Cause.MEASURED, "measured"), reports, spec)
     if min(measured.iteration_s) <= 0:
-        return _verdict(evidence, Cause.FORMAT, "an iteration took 0 s; the ranks' clocks must be wrong")
+        return _verdict(observations, Cause.FORMAT, "an iteration took 0 s; the ranks' clocks must be wrong")
     if is_short or any(report.ended_early == "slower" for report in reports):
         reason = f"cut short after {len(measured.iteration_s)} iterations: clearly slower than the best"
         return replace(measured, reason=reason, is_cut=True)
     spread = relative_spread(measured.iteration_s)
-    if spread > evidence.max_spread:
-        reason = f"iteration times vary by {spread:.0%} (median deviation), above {evidence.max_spread:.0%}"
+    if spread > observations.max_spread:
+        reason = (
+            f"iteration times vary by {spread:.0%} (median deviation), above {observations.max_spread:.0%}"
+        )
         return replace(measured, cause=Cause.SPREAD, outcome=Outcome.UNSTABLE, reason=reason)
     return measured
 

@@ -301,7 +301,7 @@ class ParityGate:
             devices=self.devices,
             stop=self.stop,
             on_progress=None if report is None else lambda progress: report(name, progress),
-            is_alone=True,
+            is_subreaper=True,
             fence=self.fence,
         )
         if result.outcome is Outcome.CANCELLED:

@@ -118,7 +118,7 @@ def _finish(folder: Path, *, stop: Stop | None, clock: Callable[[], float], poll
         poll_s=poll_s,
     )
     end = monitor.run()
-    verdict = classify(end.evidence)
+    verdict = classify(end.observations)
     if not alive and verdict.outcome is Outcome.INFRA:
         verdict = replace(verdict, reason=f"the tuner was killed during the trial; {verdict.reason}")
     return write_result(folder, attempt.spec, with_survivors(verdict, end), wall_s=ran_s + end.wall_s)

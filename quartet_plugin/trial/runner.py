@@ -42,7 +42,7 @@ def run_trial(
     clock: Callable[[], float] = time.monotonic,
     poll_s: float = POLL_S,
     pick_port: Callable[[], int] = free_port,
-    is_alone: bool = False,
+    is_subreaper: bool = False,
     fence: Callable[[], None] = lambda: None,
 ) -> TrialResult:
     """Run `request` and return its last attempt's result, which is in its folder as well.
@@ -51,8 +51,8 @@ def run_trial(
     When it returns or raises, no process of the trial is left. `stop` (an event or a predicate) ends it early
     as CANCELLED; an exception in this thread, such as a second Ctrl-C, kills it at once. `devices`, kept from
     trial to trial, checks the accelerators before and after every attempt; `pick_port` names the port of the
-    ranks' rendezvous. `is_alone` says that this process starts nothing else with a session of its own
-    meanwhile: then daemons of the trial that keep nothing of its environment are ended as well (`Subreaper`).
+    ranks' rendezvous. With `is_subreaper` daemons of the trial that keep nothing of its environment are
+    ended as well (`Subreaper`): for a process that starts nothing else with a session of its own meanwhile.
     `fence` is called before every file of an attempt is written; what it raises ends the trial.
 
     Raises ConfigError for a command that cannot run here, StorageError when the folder cannot be written,
@@ -84,12 +84,12 @@ def run_trial(
             stop=stop,
             clock=clock,
             poll_s=poll_s,
-            is_alone=is_alone,
+            is_subreaper=is_subreaper,
             fence=fence,
         )
         fence()
         verdict, is_again = apply_retry_policy(
-            _with_device_fault(_with_engine_fault(classify(end.evidence), end), devices, environment),
+            _with_device_fault(_with_engine_fault(classify(end.observations), end), devices, environment),
             earlier=earlier,
             max_attempts=request.max_attempts,
             is_baseline=request.plan is None,
@@ -116,12 +116,12 @@ def run_trial(
 
 def _check_training(folder: Path, request: TrialRequest, end: AttemptEnd) -> None:
     """Raise ConfigError where the user's own command starts no training, two, or changes its world."""
-    if request.plan is not None or end.evidence.stopped_by == "cancel":
+    if request.plan is not None or end.observations.stopped_by == "cancel":
         return
     starts = read_starts(folder)
     fault = fault_of(starts)
     if fault is None and not any(start.framework for start in starts):
-        last = last_lines(end.evidence.log)
+        last = last_lines(end.observations.log)
         fault = absence_of(starts) + (f"; its output ends with: {last[-1]}" if last else "")
     if fault is not None:
         raise ConfigError(f"command {request.command.program!r}: {fault}")
@@ -210,11 +210,11 @@ def _watch(
     stop: Stop | None,
     clock: Callable[[], float],
     poll_s: float,
-    is_alone: bool,
+    is_subreaper: bool,
     fence: Callable[[], None],
 ) -> AttemptEnd:
     attempt = launch.attempt
-    with Subreaper(is_on=is_alone) as subreaper:
+    with Subreaper(is_on=is_subreaper) as subreaper:
         handle = launcher.start(launch.argv, env=launch.environment, cwd=launch.cwd, stdout=attempt.log)
         subreaper.expect(handle.pid)
         if isinstance(launcher, WarmLauncher) and launcher.server_pid is not None:

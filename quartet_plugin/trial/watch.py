@@ -14,7 +14,7 @@ from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.protocol.rank_files import RankFileReader, Snapshot
 from quartet_plugin.trial.attempt import Attempt, attempt_number
 from quartet_plugin.trial.log import CappedLog, read_tail
-from quartet_plugin.trial.outcome import Evidence, StoppedBy, is_complete, slowest_phase
+from quartet_plugin.trial.outcome import AttemptObservations, StoppedBy, is_complete, slowest_phase
 from quartet_plugin.trial.processes import (
     ProcessRegistry,
     ask_for_stacks,
@@ -56,7 +56,7 @@ class AttemptEnd:
     not be ended elsewhere; `engine_fault` is why the engine has ended it.
     """
 
-    evidence: Evidence
+    observations: AttemptObservations
     wall_s: float
     survivors: frozenset[Identity]
     left_on_nodes: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class AttemptMonitor:
         finally:
             with contextlib.suppress(OSError):
                 remove_torn(self.attempt.folder)
-        evidence = Evidence(
+        observations = AttemptObservations(
             spec=self.attempt.spec,
             plan=self.attempt.read_plan(),
             snapshot=self._last_look(),
@@ -127,7 +127,7 @@ class AttemptMonitor:
             is_cut=is_cut,
         )
         return AttemptEnd(
-            evidence=evidence,
+            observations=observations,
             wall_s=self._watchdog.elapsed_s,
             survivors=self.registry.alive,
             left_on_nodes=self._left_on_nodes,

@@ -126,11 +126,11 @@ class ComparedTrials:
 
     @classmethod
     def open(
-        cls, context: TuningContext, *, baseline: Plan, result: TrialResult, is_alone: bool
+        cls, context: TuningContext, *, baseline: Plan, result: TrialResult, is_sequential: bool
     ) -> "ComparedTrials":
         """What trial 0, of this `result`, has kept; weights of anything else are removed.
 
-        `is_alone`: trials run one after the other.
+        `is_sequential`: trials run one after the other.
         """
         folder, trial = context.run.folder, context.run.config.trial
         weights = trial_weights(folder.parity_weights)
@@ -144,7 +144,7 @@ class ComparedTrials:
         start = ComparedStart(num_steps=STEPS, restores_settings=bool(compared.settings))
         num_iterations = start.num_warmup(trial.least_warmup) + trial.least_measured
         reason = why_nothing_is_kept(context.command) or _why_too_short(context)
-        reason = reason or compared.unavailable or (None if is_alone else _WITH_WORKERS)
+        reason = reason or compared.unavailable or (None if is_sequential else _WITH_WORKERS)
         return cls(
             weights=weights,
             attempt_id=result.attempt_id,

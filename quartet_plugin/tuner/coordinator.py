@@ -33,7 +33,7 @@ from quartet_plugin.tuner.compared_trials import (
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.depth_proxy import depth_proxy_for
 from quartet_plugin.tuner.drift import DriftMonitor
-from quartet_plugin.tuner.earlier_run import Prior, read_prior
+from quartet_plugin.tuner.earlier_run import EarlierMeasurements, read_earlier_measurements
 from quartet_plugin.tuner.final_rounds import (
     FinalRounds,
     finalist_words,
@@ -71,9 +71,9 @@ _OTHER_MODELS = (
 class Coordinator:
     """Runs one tuning run, from its baseline to its winner.
 
-    `prior` is the folder of another run, whose measurements a study that begins is given. With `slices` of
-    this host trials run at the same time, a worker on each (docs/workers.md). `make_room` frees disk space
-    that was kept for the last words. `full_size` is how launches at full size start where trials have fewer
+    `earlier_run` is the folder of another run, whose measurements a study that begins is given. With `slices`
+    of this host trials run at the same time, a worker on each (docs/workers.md). `make_room` frees the
+    reserved disk space. `full_size` is how launches at full size start where trials have fewer
     replicas, or why none can.
     """
 
@@ -81,7 +81,7 @@ class Coordinator:
         self,
         context: TuningContext,
         *,
-        prior: Path | None = None,
+        earlier_run: Path | None = None,
         slices: tuple[DeviceSlice, ...] = (),
         make_room: Callable[[], None] = lambda: None,
         full_size: FullSizeNodes | str = "no nodes are given for it",
@@ -94,7 +94,7 @@ class Coordinator:
         self._run = context.run
         self._config = context.run.config.study
         self._say = context.observer.message
-        self._prior = prior
+        self._earlier_run = earlier_run
         self._make_room = make_room
         self._slices = slices
         self._full_size = full_size
@@ -181,7 +181,7 @@ class Coordinator:
         )
         launcher.show(launch, result)
         compared = ComparedTrials.open(
-            context, baseline=space.baseline, result=result, is_alone=not self._slices
+            context, baseline=space.baseline, result=result, is_sequential=not self._slices
         )
         parity = ParityKeeper.open(context, job=space.job, compared=compared)
         launcher.judge = parity.judged
@@ -229,7 +229,7 @@ class Coordinator:
                 launcher=launcher,
                 baseline=baseline,
                 proposer=proposer,
-                is_alone=not self._slices,
+                is_sequential=not self._slices,
             ),
         )
         try:
@@ -398,8 +398,8 @@ class Coordinator:
             say=self._say,
             should_stop=self._should_stop_waiting,
         )
-        is_alone = self._prior is None and not self._slices
-        storage, log = with_remake(storage, self._run.folder, is_alone=is_alone)
+        is_self_contained = self._earlier_run is None and not self._slices
+        storage, log = with_remake(storage, self._run.folder, is_self_contained=is_self_contained)
         study = TuneStudy.open(storage, space=space, seed=config.seed, sampler=config.sampler)
         if study is not None and log is not None and study.lacks(log):
             study.close()
@@ -411,7 +411,7 @@ class Coordinator:
             return study
         if log is not None:
             log = with_folders(log, self._run.folder, space=space)
-        prior = self._prior_of(log, space=space, baseline=baseline)
+        earlier = self._earlier_measurements_of(log, space=space, baseline=baseline)
         study = TuneStudy.create(
             storage,
             space=space,
@@ -423,8 +423,8 @@ class Coordinator:
                 objective=baseline.objective,
                 node_slowdowns=launcher.node_monitor.slowdowns_in(result),
             ),
-            starts=prior.starts,
-            prior=prior.trials,
+            starts=earlier.starts,
+            earlier_trials=earlier.trials,
             sampler=config.sampler,
             log=log,
         )
@@ -445,17 +445,21 @@ class Coordinator:
                 if trial.number != BASELINE:
                     launcher.show_finished(trial)
 
-    def _prior_of(self, log: StudyLog | None, *, space: Space, baseline: BaselineScore) -> Prior:
+    def _earlier_measurements_of(
+        self, log: StudyLog | None, *, space: Space, baseline: BaselineScore
+    ) -> EarlierMeasurements:
         """The measurements that the study begins with: those that it began with before, or another run's."""
-        if log is not None and log.prior is not None:
-            return Prior(trials=log.prior, starts=log.starts)
-        if self._prior is None:
-            return Prior()
-        prior = read_prior(self._prior, space=space, baseline=baseline.score, objective=baseline.objective)
-        trials = [{"params": params, "record": asdict(record)} for params, record in prior.trials]
-        self._context.events.add("from", run=str(self._prior), trials=trials, starts=prior.starts)
-        self._say(prior.words)
-        return prior
+        if log is not None and log.earlier_trials is not None:
+            return EarlierMeasurements(trials=log.earlier_trials, starts=log.starts)
+        if self._earlier_run is None:
+            return EarlierMeasurements()
+        earlier = read_earlier_measurements(
+            self._earlier_run, space=space, baseline=baseline.score, objective=baseline.objective
+        )
+        trials = [{"params": params, "record": asdict(record)} for params, record in earlier.trials]
+        self._context.events.add("from", run=str(self._earlier_run), trials=trials, starts=earlier.starts)
+        self._say(earlier.words)
+        return earlier
 
     def _should_stop_waiting(self) -> bool:
         """Asked while the study's server is lost: the run is kept meanwhile, or given up where taken."""

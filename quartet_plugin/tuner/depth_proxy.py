@@ -59,15 +59,15 @@ def depth_proxy_for(
     launcher: TrialLauncher,
     baseline: BaselineScore,
     proposer: Proposer | None,
-    is_alone: bool,
+    is_sequential: bool,
 ) -> "DepthProxy | None":
     """The depth proxies of a run; None where they are not asked for or save nothing.
 
-    `result` is the baseline's; `is_alone` says whether one trial runs at a time.
+    `result` is the baseline's; `is_sequential`: trials run one after the other.
     """
     asked = context.run.config.trial.crop
     layers, why = layers_to_keep(space, result, asked=asked)
-    if layers is not None and (proposer is None or not is_alone):
+    if layers is not None and (proposer is None or not is_sequential):
         layers = None
         if asked != "auto":
             why = f"trial.crop: {asked}; only what the cost model proposes one at a time has depth proxies"

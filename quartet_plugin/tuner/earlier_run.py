@@ -25,7 +25,7 @@ MAX_STARTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prior:
+class EarlierMeasurements:
     """Another run's trials that hold here (the choices that lead to each plan, and its record).
 
     `starts` are its points to try first, `words` one line about it.
@@ -36,7 +36,9 @@ class Prior:
     words: str = ""
 
 
-def read_prior(path: Path, *, space: Space, baseline: Score, objective: Objective) -> Prior:
+def read_earlier_measurements(
+    path: Path, *, space: Space, baseline: Score, objective: Objective
+) -> EarlierMeasurements:
     """The trials and starts of the run in `path` for `space`, whose baseline was just measured.
 
     Raises ConfigError where there is no such run or it measured nothing.
@@ -55,13 +57,13 @@ def read_prior(path: Path, *, space: Space, baseline: Score, objective: Objectiv
         raise ConfigError(f"{path}: its baseline was not measured; name another run with --from")
     if baseline_row.plan.key != space.baseline.key:
         starts = tuple(_starts(other, space))
-        return Prior(
+        return EarlierMeasurements(
             starts=starts,
             words=f"from {other.name}: another job or cluster; {len(starts)} of its best plans come first",
         )
     ratio = baseline_row.iteration_s / baseline.iteration_s
     trials = tuple(_trials(other, space, ratio=ratio, objective=objective))
-    return Prior(
+    return EarlierMeasurements(
         trials=trials,
         words=(
             f"from {other.name}: {len(trials)} of its measurements hold here, times divided by {ratio:.2f}: "

@@ -32,7 +32,7 @@ from quartet_plugin.tuner.finalists import BASELINE, rank
 from quartet_plugin.tuner.history_rows import (
     baseline_note_of,
     drift_checks_of,
-    expected_gains_of,
+    expected_improvements_of,
     limits_of,
     objective_by_events,
     read_events,
@@ -167,7 +167,7 @@ class _Reader:
             finalists=self._finalists(objective=objective),
             winner=self._read_if_there(read_plan, self._run.folder.best_plan),
             faults=tuple(self._faults),
-            controls=drift_checks_of(events),
+            drift_checks=drift_checks_of(events),
             limits=limits_of(events),
             slow_nodes=slow_nodes_of(events),
             workers=self._workers if self._goes_on else (),
@@ -262,9 +262,9 @@ class _Reader:
         baseline = next((row for row in rows if row.number == BASELINE), TrialRow(number=BASELINE))
         baseline_s = baseline.iteration_s
         baseline_flops = baseline.plan.shape.model_flops_per_sequence if baseline.plan else None
-        gains = expected_gains_of(self._events)
+        improvements = expected_improvements_of(self._events)
         predicted = []
-        for row in (replace(row, expected_gain=gains.get(row.number)) for row in rows):
+        for row in (replace(row, expected_improvement=improvements.get(row.number)) for row in rows):
             prediction = row.plan.prediction if row.plan is not None else None
             if prediction is None or row.plan is None:
                 predicted.append(row)

@@ -143,8 +143,8 @@ def limits_of(events: list[dict[str, Any]]) -> tuple[str, ...]:
     return ()
 
 
-def expected_gains_of(events: list[dict[str, Any]]) -> dict[int, float]:
-    """The gain that the planner expected of each trial when it proposed it; none of a sampler's choice.
+def expected_improvements_of(events: list[dict[str, Any]]) -> dict[int, float]:
+    """The expected improvement of each trial's plan when it was proposed; none of a sampler's choice.
 
     An event's `gain` is of the objective's logarithm.
     """

@@ -44,11 +44,11 @@ NUM_VARIED, OTHERWISE, STEP = 3, 0.25, 0.08
 HOPE = 0.5
 # The normal's error of a median over its error of a mean; no measurement is surer than LEAST.
 MEDIAN_ERROR, LEAST = 1.25, 0.003
-# No forecast of a plan that was not tried is surer than this.
-LEAST_FORECAST = 0.01
+# No prediction of a plan that was not tried is surer than this.
+LEAST_SPREAD = 0.01
 
 # Seconds an iteration and the deviation of their logarithm, for plans in their order.
-Forecasts = Callable[[Sequence[Plan]], Sequence[tuple[float, float]]]
+PredictPlans = Callable[[Sequence[Plan]], Sequence[tuple[float, float]]]
 RelativeCost = Callable[[Plan], float | None]
 
 
@@ -58,12 +58,12 @@ def estimate_regret(
     *,
     untried: Sequence[Plan] | None = None,
     relative_cost: RelativeCost = lambda _: None,
-    forecasts: Forecasts | None = None,
+    predict: PredictPlans | None = None,
     chance_of_memory: Callable[[Plan], float] = lambda _: 1.0,
 ) -> Regret | None:
     """The estimate; None where too little was measured.
 
-    `untried` are the plans to look at (the space is walked by chance without them), `forecasts` predicts
+    `untried` are the plans to look at (the space is walked by chance without them), `predict` gives
     calibrated seconds; without it a process is fitted to what was measured, about `relative_cost`: the time
     for equal model FLOPs over the baseline's, None where it is not predicted. `chance_of_memory` predicts
     whether a plan fits in memory.
@@ -91,10 +91,10 @@ def estimate_regret(
             source="every plan was tried",
         )
     generator = np.random.default_rng(derived_seed(search.seed, len(search.trials), "regret"))
-    if forecasts is None:
+    if predict is None:
         draws, best = _by_process(search, plans, relative_cost, generator)
     else:
-        draws, best = _by_forecasts(search, plans, forecasts, generator)
+        draws, best = _by_predictions(search, plans, predict, generator)
     chances = np.array([chance_of_memory(plan) for plan in plans])
     draws = np.where(_fits(search, plans, chances, generator), draws, -np.inf)
     return _summary(
@@ -102,7 +102,7 @@ def estimate_regret(
         best,
         plans,
         num_measured=len(measured),
-        by_model=forecasts is not None,
+        has_model=predict is not None,
     )
 
 
@@ -127,7 +127,7 @@ def regret_of(
         space,
         search,
         untried=untried,
-        forecasts=predict,
+        predict=predict,
         chance_of_memory=predictor.feasibility.chance_of_memory,
     )
 
@@ -138,7 +138,7 @@ def _summary(
     plans: Sequence[Plan],
     *,
     num_measured: int,
-    by_model: bool,
+    has_model: bool,
 ) -> Regret:
     gains = np.expm1(np.clip(draws.max(axis=1) - best, 0.0, 50.0))
     low, median, high = (float(quantile) for quantile in np.quantile(gains, (0.025, 0.5, 0.975)))
@@ -151,7 +151,7 @@ def _summary(
         likely_chance=float(leaders[leader] / len(draws)),
         num_untried=len(plans),
         num_measured=num_measured,
-        source="calibrated cost model" if by_model else "measured trials",
+        source="calibrated cost model" if has_model else "measured trials",
     )
 
 
@@ -231,20 +231,20 @@ def noise_of_rounds(rankings: Sequence[FinalistResult]) -> float | None:
     return max(LEAST, math.sqrt(statistics.fmean(pooled) / 2.0)) if pooled else None
 
 
-def _by_forecasts(
-    search: TuneResult, plans: Sequence[Plan], forecasts: Forecasts, generator: np.random.Generator
+def _by_predictions(
+    search: TuneResult, plans: Sequence[Plan], predict: PredictPlans, generator: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
     """Draws of the untried plans [draws, plans] and of the best [draws], by the calibrated model.
 
     The winner's mean is weighted with the final rounds' result.
     """
     every = [search.baseline, search.best, *plans]
-    predictions = forecasts(every)
+    predictions = predict(every)
     baseline_s = predictions[0][0]
     works = [_relative_work(plan, search) for plan in every]
     seconds = [predicted_s for predicted_s, _ in predictions]
     mean = np.array([math.log(baseline_s / s) + work for s, work in zip(seconds, works, strict=True)])
-    spread = np.array([max(LEAST_FORECAST, deviation) for _, deviation in predictions])
+    spread = np.array([max(LEAST_SPREAD, deviation) for _, deviation in predictions])
     spread[0] = LEAST
     if search.winner is not None:
         error, final = ranking_error(search.winner), math.log(search.winner.comparison.speedup.median)

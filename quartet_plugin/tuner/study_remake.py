@@ -11,19 +11,19 @@ from quartet_plugin.tuner.history_rows import read_events
 from quartet_plugin.tuner.run_folder import RunFolder
 
 # Events of a run that does not propose the same plans again.
-_NOT_ALONE = frozenset({"from", "taken", "worker-lost"})
+_NOT_SELF_CONTAINED = frozenset({"from", "taken", "worker-lost"})
 
 
 def with_remake(
-    storage: StudyStorage, folder: RunFolder, *, is_alone: bool = True
+    storage: StudyStorage, folder: RunFolder, *, is_self_contained: bool = True
 ) -> tuple[StudyStorage, StudyLog | None]:
     """The storage that knows what its study is made again from, and the log, where it is that.
 
-    A run that is alone and had neither workers nor another run's measurements proposes the same plans again:
-    its trials' folders say more than the log. Any other needs the log.
+    A run that is self-contained, without workers and without another run's measurements, proposes the same
+    plans again: its trials' folders say more than the log. Any other needs the log.
     """
     events = read_events(folder.events_file)
-    if is_alone and not _NOT_ALONE & {event["kind"] for event in events}:
+    if is_self_contained and not _NOT_SELF_CONTAINED & {event["kind"] for event in events}:
         return replace(storage, remake="folders"), None
     log = read_log(events)
     return replace(storage, remake="nothing" if log is None else "log"), log
@@ -31,7 +31,7 @@ def with_remake(
 
 def with_folders(log: StudyLog, folder: RunFolder, *, space: Space) -> StudyLog:
     """The log with the trials that only their folders name: a tuner was killed before it logged them."""
-    first = 1 + len(log.prior or ())
+    first = 1 + len(log.earlier_trials or ())
     trials = dict(log.trials)
     for path in sorted(folder.trials.glob("[0-9]*")):
         number = int(path.name) if path.name.isdecimal() else BASELINE

@@ -173,7 +173,7 @@ class LocalBackend:
                 on_progress=on_progress,
                 stop=should_stop,
                 pick_port=free_port if self._slice is None else self._slice.free_port,
-                is_alone=True,
+                is_subreaper=True,
                 fence=self._fence,
             )
         )

@@ -61,8 +61,8 @@ def test_related_jobs_have_one_machine_and_one_framework() -> None:
     assert known["script"] is None
     assert {name for name, key in known.items() if key == known["base"]} == {"base", "same"}
     for other in (same, more, deep, cpu, script):
-        prior = started_from(other, [base], keys=known, shares=True)
-        assert (prior is base) == (other is same)
+        earlier = started_from(other, [base], keys=known, shares=True)
+        assert (earlier is base) == (other is same)
     assert started_from(same, [base], keys=known, shares=False) is None
     assert started_from(same, [], keys=known, shares=True) is None
 

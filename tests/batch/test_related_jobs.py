@@ -57,10 +57,10 @@ def test_related_jobs_need_half_as_many_trials(tmp_path: Path, changes: dict[str
         earlier = tmp_path / f"earlier-{index}"
         write_run(earlier, WritingMachine(seconds=seconds), search=SEARCH, study=STUDY)
         plans = []
-        for prior in (None, earlier):
-            folder = tmp_path / f"{index}-{'alone' if prior is None else 'related'}"
+        for other in (None, earlier):
+            folder = tmp_path / f"{index}-{'alone' if other is None else 'related'}"
             run = begin(folder, search=SEARCH, study={**STUDY, "seed": 1})
-            plans.append(launched(tune(run, FakeMachine(job=job, seconds=seconds), prior=prior)))
+            plans.append(launched(tune(run, FakeMachine(job=job, seconds=seconds), earlier_run=other)))
         near_s = NEAR * min(map(seconds, [*plans[0], *plans[1]]))
         for counts, tried in zip((alone, related), plans, strict=True):
             reached = [place for place, plan in enumerate(tried, start=1) if seconds(plan) <= near_s]

@@ -150,11 +150,11 @@ def test_a_backward_that_was_not_split_is_one_measurement() -> None:
 def test_file_and_back(tmp_path: Path) -> None:
     ranks = [parse(RankProfile, one, where="a test") for one in (FIRST, LAST)]
     costs = costs_of(ranks, num_layers=4, num_devices=2, num_microbatches=8)
-    played = SimulatedRankRecord(stage=1, rank=512, world_size=1024)
+    simulated = SimulatedRankRecord(stage=1, rank=512, world_size=1024)
     path = tmp_path / "profile.json"
-    write_profile(make_profile(ranks, costs=costs, played=played, iteration_s=[0.5]), path=path)
+    write_profile(make_profile(ranks, costs=costs, simulated=simulated, iteration_s=[0.5]), path=path)
     found = read_record(Profile, path)
-    assert found.played == played
+    assert found.played == simulated
     assert found.iteration_s == ()
     assert found.job == {"framework": "megatron-core"}
     assert [one.parts for one in found.ranks] == [one.parts for one in ranks]
@@ -191,11 +191,15 @@ def test_a_rank_that_was_run_alone_says_nothing_of_links() -> None:
     ranks = [parse(RankProfile, FIRST, where="a test")]
     run = cpu_run(pp=1, tp=2)
     together, alone = (
-        next(one for one in observations_of(run, ranks, is_alone=is_alone) if one.quantity is Quantity.LAYER)
-        for is_alone in (False, True)
+        next(
+            one
+            for one in observations_of(run, ranks, is_single_rank=is_single_rank)
+            if one.quantity is Quantity.LAYER
+        )
+        for is_single_rank in (False, True)
     )
     slow = replace(NEUTRAL, hop_s=1.0)
     assert seconds_of(together, slow) > seconds_of(together, NEUTRAL) + 0.1
     assert seconds_of(alone, slow) == seconds_of(alone, NEUTRAL) < seconds_of(together, NEUTRAL)
-    found = observations_of(cpu_run(), ranks, is_alone=True)
+    found = observations_of(cpu_run(), ranks, is_single_rank=True)
     assert Quantity.GRADIENTS not in {one.quantity for one in found}

@@ -10,7 +10,7 @@ import pytest
 from quartet_plugin.calibration.constants_fit import read_calibration
 from quartet_plugin.calibration.profile import Profile
 from quartet_plugin.cli.main import main
-from quartet_plugin.cli.profile import played_rank
+from quartet_plugin.cli.profile import simulated_rank_of
 from quartet_plugin.errors import UsageError
 from quartet_plugin.model.cluster import parse_cluster, write_cluster
 from quartet_plugin.model.schema import read_record
@@ -123,9 +123,9 @@ def test_a_command_that_fails_is_told_in_one_line(tmp_path: Path, capsys: pytest
     ],
 )
 def test_the_rank_that_stands_for_a_stage(flags: str, stage: int, world: int, rank: int) -> None:
-    played = played_rank(["python", "x.py", *flags.split()], stage=stage, world_size=world)
-    assert played is not None
-    assert played.rank == rank
+    simulated = simulated_rank_of(["python", "x.py", *flags.split()], stage=stage, world_size=world)
+    assert simulated is not None
+    assert simulated.rank == rank
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_stages_that_are_not_there_are_refused(
     flags: str, stage: int | None, world: int | None, rule: str
 ) -> None:
     with pytest.raises(UsageError, match=rule):
-        played_rank(["python", "x.py", *flags.split()], stage=stage, world_size=world)
+        simulated_rank_of(["python", "x.py", *flags.split()], stage=stage, world_size=world)
 
 
 @pytest.mark.parametrize(

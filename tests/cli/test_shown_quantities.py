@@ -213,7 +213,7 @@ def test_one_pair_of_seconds_with_two_speedups_is_explained(
     assert any(
         f"your own command runs at {speed} of its first measured speed" in line for line in shown.plain
     )
-    assert any(line.startswith("control") and speed in line for line in shown.closing)
+    assert any(line.startswith("drift") and speed in line for line in shown.closing)
     assert f"trials: {speed}</title>" in page
 
 
@@ -265,7 +265,7 @@ def test_the_winners_figures(shown: Shown, page: str, capsys: pytest.CaptureFixt
         ):
             assert all(words in text for text in (closing, plan, page)), words
     # A drift check and the noise compare the command with itself.
-    lines = [line for line in status.splitlines() if not line.startswith(("control", "noise"))]
+    lines = [line for line in status.splitlines() if not line.startswith(("drift", "noise"))]
     speedups = set(re.findall(r"[0-9]+\.[0-9]{2}x", "\n".join(lines)))
     assert speedups <= set(re.findall(r"[0-9]+\.[0-9]{2}x", plan)), "one speedup in a finished run's status"
 

@@ -311,7 +311,7 @@ def test_the_drift_of_the_machine_is_kept(run: Path, tmp_path: Path) -> None:
         '{"time": 2.0, "kind": "control", "trial": 0, "after": 5, "ratio": 1.02}\n'
         '{"time": 3.0, "kind": "control", "trial": 0, "after": 10, "ratio": 0.9}\n'
     )
-    found = [(control.num_tried, control.ratio) for control in read_history(path).controls]
+    found = [(check.num_tried, check.ratio) for check in read_history(path).drift_checks]
     assert found == [(5, 1.02), (10, 0.9)]
 
 

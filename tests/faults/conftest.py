@@ -83,7 +83,7 @@ def trial(tmp_path: Path, fake_torchrun: Path) -> Callable[..., TrialResult]:
     ) -> TrialResult:
         request = trial_request(torchrun, tmp_path / "trials" / "000000", *fake, **options)
         return run_trial(
-            request, launcher=BareLauncher(), devices=devices, stop=stop, poll_s=0.02, is_alone=True
+            request, launcher=BareLauncher(), devices=devices, stop=stop, poll_s=0.02, is_subreaper=True
         )
 
     return run

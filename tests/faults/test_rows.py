@@ -605,7 +605,7 @@ def test_row_32_a_replaced_tuner_writes_nothing_into_the_attempt_that_it_started
 
     request = trial_request(fake_torchrun, tmp_path / "000")
     with pytest.raises(StorageError, match="another tuner"):
-        run_trial(request, launcher=BareLauncher(), poll_s=0.02, is_alone=True, fence=fence)
+        run_trial(request, launcher=BareLauncher(), poll_s=0.02, is_subreaper=True, fence=fence)
     names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert "result.json" not in names
     assert ("trial.json" in names, "processes.json" in names) == (num_writes > 0, num_writes > 1)

@@ -37,7 +37,7 @@ def measured(folder: Path, plan: Plan | None, launcher: Launcher) -> TrialResult
         max_spread=10.0,
         cwd=ROOT,
     )
-    return run_trial(request, launcher=launcher, is_alone=True)
+    return run_trial(request, launcher=launcher, is_subreaper=True)
 
 
 @pytest.mark.parametrize("kind", ["command", "custom"])

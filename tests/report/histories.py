@@ -133,7 +133,7 @@ def history(**changes: Any) -> RunHistory:
             Finalist(number=1, comparison=comparison(0.97, ratios=(0.95, 0.97, 1.01))),
         ),
         winner=WINNER,
-        controls=(DriftMeasurement(num_tried=4, ratio=0.96),),
+        drift_checks=(DriftMeasurement(num_tried=4, ratio=0.96),),
     )
     return replace(made, **changes)
 

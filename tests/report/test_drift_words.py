@@ -12,7 +12,7 @@ def test_each_check_has_a_verdict_and_says_what_trials_are_compared_with() -> No
     ]
     within, beyond, unknown = drift_lines(checks)
     assert within == (
-        "control   after 10 trials your own command ran at 2.11x of its first measured speed, within chance "
+        "drift     after 10 trials your own command ran at 2.11x of its first measured speed, within chance "
         "(0.40x to 2.50x): trials are still compared with the first"
     )
     assert beyond == (

@@ -23,7 +23,7 @@ def with_rounds(own: tuple[float, float], plan: tuple[float, float] = (0.4, 0.4)
     measured = replace(
         measured, baseline=ranging(measured.baseline, *own), plan=ranging(measured.plan, *plan)
     )
-    return history(finalists=(Finalist(number=2, comparison=measured),), controls=())
+    return history(finalists=(Finalist(number=2, comparison=measured),), drift_checks=())
 
 
 def first_s() -> float:
@@ -35,7 +35,7 @@ def first_s() -> float:
 
 
 def test_launches_of_trial_drift_checks_and_final_rounds_count() -> None:
-    run = replace(with_rounds((0.45, 0.55)), controls=(DriftMeasurement(num_tried=10, ratio=0.8),))
+    run = replace(with_rounds((0.45, 0.55)), drift_checks=(DriftMeasurement(num_tried=10, ratio=0.8),))
     seconds = launches_s(run)
     assert seconds["your own command"] == pytest.approx([first_s(), first_s() / 0.8, 0.45, 0.55])
     assert seconds["trial 2"] == [0.4, 0.4]

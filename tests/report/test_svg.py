@@ -74,8 +74,8 @@ def test_the_history_has_a_mark_for_every_trial() -> None:
         if e.tag in (f"{SVG}circle", f"{SVG}path") and e.find(f"{SVG}title") is not None
     ]
     assert len(marks) == 8
-    controls = [mark for mark in marks if mark.get("class") == "control"]
-    assert [mark.findtext(f"{SVG}title") for mark in controls] == [
+    checks = [mark for mark in marks if mark.get("class") == "drift"]
+    assert [mark.findtext(f"{SVG}title") for mark in checks] == [
         "your own command again after 4 trials: 0.96x"
     ]
     best = [mark for mark in marks if "top" in (mark.get("class") or "").split()]

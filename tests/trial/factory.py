@@ -4,7 +4,7 @@ from typing import Any
 
 from quartet_plugin.protocol.attempt_files import TrialSpec
 from quartet_plugin.protocol.rank_files import Heartbeat, Iteration, RankFailure, RankReport, Snapshot
-from quartet_plugin.trial.outcome import Evidence
+from quartet_plugin.trial.outcome import AttemptObservations
 
 ID = "a" * 32
 
@@ -83,7 +83,7 @@ def evidence(
     errs: tuple[RankFailure, ...] = (),
     faults: tuple[str, ...] = (),
     **changes: Any,
-) -> Evidence:
+) -> AttemptObservations:
     """What is known at the end of an attempt of 1 + 4 iterations on two ranks."""
     values: dict[str, Any] = {
         "spec": TrialSpec(attempt_id=ID, folder="/x", warmup=1, measure=4, plan_key=None),
@@ -98,4 +98,4 @@ def evidence(
         "exit_code": 1,
         "is_single": False,
     }
-    return Evidence(**{**values, **changes})
+    return AttemptObservations(**{**values, **changes})

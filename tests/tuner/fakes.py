@@ -29,7 +29,7 @@ from quartet_plugin.tuner.tune_result import TuneResult
 from tests.space.jobs import make_job, make_nodes
 from tests.tuner.flop_formula import iteration_flops
 
-_OF_COORDINATOR = ("prior", "slices", "make_room", "full_size")
+_OF_COORDINATOR = ("earlier_run", "slices", "make_room", "full_size")
 COMMAND = ("torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8")
 
 

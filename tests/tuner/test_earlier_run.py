@@ -29,16 +29,16 @@ def earlier() -> Iterator[Path]:
 def test_the_same_cluster_is_told_what_was_measured(tmp_path: Path, earlier: Path) -> None:
     """It costs no budget, carries its source, and is launched again in the final rounds alone."""
     machine, watching = FakeMachine(outcome=no_data_parallel), Watching()
-    result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier, observer=watching)
-    prior = [r for r in result.trials if r.record.source and r.record.repeats is None]
-    assert len(prior) >= 6
-    assert {trial.record.verdict for trial in prior} == {"measured", "infeasible"}
-    assert all((trial.record.source or "").startswith("earlier:") for trial in prior)
+    result = tune(begin(tmp_path / "r", study=STUDY), machine, earlier_run=earlier, observer=watching)
+    taken = [r for r in result.trials if r.record.source and r.record.repeats is None]
+    assert len(taken) >= 6
+    assert {trial.record.verdict for trial in taken} == {"measured", "infeasible"}
+    assert all((trial.record.source or "").startswith("earlier:") for trial in taken)
     own = [r for r in result.trials if r.number and r.record.source is None and r.record.repeats is None]
     assert len(own) == 4
     searched = {key for name, key in machine.launched if "round" not in name}
-    assert not searched & {trial.plan.key for trial in prior}
-    assert any(f"from earlier: {len(prior)} of its measurements" in text for text in watching.messages)
+    assert not searched & {trial.plan.key for trial in taken}
+    assert any(f"from earlier: {len(taken)} of its measurements" in text for text in watching.messages)
     assert result.winner is not None
     assert result.winner.comparison.plan.num_launches >= 3
 
@@ -48,7 +48,7 @@ def test_a_machine_that_became_slower_does_not_count(tmp_path: Path, earlier: Pa
         return 3.0 * by_formula(plan)
 
     machine = FakeMachine(outcome=no_data_parallel, seconds=slower, noise=0.0)
-    result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier)
+    result = tune(begin(tmp_path / "r", study=STUDY), machine, earlier_run=earlier)
     for trial in result.trials:
         if trial.record.source and trial.record.iteration_s is not None:
             assert trial.record.iteration_s == pytest.approx(slower(trial.plan), rel=0.15)
@@ -65,7 +65,7 @@ def test_what_the_other_run_measured_on_a_slower_machine_counts_as_it_would_have
     for study in (None, read_study(run.storage)):
         rows = read_history(tmp_path / "drifted", study=study).trials
         assert {row.number: row.drift for row in rows if row.repeats is None} == drifts
-    found = tune(begin(tmp_path / "r", study=STUDY), FakeMachine(noise=0.0), prior=tmp_path / "drifted")
+    found = tune(begin(tmp_path / "r", study=STUDY), FakeMachine(noise=0.0), earlier_run=tmp_path / "drifted")
     record = [r for r in found.trials if r.record.source and r.record.iteration_s is not None]
     assert len(record) >= 6
     for trial in record:
@@ -74,7 +74,7 @@ def test_what_the_other_run_measured_on_a_slower_machine_counts_as_it_would_have
 
 def test_another_cluster_only_says_what_to_try_first(tmp_path: Path, earlier: Path) -> None:
     machine, watching = FakeMachine(cluster=make_nodes(1, 1)), Watching()
-    result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier, observer=watching)
+    result = tune(begin(tmp_path / "r", study=STUDY), machine, earlier_run=earlier, observer=watching)
     assert not any(trial.record.source for trial in result.trials)
     assert any("another job or cluster; 5 of its best plans come first" in text for text in watching.messages)
     first = result.trials[1].plan
@@ -87,10 +87,10 @@ def test_another_cluster_only_says_what_to_try_first(tmp_path: Path, earlier: Pa
 
 
 def test_a_resumed_run_has_it_already(tmp_path: Path, earlier: Path) -> None:
-    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine(), prior=earlier)
+    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine(), earlier_run=earlier)
     machine = FakeMachine(dies_at=3)
     with pytest.raises(Killed):
-        tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier)
+        tune(begin(tmp_path / "r", study=STUDY), machine, earlier_run=earlier)
     machine.dies_at = None
     result = tune(resume(tmp_path / "r"), machine)
     assert [replace(r.record, attempt_id="") for r in result.trials] == [
@@ -101,9 +101,9 @@ def test_a_resumed_run_has_it_already(tmp_path: Path, earlier: Path) -> None:
 def test_a_run_without_a_baseline_is_refused(tmp_path: Path) -> None:
     other = begin(tmp_path / "other")
     with pytest.raises(ConfigError, match="its baseline was not measured"):
-        tune(begin(tmp_path / "r", study=STUDY), FakeMachine(), prior=other.folder.path)
+        tune(begin(tmp_path / "r", study=STUDY), FakeMachine(), earlier_run=other.folder.path)
     with pytest.raises(ConfigError, match="no such run"):
-        tune(begin(tmp_path / "s", study=STUDY), FakeMachine(), prior=tmp_path / "nowhere")
+        tune(begin(tmp_path / "s", study=STUDY), FakeMachine(), earlier_run=tmp_path / "nowhere")
 
 
 def test_many_that_did_not_fit_elsewhere_end_no_search(
@@ -118,7 +118,7 @@ def test_many_that_did_not_fit_elsewhere_end_no_search(
         tmp_path / "earlier", WritingMachine(outcome=outcome), run="earlier", study={"trials": 5, "rounds": 3}
     )
     machine = FakeMachine(outcome=outcome)
-    result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier.folder.path)
+    result = tune(begin(tmp_path / "r", study=STUDY), machine, earlier_run=earlier.folder.path)
     own = [r for r in result.trials if r.number and r.record.source is None and r.record.repeats is None]
     assert len(own) == 4
 
@@ -129,7 +129,7 @@ def test_a_model_of_another_depth_begins_with_the_best_plans_at_its_own_depth(
     machine, watching = FakeMachine(job=make_job(shape=make_shape(num_layers=16))), Watching()
     search = {"virtual_stages": 1, "schedule": ["no-pipelining", "1f1b"]}
     result = tune(
-        begin(tmp_path / "r", search=search, study=STUDY), machine, prior=earlier, observer=watching
+        begin(tmp_path / "r", search=search, study=STUDY), machine, earlier_run=earlier, observer=watching
     )
     assert any("of its best plans come first" in text for text in watching.messages)
     assert not any("cluster; 0 of its" in text for text in watching.messages)

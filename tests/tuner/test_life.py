@@ -27,7 +27,7 @@ from quartet_plugin.study.storage import StudyStorage
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
 from quartet_plugin.trial.attempt import Attempt, create_attempt, open_attempt, write_result
 from quartet_plugin.trial.lease import LOCK_NAME, Lease
-from quartet_plugin.trial.outcome import Evidence, classify
+from quartet_plugin.trial.outcome import AttemptObservations, classify
 from quartet_plugin.trial.recover import recover
 from quartet_plugin.trial.request import TrialRequest
 from quartet_plugin.tuner.sequential_search import num_spent
@@ -124,7 +124,7 @@ class Life(RuleBasedStateMachine):
         """The watching ends: the attempt's files become its result."""
         attempt = self.now.attempt
         assert attempt is not None
-        write_result(attempt.folder, attempt.spec, classify(evidence_of(attempt)), wall_s=1.0)
+        write_result(attempt.folder, attempt.spec, classify(observations_of(attempt)), wall_s=1.0)
         self.late.append(attempt)
         self.now.attempt = None
 
@@ -262,11 +262,11 @@ def report(attempt: Attempt, *, seconds: float, folder: Path | None = None) -> N
         draft.replace(place)
 
 
-def evidence_of(attempt: Attempt) -> Evidence:
+def observations_of(attempt: Attempt) -> AttemptObservations:
     """What a watching tuner knows when the one process has ended."""
     again = open_attempt(attempt.folder)
     assert again is not None
-    return Evidence(
+    return AttemptObservations(
         spec=again.spec,
         plan=again.read_plan(),
         snapshot=RankFileReader(attempt.folder, attempt_id=again.spec.attempt_id).scan(),

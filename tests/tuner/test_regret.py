@@ -137,23 +137,23 @@ def test_where_every_plan_was_tried_nothing_is_left() -> None:
 
 
 def certain(ratio_of: dict[str, float], *, spread: float = 1e-4) -> Any:
-    """Forecasts that are sure; 1 second for the baseline."""
+    """Predictions that are sure; 1 second for the baseline."""
 
-    def forecasts(plans: Sequence[Plan]) -> list[tuple[float, float]]:
+    def predict(plans: Sequence[Plan]) -> list[tuple[float, float]]:
         return [(1.0 / ratio_of.get(plan.key, 1.0), spread) for plan in plans]
 
-    return forecasts
+    return predict
 
 
-def test_sure_forecasts_say_what_is_left() -> None:
+def test_sure_predictions_say_what_is_left() -> None:
     plans = some_plans()
     worse = estimated(
-        four_tried(), untried=plans[4:14], forecasts=certain({one.key: 0.8 for one in plans[4:14]})
+        four_tried(), untried=plans[4:14], predict=certain({one.key: 0.8 for one in plans[4:14]})
     )
     assert worse.gain.high < 0.01
     assert worse.notable == 0.0
     one = plans[9]
-    better = estimated(four_tried(), untried=plans[4:14], forecasts=certain({one.key: 1.1}))
+    better = estimated(four_tried(), untried=plans[4:14], predict=certain({one.key: 1.1}))
     assert better.gain.median == pytest.approx(0.1, abs=0.015)
     assert better.notable == 1.0
     assert better.likely is not None
@@ -161,13 +161,13 @@ def test_sure_forecasts_say_what_is_left() -> None:
     assert better.likely_chance == 1.0
 
 
-def test_less_sure_forecasts_leave_more() -> None:
+def test_less_sure_predictions_leave_more() -> None:
     plans, spreads = some_plans(), (0.01, 0.05, 0.15)
     found = [
         estimated(
             four_tried(),
             untried=plans[4:24],
-            forecasts=certain({one.key: 0.95 for one in plans[4:24]}, spread=spread),
+            predict=certain({one.key: 0.95 for one in plans[4:24]}, spread=spread),
         )
         for spread in spreads
     ]
@@ -178,12 +178,10 @@ def test_less_sure_forecasts_leave_more() -> None:
 
 def test_what_the_winner_gained_is_not_left() -> None:
     plans = some_plans()
-    forecasts = certain({one.key: 1.1 for one in plans[:14]})
-    without = estimated(four_tried(), untried=plans[4:14], forecasts=forecasts)
+    predict = certain({one.key: 1.1 for one in plans[:14]})
+    without = estimated(four_tried(), untried=plans[4:14], predict=predict)
     winner = four_tried(winner=plans[0], ratios=[1.1, 1.101, 1.099, 1.1, 1.1])
-    assert (
-        estimated(winner, untried=plans[4:14], forecasts=forecasts).gain.median < without.gain.median - 0.08
-    )
+    assert estimated(winner, untried=plans[4:14], predict=predict).gain.median < without.gain.median - 0.08
 
 
 def test_layouts_that_did_not_fit_count_for_less() -> None:
@@ -194,10 +192,10 @@ def test_layouts_that_did_not_fit_count_for_less() -> None:
     alike = [plan for plan in plans if plan.layout == layout]
     others = [plan for plan in plans if plan.layout != layout]
     left = alike[len(alike) // 2 :]
-    forecasts = certain({one.key: 1.2 for one in left})
-    open_ = estimated(ended(dict.fromkeys(others[:6], 0.9)), untried=left, forecasts=forecasts)
+    predict = certain({one.key: 1.2 for one in left})
+    open_ = estimated(ended(dict.fromkeys(others[:6], 0.9)), untried=left, predict=predict)
     refused = ended({**dict.fromkeys(others[:6], 0.9), **dict.fromkeys(alike[: len(alike) // 2])})
-    closed = estimated(refused, untried=left, forecasts=forecasts)
+    closed = estimated(refused, untried=left, predict=predict)
     assert closed.notable < open_.notable - 0.3
 
 

@@ -83,8 +83,8 @@ def pipeline_terms(
         by_cause["ep_comm_s"] -= span.hidden_s
         busy -= span.hidden_s
     by_cause["pp_comm_s"] = span.blocked_s
-    is_alone = run.layout.pipeline_parallel == 1
-    by_cause["pp_bubble_s"] = 0.0 if is_alone else max(0.0, span.makespan_s - busy - span.blocked_s)
+    has_one_stage = run.layout.pipeline_parallel == 1
+    by_cause["pp_bubble_s"] = 0.0 if has_one_stage else max(0.0, span.makespan_s - busy - span.blocked_s)
     return PipelineTerms(
         terms=by_cause,
         forward_s=sum(sums[k].forward_s for k in stages[device]),

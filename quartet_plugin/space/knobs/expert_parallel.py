@@ -20,8 +20,8 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     if size == 1 and "overlap_moe" in job.features:
         return "overlap of expert communication needs EP above 1"
     # Of the flex dispatcher's kernels some need devices to exchange tokens with (moe/token_dispatcher.py).
-    is_alone = context.layout.tensor_parallel == 1 or job.layout.expert_parallel > 1
-    if size == 1 and is_alone and "moe_flex_dispatcher" in job.features:
+    has_no_peers = context.layout.tensor_parallel == 1 or job.layout.expert_parallel > 1
+    if size == 1 and has_no_peers and "moe_flex_dispatcher" in job.features:
         return "the flex dispatcher needs EP above 1"
     if job.experts is not None and job.experts.num_experts % size:
         return f"must divide the {job.experts.num_experts} experts"

@@ -199,7 +199,7 @@ def test_one_worker_spends_a_study_as_a_tuner_without_does(
     assert [one.comparison for one in shared.rankings] == [one.comparison for one in alone.rankings]
 
 
-def test_controls_are_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drift_is_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shop = Shop(seed=1)
     result = run_shared(
         monkeypatch, tmp_path / "r", shop, study={"trials": 12, "control": 4, "rounds": 3, "top_k": 1}

@@ -98,7 +98,7 @@ def test_a_study_that_began_with_another_run_is_made_again(
     write_run(tmp_path / "other", study={"trials": 6, "rounds": 3})
     machine = FakeMachine()
     run = begin(tmp_path / "r", study=STUDY)
-    reference = tune(run, machine, prior=tmp_path / "other")
+    reference = tune(run, machine, earlier_run=tmp_path / "other")
     assert any(trial.record.source for trial in reference.trials)
     if is_the_other_run_gone:
         shutil.rmtree(tmp_path / "other")
@@ -133,7 +133,7 @@ def test_a_trial_that_only_its_folder_names_is_kept(tmp_path: Path) -> None:
     write_run(tmp_path / "other", study={"trials": 3, "rounds": 3})
     machine = WritingMachine()
     run = begin(tmp_path / "r", study=STUDY)
-    reference = tune(run, machine, prior=tmp_path / "other")
+    reference = tune(run, machine, earlier_run=tmp_path / "other")
     last = max(trial.number for trial in reference.trials if trial.is_spent)
     lines = run.folder.events_file.read_text().splitlines()
     lines = [line for line in lines if json.loads(line)["trial"] != last]
