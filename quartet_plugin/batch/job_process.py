@@ -158,7 +158,7 @@ def _wait(processes: Sequence[JobProcess], *, limit_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def last_words(output: Path) -> str:
+def last_line(output: Path) -> str:
     """The last line that a tuner printed, without the program's name; empty where it printed none."""
     lines = last_lines(read_tail(output), num_lines=1)
     return lines[-1].removeprefix("quartet: ") if lines else ""

@@ -24,7 +24,7 @@ from quartet_plugin.batch.job_process import (
     JobProcess,
     end_left_behind,
     find_tuner,
-    last_words,
+    last_line,
     start,
     stop,
 )
@@ -313,7 +313,7 @@ class BatchRunner:
             )
             self._save(replace(file, state="stopped", process=None, num_lost=file.num_lost + 1))
             return
-        reason = "" if code == ExitCode.DONE else last_words(self._paths.job(name) / OUTPUT_NAME)
+        reason = "" if code == ExitCode.DONE else last_line(self._paths.job(name) / OUTPUT_NAME)
         if code < 0:
             reason = f"its tuner was killed by signal {-code}, {file.num_lost + 1} times"
         state: JobState = "done" if code == 0 else "stopped" if code == ExitCode.INTERRUPTED else "failed"

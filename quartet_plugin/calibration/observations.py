@@ -103,14 +103,14 @@ def action_times(folder: Path, *, attempt_id: str) -> tuple[MeasuredAction, ...]
         return ()
     for attempt in sorted(folder.glob("attempt-*")):
         try:
-            sheets = read_actions(attempt)
+            records = read_actions(attempt)
         except QuartetError:
             continue
-        if sheets[0].attempt_id != attempt_id:
+        if records[0].attempt_id != attempt_id:
             continue
         return tuple(
             MeasuredAction(stage=stage, directions=_DIRECTIONS[kind], seconds=middle)
-            for (stage, kind), times in sorted(seconds_by_stage(sheets).items())
+            for (stage, kind), times in sorted(seconds_by_stage(records).items())
             if (middle := statistics.median(times)) > 0
         )
     return ()

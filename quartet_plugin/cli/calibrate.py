@@ -176,10 +176,10 @@ def _of_actions(folder: Path, *, run: "TrainingRun") -> "Iterator[Observation]":
     from quartet_plugin.protocol.rank_files import read_actions, seconds_by_stage
 
     try:
-        sheets = read_actions(folder)
+        records = read_actions(folder)
     except QuartetError:
         return  # a schedule of Megatron's own leaves none
-    for (stage, kind), times in seconds_by_stage(sheets).items():
+    for (stage, kind), times in seconds_by_stage(records).items():
         middle = statistics.median(times)
         if middle > 0 and stage < run.layout.num_stages:
             yield Observation(

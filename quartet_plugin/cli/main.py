@@ -183,9 +183,9 @@ def entry() -> None:
         code = ExitCode.OUTPUT_CLOSED
     except OSError as error:
         _drop(sys.stdout)
-        code = _last_words(f"the output cannot be written: {error.strerror}", ExitCode.STORAGE)
+        code = _failed_at_end(f"the output cannot be written: {error.strerror}", ExitCode.STORAGE)
     except KeyboardInterrupt:
-        code = _last_words(_INTERRUPTED, ExitCode.INTERRUPTED)
+        code = _failed_at_end(_INTERRUPTED, ExitCode.INTERRUPTED)
     sys.exit(code)
 
 
@@ -205,7 +205,7 @@ def _interrupt_soon() -> None:
     _thread.interrupt_main()
 
 
-def _last_words(message: str, code: int) -> int:
+def _failed_at_end(message: str, code: int) -> int:
     """As `_failed`, where nothing is left that could answer a reader of the errors who has left."""
     try:
         return _failed(message, code, debug=False)

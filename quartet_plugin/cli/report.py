@@ -138,9 +138,9 @@ def _recorded(plan: "Plan", row: "TrialRow | None", *, path: Path) -> "list[Pict
     attempt = path / row.folder if row is not None and row.folder else None
     if choice is None or attempt is None or not any(attempt.glob("rank-*.actions.json")):
         return []
-    sheets = read_actions(attempt)
-    schedule = schedule_of(sheets, placement=choice.placement, num_microbatches=plan.num_microbatches)
-    measured = measurement_of(sheets, simulate(schedule, relative_costs(choice).ratios))
+    records = read_actions(attempt)
+    schedule = schedule_of(records, placement=choice.placement, num_microbatches=plan.num_microbatches)
+    measured = measurement_of(records, simulate(schedule, relative_costs(choice).ratios))
     svg = timeline(schedule, measured, label="Measured timeline of the best plan")
     if svg is None:
         return []

@@ -83,17 +83,17 @@ def trace(folder: Path, output: Path) -> list[str]:
         raise ConfigError(
             f"{folder}: the plan has no custom schedule; Megatron's own schedules record no actions"
         )
-    sheets = read_actions(folder)
-    schedule = schedule_of(sheets, placement=choice.placement, num_microbatches=plan.num_microbatches)
+    records = read_actions(folder)
+    schedule = schedule_of(records, placement=choice.placement, num_microbatches=plan.num_microbatches)
     costs = relative_costs(choice)
-    measured = measurement_of(sheets, simulate(schedule, costs.ratios))
-    simulation = simulate(schedule, in_units_of(measured, sheets, costs=costs, schedule=schedule))
+    measured = measurement_of(records, simulate(schedule, costs.ratios))
+    simulation = simulate(schedule, in_units_of(measured, records, costs=costs, schedule=schedule))
     tracks = perfetto.trace(schedule, measured, name="measured")
     predicted = perfetto.trace(schedule, simulation, name="simulated")
     tracks["traceEvents"] += [_beside(event) for event in predicted["traceEvents"]]
     tracks["otherData"]["simulated_makespan_s"] = float(simulation.makespan_s)
     write_text_atomic(output, json.dumps(tracks, separators=(",", ":"), allow_nan=False) + "\n")
-    return [*lines(schedule, measured, simulation), *memory_lines(sheets, simulation), f"wrote {output}"]
+    return [*lines(schedule, measured, simulation), *memory_lines(records, simulation), f"wrote {output}"]
 
 
 def _beside(event: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _beside(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def schedule_of(
-    sheets: "list[ActionTimes]", *, placement: tuple[int, ...], num_microbatches: int
+    records: "list[ActionTimes]", *, placement: tuple[int, ...], num_microbatches: int
 ) -> "Schedule":
     """The order that was executed. Raises PlanError where the actions are not those of the placement."""
     from quartet_plugin.schedule.files import parse_order
@@ -113,17 +113,17 @@ def schedule_of(
     from quartet_plugin.schedule.validate import validate
 
     orders = tuple(
-        parse_order(sheet.actions, num_stages=len(placement), num_microbatches=num_microbatches)
-        for sheet in sheets
+        parse_order(record.actions, num_stages=len(placement), num_microbatches=num_microbatches)
+        for record in records
     )
     schedule = Schedule(
-        num_devices=len(sheets), num_microbatches=num_microbatches, placement=placement, orders=orders
+        num_devices=len(records), num_microbatches=num_microbatches, placement=placement, orders=orders
     )
     validate(schedule)
     return schedule
 
 
-def measurement_of(sheets: "list[ActionTimes]", simulation: "Simulation") -> "Simulation":
+def measurement_of(records: "list[ActionTimes]", simulation: "Simulation") -> "Simulation":
     """The measured times in the simulator's form, from the start of the first device on."""
     from dataclasses import replace
 
@@ -131,16 +131,16 @@ def measurement_of(sheets: "list[ActionTimes]", simulation: "Simulation") -> "Si
 
     from quartet_plugin.schedule.simulate import bubble_fraction
 
-    first = min(sheet.begin_at for sheet in sheets)
-    start = tuple(np.array(sheet.start_s) + (sheet.begin_at - first) for sheet in sheets)
-    end = tuple(np.array(sheet.end_s) + (sheet.begin_at - first) for sheet in sheets)
+    first = min(record.begin_at for record in records)
+    start = tuple(np.array(record.start_s) + (record.begin_at - first) for record in records)
+    end = tuple(np.array(record.end_s) + (record.begin_at - first) for record in records)
     busy = np.array([float(np.sum(e - s)) for s, e in zip(start, end, strict=True)])
     makespan = max(float(row.max()) for row in end)
     return replace(
         simulation,
         makespan_s=makespan,
         period_s=makespan,
-        bubble_fraction=bubble_fraction(float(busy.sum()), makespan_s=makespan, num_devices=len(sheets)),
+        bubble_fraction=bubble_fraction(float(busy.sum()), makespan_s=makespan, num_devices=len(records)),
         busy_s=busy,
         start_s=start,
         end_s=end,
@@ -148,7 +148,7 @@ def measurement_of(sheets: "list[ActionTimes]", simulation: "Simulation") -> "Si
 
 
 def in_units_of(
-    measured: "Simulation", sheets: "list[ActionTimes]", *, costs: "RelativeCosts", schedule: "Schedule"
+    measured: "Simulation", records: "list[ActionTimes]", *, costs: "RelativeCosts", schedule: "Schedule"
 ) -> "StageCosts":
     """The plan's relative costs in seconds and bytes, so that both add up to what was measured.
 
@@ -159,16 +159,16 @@ def in_units_of(
 
     relative = simulate(schedule, costs.ratios)
     busy, peaks = float(relative.busy_s.sum()), float(relative.peak_activation_bytes.sum())
-    counted = sum(sheet.peak_activation_bytes or 0 for sheet in sheets)
+    counted = sum(record.peak_activation_bytes or 0 for record in records)
     return costs.scaled(
         unit_s=float(measured.busy_s.sum()) / busy if busy > 0 else 0.0,
         unit_bytes=counted / peaks if peaks > 0 else 0.0,
     )
 
 
-def memory_lines(sheets: "list[ActionTimes]", simulation: "Simulation") -> list[str]:
+def memory_lines(records: "list[ActionTimes]", simulation: "Simulation") -> list[str]:
     """The device with the highest peak of activations, measured and simulated; none where not counted."""
-    peaks = [sheet.peak_activation_bytes for sheet in sheets]
+    peaks = [record.peak_activation_bytes for record in records]
     counted = [(peak, device) for device, peak in enumerate(peaks) if peak is not None]
     if not counted:
         return []

@@ -97,15 +97,15 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     say(f"run {run.name}: workers here: {len(slices)}, on {'; '.join(part.label for part in slices)}")
     with stop_on_signals(say) as should_stop:
         try:
-            pool.look()
+            pool.start_missing()
             while pool.num_running and not should_stop():
                 time.sleep(_POLL_S)
-                pool.look()
+                pool.start_missing()
         finally:
             pool.close()
         if should_stop():
             raise InterruptedByUserError("stopped; other workers take over the trials of these workers")
-    say(f"the workers have ended: {pool.last_words}")
+    say(f"the workers have ended: {pool.last_line}")
 
 
 def _command_of(run: "TuningRun", words: Sequence[str] | None, *, path: Path) -> tuple[str, ...]:
@@ -139,13 +139,13 @@ def _refuse_taken(slices: "tuple[DeviceSlice, ...]", queue: "WorkQueue") -> None
     from quartet_plugin.trial.processes import is_running
 
     host = socket.gethostname()
-    for member in queue.members():
-        if member.host != host or not is_running(member.identity):
+    for worker in queue.workers():
+        if worker.host != host or not is_running(worker.identity):
             continue
-        other = DeviceSlice.of(member.share)
+        other = DeviceSlice.of(worker.share)
         if any(part.overlaps(other) for part in slices):
             raise ConfigError(
-                f"--join: {other.label} of this host are worker {member.name}'s; name others with taskset or "
+                f"--join: {other.label} of this host are worker {worker.name}'s; name others with taskset or "
                 "CUDA_VISIBLE_DEVICES, or join from another host"
             )
 
@@ -158,7 +158,7 @@ def work_command(
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.device_slices import DeviceSlice
     from quartet_plugin.protocol.masking import collect_secrets
-    from quartet_plugin.protocol.work_queue_files import Member, read_task
+    from quartet_plugin.protocol.work_queue_files import WorkerRecord, read_task
     from quartet_plugin.trial.processes import current_identity
     from quartet_plugin.tuner.config import placement_of
     from quartet_plugin.tuner.run_folder import resume_run
@@ -169,7 +169,7 @@ def work_command(
     content = read_task(sys.stdin.buffer.read())
     collect_secrets(content.command)
     tuning = resume_run(run, config=None, command=None)
-    member = Member(
+    record = WorkerRecord(
         name=name,
         host=socket.gethostname(),
         identity=current_identity(),
@@ -190,7 +190,7 @@ def work_command(
         worker = Worker(
             run=tuning,
             command=placement.command(parse_command(content.command)),
-            member=member,
+            record=record,
             queue=WorkQueue(folder=tuning.folder.path),
             backend=backend,
             should_stop=should_stop,

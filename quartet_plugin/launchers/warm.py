@@ -122,7 +122,7 @@ class TrialServerClient:
                 self._receive(ForkEnd)
         return self._ends.pop(pid, None)
 
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         """The last line that the server printed."""
         with contextlib.suppress(OSError, ValueError):
             self._output.seek(0)
@@ -280,7 +280,7 @@ class WarmLauncher:
                 return str(error)
             except _ServerLostError:
                 assert self._server is not None
-                reason = f"the trial server ended in its imports: {self._server.last_words()}"
+                reason = f"the trial server ended in its imports: {self._server.last_line()}"
                 self.close()
                 return self._refusals.setdefault(command, reason)
             self._import_s = time.monotonic() - begin

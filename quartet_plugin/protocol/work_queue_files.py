@@ -108,7 +108,7 @@ class SliceRecord:
 
 
 @record
-class Member:
+class WorkerRecord:
     """crew/NAME.json: a worker. `parent` started it and is a coordinator, or the process that joined."""
 
     name: WorkerName

@@ -221,7 +221,7 @@ def write_result(
 
     Raises StorageError.
     """
-    sheet = ResultRecord(
+    record = ResultRecord(
         attempt_id=spec.attempt_id,
         plan_key=spec.plan_key,
         outcome=verdict.outcome.value,
@@ -235,8 +235,8 @@ def write_result(
         is_cut=verdict.is_cut or None,
         **{name: getattr(verdict, name) for name in _PLAIN_FIELDS},
     )
-    write_json_atomic(folder / RESULT_FILE, dump(sheet))
-    return _result(sheet, folder=folder)
+    write_json_atomic(folder / RESULT_FILE, dump(record))
+    return _result(record, folder=folder)
 
 
 def refuse_result(result: TrialResult, reason: str) -> TrialResult:
@@ -245,8 +245,8 @@ def refuse_result(result: TrialResult, reason: str) -> TrialResult:
     Nothing measured is left in it. Raises ConfigError or StorageError.
     """
     path = result.folder / RESULT_FILE
-    sheet = read_shared(ResultRecord, path)
-    refused = replace(sheet, outcome=Outcome.WRONG.value, reason=reason, iteration_s=())
+    record = read_shared(ResultRecord, path)
+    refused = replace(record, outcome=Outcome.WRONG.value, reason=reason, iteration_s=())
     write_json_atomic(path, dump(refused))
     return _result(refused, folder=result.folder)
 
@@ -254,17 +254,17 @@ def refuse_result(result: TrialResult, reason: str) -> TrialResult:
 def read_result(folder: Path) -> TrialResult | None:
     """The result in an attempt's folder, None where it has no result. Raises ConfigError, StorageError."""
     try:
-        sheet = read_shared(ResultRecord, folder / RESULT_FILE)
+        record = read_shared(ResultRecord, folder / RESULT_FILE)
     except FileNotFoundError:
         return None
-    return _result(sheet, folder=folder)
+    return _result(record, folder=folder)
 
 
-def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
-    snapshot = RankFileReader(folder, attempt_id=sheet.attempt_id).scan()
+def _result(record: ResultRecord, *, folder: Path) -> TrialResult:
+    snapshot = RankFileReader(folder, attempt_id=record.attempt_id).scan()
     jobs = [report.job for report in snapshot.reports.values() if report.rank == 0]
     phases = [report.phases_s for report in snapshot.reports.values()]
-    num_compared = sheet.num_compared or 0
+    num_compared = record.num_compared or 0
     compared_s = max(
         (
             sum(step.iteration_s for step in report.iterations[:num_compared])
@@ -277,24 +277,24 @@ def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
         default=0.0,
     )
     return TrialResult(
-        attempt_id=sheet.attempt_id,
-        plan_key=sheet.plan_key,
-        outcome=Outcome(sheet.outcome),
-        loss=tuple(float(value) for value in sheet.loss),
-        grad_norm=tuple(float(value) for value in sheet.grad_norm),
-        wall_s=sheet.wall_s,
-        start=sheet.start,
-        cold_reason=sheet.cold_reason,
-        is_cut=bool(sheet.is_cut),
-        **{name: getattr(sheet, name) for name in _PLAIN_FIELDS},
+        attempt_id=record.attempt_id,
+        plan_key=record.plan_key,
+        outcome=Outcome(record.outcome),
+        loss=tuple(float(value) for value in record.loss),
+        grad_norm=tuple(float(value) for value in record.grad_norm),
+        wall_s=record.wall_s,
+        start=record.start,
+        cold_reason=record.cold_reason,
+        is_cut=bool(record.is_cut),
+        **{name: getattr(record, name) for name in _PLAIN_FIELDS},
         job=jobs[0] if jobs else None,
         folder=folder,
         last_lines=last_lines(read_tail(folder / LOG_FILE)),
         # A later cold start has the imports to make as well.
-        start_s=(sheet.import_s or 0.0)
+        start_s=(record.import_s or 0.0)
         + max((rank.get("import", 0.0) + rank.get("init", 0.0) for rank in phases), default=0.0),
         first_step_s=max((rank.get("first_step", 0.0) for rank in phases), default=0.0),
-        warmup_s=max(0.0, steps_s - sum(sheet.iteration_s)),
+        warmup_s=max(0.0, steps_s - sum(record.iteration_s)),
         num_compared=num_compared,
         compared_s=compared_s,
     )

@@ -48,24 +48,24 @@ class ComparedSteps:
 def read_compared_steps(result: TrialResult) -> ComparedSteps:
     """The compared iterations of a measured trial; a value that no rank has is not a number."""
     count = result.num_compared
-    sheets = read_gradients(result.folder, attempt_id=result.attempt_id)
+    gradients = read_gradients(result.folder, attempt_id=result.attempt_id)
     try:
         reports = RankFileReader(result.folder, attempt_id=result.attempt_id).scan().reports
     except QuartetError as error:
         return ComparedSteps(unavailable=str(error))
-    reason = next((sheet.unavailable for sheet in sheets if sheet.unavailable), None)
-    if reason is None and (not count or {sheet.launch_rank for sheet in sheets} != set(reports)):
+    reason = next((rank.unavailable for rank in gradients if rank.unavailable), None)
+    if reason is None and (not count or {rank.launch_rank for rank in gradients} != set(reports)):
         reason = "its ranks left no record of compared iterations"
-    if reason is None and any(len(sheet.steps) != count for sheet in sheets):
+    if reason is None and any(len(rank.steps) != count for rank in gradients):
         reason = "it made fewer iterations than are compared"
     if reason is not None:
         return ComparedSteps(unavailable=reason)
-    parts, loads = part_norms(sheets), expert_loads(sheets)
+    parts, loads = part_norms(gradients), expert_loads(gradients)
     ordered = sorted(reports.values(), key=lambda report: report.rank)
     return ComparedSteps(
         steps=tuple(_step(ordered, step, parts=parts[step], loads=loads[step]) for step in range(count)),
-        settings=tuple(sorted({name for sheet in sheets for name in sheet.settings or ()})),
-        weights_s=max((float(sheet.weights_s or 0.0) for sheet in sheets), default=0.0),
+        settings=tuple(sorted({name for rank in gradients for name in rank.settings or ()})),
+        weights_s=max((float(rank.weights_s or 0.0) for rank in gradients), default=0.0),
     )
 
 
@@ -97,31 +97,31 @@ def read_gradients(folder: Path, *, attempt_id: str) -> list[RankGradients]:
 
     Gradients by part only name the stage of a fault, so such a file is no error.
     """
-    sheets: list[RankGradients] = []
+    gradients: list[RankGradients] = []
     for path in rank_files_of(RankGradients, folder):
         try:
-            sheet = read_shared(RankGradients, path)
+            rank = read_shared(RankGradients, path)
         except (QuartetError, FileNotFoundError):
             return []
-        if sheet.attempt_id == attempt_id:
-            sheets.append(sheet)
-    return sheets
+        if rank.attempt_id == attempt_id:
+            gradients.append(rank)
+    return gradients
 
 
-def part_norms(sheets: Sequence[RankGradients]) -> list[dict[str, float]]:
+def part_norms(gradients: Sequence[RankGradients]) -> list[dict[str, float]]:
     """The gradient norm of every part of the model, step by step, over all ranks."""
-    length = min((len(sheet.steps) for sheet in sheets), default=0)
-    return [_norms([sheet.steps[step].squares for sheet in sheets]) for step in range(length)]
+    length = min((len(rank.steps) for rank in gradients), default=0)
+    return [_norms([rank.steps[step].squares for rank in gradients]) for step in range(length)]
 
 
-def expert_loads(sheets: Sequence[RankGradients]) -> list[dict[str, tuple[int, ...]]]:
+def expert_loads(gradients: Sequence[RankGradients]) -> list[dict[str, tuple[int, ...]]]:
     """The tokens of every expert by part of the model, step by step, over all ranks."""
-    length = min((len(sheet.steps) for sheet in sheets), default=0)
+    length = min((len(rank.steps) for rank in gradients), default=0)
     loads: list[dict[str, tuple[int, ...]]] = []
     for step in range(length):
         total: dict[str, tuple[int, ...]] = {}
-        for sheet in sheets:
-            for name, tokens in (sheet.steps[step].expert_tokens or {}).items():
+        for rank in gradients:
+            for name, tokens in (rank.steps[step].expert_tokens or {}).items():
                 before = total.get(name, (0,) * len(tokens))
                 total[name] = tuple(map(sum, zip(before, tokens, strict=False)))
         loads.append(total)

@@ -379,8 +379,8 @@ def _steps(result: TrialResult, *, num_steps: int, is_plan: bool) -> tuple[StepV
     num_reported = min(len(result.loss), len(result.grad_norm))
     if not is_plan and num_reported == 0:
         raise ParityUnavailableError(f"{result.folder}: no rank reported a loss; parity cannot be checked")
-    sheets = read_gradients(result.folder, attempt_id=result.attempt_id)
-    parts, loads = part_norms(sheets), expert_loads(sheets)
+    gradients = read_gradients(result.folder, attempt_id=result.attempt_id)
+    parts, loads = part_norms(gradients), expert_loads(gradients)
     length = num_steps if is_plan else num_reported
     return tuple(
         StepValues(

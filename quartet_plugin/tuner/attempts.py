@@ -119,12 +119,12 @@ def _where_it_is(launch: AttemptState, *, faults: list[str]) -> AttemptState:
     except QuartetError as error:
         faults.append(str(error))
         return launch
-    sheet = attempt.spec
+    spec = attempt.spec
     slowest = min(beats, key=lambda beat: (PHASES.index(beat.phase), beat.iteration), default=None)
     return replace(
         launch,
         began_at=attempt.command.time,
-        num_iterations=sheet.num_iterations,
+        num_iterations=spec.num_iterations,
         phase=slowest.phase if slowest else "launch",
         iteration=slowest.iteration if slowest else 0,
     )
@@ -156,13 +156,13 @@ def workers_of(folder: Path, *, now: float) -> tuple[WorkerRow, ...]:
         held = {claim.worker: claim.trial for claim in claims if claim is not None}
         return tuple(
             WorkerRow(
-                name=member.name,
-                host=member.host,
-                pid=member.identity.pid,
-                devices=DeviceSlice.of(member.share).label,
-                trial=held.get(member.name),
-                renewed_s=max(0.0, now - (queue.beat_of(member) or 0) / 1e9),
+                name=worker.name,
+                host=worker.host,
+                pid=worker.identity.pid,
+                devices=DeviceSlice.of(worker.share).label,
+                trial=held.get(worker.name),
+                renewed_s=max(0.0, now - (queue.beat_of(worker) or 0) / 1e9),
             )
-            for member in queue.members()
+            for worker in queue.workers()
         )
     return ()

@@ -1,7 +1,6 @@
-"""Room on the disk that is kept for the last words: a run that fills it up can still say so.
+"""Reserves disk space so that a run that fills the disk can still write its result and the end of its log.
 
-A file of the run folder holds the room while the tuner runs. It is given up when a write fails, so that what
-was measured gets its result and the events their last line.
+A file of the run folder holds the space while the tuner runs. It is removed when a write fails.
 """
 
 import contextlib
@@ -14,9 +13,9 @@ _NAME = ".ballast-"
 
 
 class DiskReserve:
-    """`with DiskReserve(folder) as reserve:` holds the room; `drop` gives it up, as the block's end does.
+    """`with DiskReserve(folder) as reserve:` holds the space; `drop` frees it, as the block's end does.
 
-    A disk that has no room for it is left alone: then no trial would be started either.
+    A disk that has no space for it is left alone: then no trial would be started either.
     """
 
     def __init__(self, folder: Path, *, size_bytes: int = SIZE_BYTES) -> None:
@@ -25,7 +24,7 @@ class DiskReserve:
         self._size_bytes = size_bytes
 
     def __enter__(self) -> "DiskReserve":
-        """Take the room. Only whoever holds the run's lease may: what killed tuners left is removed."""
+        """Take the space. Only whoever holds the run's lease may: what killed tuners left is removed."""
         with contextlib.suppress(OSError):
             for left in self._folder.glob(f"{_NAME}*"):
                 left.unlink(missing_ok=True)
@@ -38,10 +37,10 @@ class DiskReserve:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Give the room up."""
+        """Free the space."""
         self.drop()
 
     def drop(self) -> None:
-        """Give the room up; nothing where it was given up before."""
+        """Free the space; nothing where it was freed before."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from quartet_plugin.model.history import LEAST_DRIFT, DriftMeasurement
 from quartet_plugin.model.trial_record import FinishedTrial, score, speedup
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.finalists import BASELINE
-from quartet_plugin.tuner.slow_nodes import MAX_VAIN_LOOKS
+from quartet_plugin.tuner.slow_nodes import MAX_UNCONFIRMED_CHECKS
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
 
 # A change of more deviations of the scatter between two launches is the machine's.
@@ -31,7 +31,7 @@ class DriftMonitor:
     measurements: list[DriftMeasurement] = field(default_factory=list)
     _checked: set[int] = field(default_factory=set)
     _drift: float = 1.0
-    _num_vain_looks: int = 0
+    _num_unconfirmed_checks: int = 0
     _known_slowdowns: dict[str, float] = field(default_factory=dict)
 
     def check(
@@ -57,15 +57,15 @@ class DriftMonitor:
         """The machine's speed at the latest check over its first, 1 where they are as good as equal."""
         return self._drift
 
-    def look_at_nodes(self, num_tried: int, *, trials: Sequence[FinishedTrial], num_left: int) -> float:
+    def check_nodes(self, num_tried: int, *, trials: Sequence[FinishedTrial], num_left: int) -> float:
         """The drift after a launch, the `num_tried`-th trial, in which the speed of a node has changed.
 
-        The baseline is measured again at once: that is the second look at the node, and what its speed does
+        The baseline is measured again at once: that is the second check at the node, and what its speed does
         to the machine. Nothing is measured without drift checks, without time, or twice after one trial; nor
-        for a suspicion where MAX_VAIN_LOOKS others were none.
+        for a suspicion where MAX_UNCONFIRMED_CHECKS others were none.
         """
         monitor = self.launcher.node_monitor
-        is_suspect = bool(monitor.suspects) and self._num_vain_looks < MAX_VAIN_LOOKS
+        is_suspect = bool(monitor.suspects) and self._num_unconfirmed_checks < MAX_UNCONFIRMED_CHECKS
         has_changed = is_suspect or monitor.slowdowns != self._known_slowdowns
         every, is_new = self.context.run.config.study.control, num_tried not in self._checked
         if has_changed and every and is_new and self._fits(num_left):
@@ -95,7 +95,7 @@ class DriftMonitor:
         suspects, before = set(monitor.suspects), dict(monitor.slowdowns)
         result = self.launcher.launch(launch, num_left=num_left + 1)
         self._known_slowdowns = dict(monitor.slowdowns)
-        self._num_vain_looks += bool(suspects) and before == monitor.slowdowns
+        self._num_unconfirmed_checks += bool(suspects) and before == monitor.slowdowns
         if not result.is_measured:
             return self._drift
         value = score(baseline.plan, iteration_s=result.iteration_s).value(baseline.objective)

@@ -157,7 +157,7 @@ class FinalRounds:
             self._launch_round(plans, progress, round_number=num_done)
             values = log_values(plans, launches=progress.results, objective=self.baseline.objective)
             before = (*test.live,)
-            test.look(values, num_done=num_done + 1, failed=progress.failed)
+            test.decide(values, num_done=num_done + 1, failed=progress.failed)
             self._say_decisions(test, before=before, num_done=num_done + 1)
         return rank(
             [trial for trial in finalists if trial.number not in progress.failed],

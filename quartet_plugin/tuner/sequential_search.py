@@ -82,7 +82,7 @@ class SequentialSearch:
             launch = self.launch_of(proposal, trials, drift=drift)
             result = self.launcher.launch(launch, num_left=num_left)
             if result.is_measured:
-                drift = self.drift_monitor.look_at_nodes(tried + 1, trials=trials, num_left=num_left)
+                drift = self.drift_monitor.check_nodes(tried + 1, trials=trials, num_left=num_left)
             self.tell(proposal, result, drift=drift)
 
     def restore_nodes(self, trials: list[FinishedTrial]) -> None:

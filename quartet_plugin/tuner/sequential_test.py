@@ -143,7 +143,7 @@ class SequentialTest:
         self.live = list(self.finalists)
         self.is_over = not self.live
 
-    def look(
+    def decide(
         self, values: Mapping[int, Mapping[int, float]], *, num_done: int, failed: Set[int] = frozenset()
     ) -> None:
         """Decide after `num_done` rounds; `values[number][round]` are logarithms of the objective.
@@ -299,7 +299,7 @@ def replayed(test: SequentialTest, values: Mapping[int, Mapping[int, float]]) ->
     for num_done in range(1, num_rounds + 1):
         if test.is_over:
             break
-        test.look(values, num_done=num_done)
+        test.decide(values, num_done=num_done)
     return test
 
 

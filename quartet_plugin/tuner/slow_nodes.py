@@ -2,7 +2,7 @@
 
 Plans are then predicted as they run on that node.
 
-One launch in which a node is slow makes it suspect; the next launch on it is the second look, which a
+One launch in which a node is slow makes it suspect; the next launch on it is the second check, which a
 sequential search makes at once by measuring the user's own command again. Two launches in which a slow node
 is as fast as the others end that.
 """
@@ -19,8 +19,8 @@ from quartet_plugin.tuner.context import TuningContext
 
 # A node is slow from this factor on, and beyond this many deviations of what nodes scatter by.
 SLOW_FACTOR, DEVIATIONS = 1.15, 3.0
-# Second looks that confirmed nothing, after which no launch is made for another one.
-MAX_VAIN_LOOKS = 2
+# Second checks that confirmed nothing, after which no launch is made for another one.
+MAX_UNCONFIRMED_CHECKS = 2
 # A slow node's factor that changes by less is the same.
 _CHANGED = 1.3
 _NORMAL_MAD = 1.4826
@@ -32,10 +32,10 @@ _MAX_KEPT = 50
 
 @dataclass(slots=True, kw_only=True)
 class NodeMonitor:
-    """Follows the speeds of a run's nodes; `slowdowns` are those of slow ones by host, by two looks each.
+    """Follows the speeds of a run's nodes; `slowdowns` are those of slow ones by host, by two checks each.
 
     `suspects` were slow, or fast again, in their latest launch alone. `ever_slow` are all hosts that were
-    slow at some time of the run. `num_vain_looks` counts the second looks at each host that confirmed
+    slow at some time of the run. `num_unconfirmed_checks` counts the second checks of a host that confirmed
     nothing.
     """
 
@@ -43,7 +43,7 @@ class NodeMonitor:
     slowdowns: dict[str, float] = field(default_factory=dict)
     suspects: dict[str, float] = field(default_factory=dict)
     ever_slow: set[str] = field(default_factory=set)
-    num_vain_looks: Counter[str] = field(default_factory=Counter)
+    num_unconfirmed_checks: Counter[str] = field(default_factory=Counter)
     _speeds: dict[str, tuple[NodeSpeed, ...]] = field(default_factory=dict)
     _latest: dict[str, NodeSpeed] = field(default_factory=dict)
     _ordinary_logs: dict[str, deque[float]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class NodeMonitor:
         """Compare a node's factor in a launch with its earlier factors."""
         known, before = self.slowdowns.get(host, 1.0), self.suspects.pop(host, None)
         if _is_same(factor, known):
-            self.num_vain_looks[host] += before is not None
+            self.num_unconfirmed_checks[host] += before is not None
             return
         add = self.context.events.add
         if before is None or (before > 1.0) != (factor > 1.0):

@@ -17,7 +17,7 @@ import pytest
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.workers import join
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.protocol.work_queue_files import Claim, Member, SliceRecord, WorkerRequirement
+from quartet_plugin.protocol.work_queue_files import Claim, SliceRecord, WorkerRecord, WorkerRequirement
 from quartet_plugin.study.storage import StudyStorage
 from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.processes import current_identity, marked_processes
@@ -194,8 +194,8 @@ def test_rows_30_and_31_four_workers_and_one_of_them_killed_in_a_trial(tmp_path:
     tuner.under_way(3)
     if storage != "journal":
         port = int(storage.rpartition(":")[2].partition("/")[0])
-        for member in tuner.queue.members():  # nobody but the coordinator knows the study
-            connections = psutil.Process(member.identity.pid).net_connections("tcp")
+        for worker in tuner.queue.workers():  # nobody but the coordinator knows the study
+            connections = psutil.Process(worker.identity.pid).net_connections("tcp")
             assert not [one for one in connections if one.raddr and one.raddr.port == port]
     victim = tuner.under_way(1)[-1]
     ids = attempt_ids(tuner, victim.trial)
@@ -228,7 +228,7 @@ def test_many_workers_on_one_study_whose_database_is_killed(tmp_path: Path, num_
         many = ("--workers", str(num_workers), "--oversubscribe")
         tuner = Tuner(tmp_path, *many, storage=own.url, fake=QUICK, num_trials=num_workers // 2 + 8)
         wait_until(
-            lambda: len(list(tuner.queue.members())) == num_workers, what="every worker", timeout_s=900.0
+            lambda: len(list(tuner.queue.workers())) == num_workers, what="every worker", timeout_s=900.0
         )
         tuner.under_way(4)
         own.stop()
@@ -392,8 +392,8 @@ def test_a_host_that_cannot_join_is_told_why_in_one_line(
     queue = open_run(tmp_path, monkeypatch, *words)
     everything = SliceRecord(device="cpu", cores=tuple(os.sched_getaffinity(0)))
     me = current_identity()
-    queue.enlist(
-        Member(
+    queue.register(
+        WorkerRecord(
             name="there", host=socket.gethostname(), identity=me, parent=me, share=everything, is_joined=False
         )
     )

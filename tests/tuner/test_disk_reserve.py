@@ -1,4 +1,4 @@
-"""Row 29: a disk that is full leaves room for the last words."""
+"""Row 29: a disk that is full leaves space for the end of the log."""
 
 import errno
 import os

@@ -209,7 +209,7 @@ class FullDisk:
 
 
 @pytest.mark.slow
-def test_row_29_a_full_disk_ends_the_run_with_its_last_words(
+def test_row_29_a_full_disk_ends_the_run_with_its_last_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {"study": {"trials": 6}}
@@ -237,7 +237,7 @@ def test_row_29_a_full_disk_ends_the_run_with_its_last_words(
     assert machine.launched[num_launched][0] != machine.launched[num_launched - 1][0]  # it was on the disk
 
 
-def test_row_32_last_words_are_not_written_into_another_tuners_run(tmp_path: Path) -> None:
+def test_row_32_last_events_are_not_written_into_another_tuners_run(tmp_path: Path) -> None:
     machine = FakeMachine()
 
     def fence() -> None:

@@ -38,7 +38,7 @@ def run_of(
         for number in (BASELINE, *test.live):
             noise = generator.gauss(0.0, deviation) - slow * (generator.random() < 0.1)
             values[number][index] = noise + (math.log(gains[number - 1]) if number else 0.0)
-        test.look(values, num_done=index + 1)
+        test.decide(values, num_done=index + 1)
     raise AssertionError
 
 
@@ -119,11 +119,11 @@ def test_decisions_are_made_again_from_the_launches_alone() -> None:
 def test_a_failed_finalist_leaves_and_cannot_lead() -> None:
     test = SequentialTest(finalists=(1, 2), num_rounds=5, max_rounds=15)
     values = table({0: [0.0, 0.01, -0.01], 1: [0.5, 0.51], 2: [0.3, 0.31, 0.29]})
-    test.look(values, num_done=3, failed={1})
+    test.decide(values, num_done=3, failed={1})
     assert test.leader == 2
     assert winner(test) == 2
     test = SequentialTest(finalists=(1,), num_rounds=5, max_rounds=15)
-    test.look(table({0: [0.0]}), num_done=1, failed={1})
+    test.decide(table({0: [0.0]}), num_done=1, failed={1})
     assert test.is_over
 
 
@@ -135,13 +135,13 @@ def test_what_needs_a_gain_over_another_takes_rounds_enough_to_show_it() -> None
     )
     ends = []
     for num_done in range(1, CAREFUL_ROUNDS + 1):
-        test.look(values, num_done=num_done)
+        test.decide(values, num_done=num_done)
         ends.append(test.is_over)
     assert ends == [False] * (CAREFUL_ROUNDS - 1) + [True]
     assert winner(test) == 2
     # With too little gain over the baseline it leaves.
     test = SequentialTest(finalists=(2,), num_rounds=5, max_rounds=15, least_gains={2: math.log(1.05)})
-    test.look(table({0: [0.0, 0.001, 0.0], 2: [0.02, 0.021, 0.02]}), num_done=3)
+    test.decide(table({0: [0.0, 0.001, 0.0], 2: [0.02, 0.021, 0.02]}), num_done=3)
     assert test.is_over
     assert winner(test) is None
 
@@ -152,6 +152,6 @@ def test_the_rounds_to_come_are_those_that_the_lead_needs() -> None:
     test, _ = run_of((1.3, 1.0, 0.8), seed=1, deviation=0.02)
     assert test.num_rounds_expected(num_done=3) == 3
     undecided = SequentialTest(finalists=(1,), num_rounds=5, max_rounds=15)
-    undecided.look(table({0: [0.0, 0.05, -0.05], 1: [0.1, 0.05, 0.1]}), num_done=3)
+    undecided.decide(table({0: [0.0, 0.05, -0.05], 1: [0.1, 0.05, 0.1]}), num_done=3)
     assert not undecided.is_over
     assert 3 < undecided.num_rounds_expected(num_done=3) <= 15

@@ -15,7 +15,7 @@ from pathlib import Path
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.protocol.environment import EXPIRY_S
 from quartet_plugin.protocol.process_identity import Identity
-from quartet_plugin.protocol.work_queue_files import Claim, Done, Member, QueuedTrial
+from quartet_plugin.protocol.work_queue_files import Claim, Done, QueuedTrial, WorkerRecord
 from quartet_plugin.trial.attempt import PREFIX, attempt_number
 from quartet_plugin.trial.processes import is_running
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
@@ -39,7 +39,7 @@ class EndedTrial:
 
 
 @dataclass(slots=True, kw_only=True)
-class Pulse:
+class LatestRenewal:
     """The latest renewal of a claim or a worker by this process's clock: two clocks are never compared."""
 
     beat: int | None
@@ -56,7 +56,7 @@ class Pulse:
 class _InFlight:
     queued: QueuedTrial
     plan: Plan
-    pulse: Pulse | None = None
+    renewal: LatestRenewal | None = None
     num_lost: int = 0
     is_announced: bool = False
 
@@ -79,7 +79,7 @@ class Dispatcher:
     host: str = field(default_factory=socket.gethostname)
     is_alive: Callable[[Identity], bool] = lambda identity: is_running(identity)
     _in_flight: dict[int, _InFlight] = field(default_factory=dict)
-    _pulses: dict[str, Pulse] = field(default_factory=dict)
+    _renewals: dict[str, LatestRenewal] = field(default_factory=dict)
 
     def publish(self, number: int, request: TrialRequest, *, host: str | None) -> None:
         """Hand a plan out; `host` is the only one that may take it."""
@@ -126,10 +126,10 @@ class Dispatcher:
             return None
         return result
 
-    def look(self, *, at_workers: bool = True) -> list[EndedTrial]:
-        """The trials that have ended since the last look; with `at_workers`, lost ones are handed out again.
+    def collect(self, *, at_workers: bool = True) -> list[EndedTrial]:
+        """The trials that have ended since the last call; with `at_workers`, lost ones are handed out again.
 
-        To look for results alone takes microseconds: it disturbs no trial.
+        To collect results alone takes microseconds: it disturbs no trial.
         """
         ended_trials = []
         for number, flight in sorted(self._in_flight.items()):
@@ -166,18 +166,18 @@ class Dispatcher:
         self._in_flight[number] = _InFlight(queued=queued, plan=flight.plan, num_lost=flight.num_lost)
         self.events.add("again", trial=number, generation=queued.generation, reason=why)
 
-    def workers(self) -> list[Member]:
-        """The workers that live. Those that have ended are struck."""
+    def workers(self) -> list[WorkerRecord]:
+        """The workers that live. Those that have ended are removed."""
         workers = []
         now_s = self.clock()
-        for member in self.queue.members():
-            beat = self.queue.beat_of(member)
-            pulse = self._pulses.setdefault(member.name, Pulse(beat=beat, seen_s=now_s))
-            is_silent = pulse.is_silent(beat, now_s=now_s)
-            if is_silent or (member.host == self.host and not self.is_alive(member.identity)):
-                self.queue.forget(member.name)
-            elif not self.queue.is_dismissed(member):
-                workers.append(member)
+        for worker in self.queue.workers():
+            beat = self.queue.beat_of(worker)
+            renewal = self._renewals.setdefault(worker.name, LatestRenewal(beat=beat, seen_s=now_s))
+            is_silent = renewal.is_silent(beat, now_s=now_s)
+            if is_silent or (worker.host == self.host and not self.is_alive(worker.identity)):
+                self.queue.forget(worker.name)
+            elif not self.queue.is_dismissed(worker):
+                workers.append(worker)
         return workers
 
     def _done(self, number: int, flight: _InFlight, claim: Claim | None, done: Done) -> EndedTrial | None:
@@ -231,9 +231,9 @@ class Dispatcher:
     def _is_held(self, flight: _InFlight, claim: Claim) -> bool:
         """Whether the claim's worker lives: seen as a process on this host, by its renewals elsewhere."""
         beat = self.queue.beat_of(claim)
-        if flight.pulse is None:
-            flight.pulse = Pulse(beat=beat, seen_s=self.clock())
-        is_silent = flight.pulse.is_silent(beat, now_s=self.clock())
+        if flight.renewal is None:
+            flight.renewal = LatestRenewal(beat=beat, seen_s=self.clock())
+        is_silent = flight.renewal.is_silent(beat, now_s=self.clock())
         return not is_silent and self._lives_here(claim) is not False
 
     def _lives_here(self, claim: Claim) -> bool | None:

@@ -17,7 +17,7 @@ from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.study.tune_study import Proposal
 from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.sequential_search import SequentialSearch, all_unfinished, check_progress, num_spent
-from quartet_plugin.tuner.slow_nodes import MAX_VAIN_LOOKS
+from quartet_plugin.tuner.slow_nodes import MAX_UNCONFIRMED_CHECKS
 from quartet_plugin.tuner.workers.dispatcher import Dispatcher, EndedTrial
 from quartet_plugin.tuner.workers.worker_pool import WorkerPool
 
@@ -93,7 +93,7 @@ class ParallelSearch:
         """Report finished trials and check the workers at intervals; returns whether more may be queued."""
         self.search.context.check_stop()
         is_time = self.clock() >= self._next_look_s
-        ended_trials = self.dispatcher.look(at_workers=is_time)
+        ended_trials = self.dispatcher.collect(at_workers=is_time)
         for ended in ended_trials:
             self._end(ended)
         num_before = self._num_workers
@@ -106,10 +106,10 @@ class ParallelSearch:
 
     def _see_to_workers(self) -> None:
         """Raises InfrastructureError, or StorageError, when no worker of this host is left."""
-        self.pool.look()
+        self.pool.start_missing()
         if not self.pool.num_running:
             kind = StorageError if self.pool.last_code == ExitCode.STORAGE else InfrastructureError
-            raise kind(f"no worker is left on this host: {self.pool.last_words}")
+            raise kind(f"no worker is left on this host: {self.pool.last_line}")
         self._num_workers = max(self.pool.num_running, len(self.dispatcher.workers()))
 
     def _end(self, ended: EndedTrial) -> None:
@@ -164,9 +164,12 @@ class ParallelSearch:
         return True
 
     def _is_suspect(self, host: str) -> bool:
-        """Whether a second look is made at a node that was slow in its latest launch."""
+        """Whether a second check is made at a node that was slow in its latest launch."""
         monitor = self.search.launcher.node_monitor
-        return monitor.suspects.get(host, 1.0) > 1.0 and monitor.num_vain_looks[host] < MAX_VAIN_LOOKS
+        return (
+            monitor.suspects.get(host, 1.0) > 1.0
+            and monitor.num_unconfirmed_checks[host] < MAX_UNCONFIRMED_CHECKS
+        )
 
     def _hand_out(self, proposal: Proposal, trials: list[FinishedTrial]) -> None:
         search, plan = self.search, proposal.plan

@@ -1,14 +1,14 @@
 """The work queue of a run: the trials that its coordinator queues, their claims and results, as files.
 
     RUN/workers/board.json                 the run takes workers; how many devices each has
-    RUN/workers/orders/000012.json         a plan to be measured, with 000012.plan.json; closed where
+    RUN/workers/orders/000012.json         a queued trial, with its plan, 000012.plan.json; closed where
                                            nobody may take it any more
     RUN/workers/claims/000012-2.json       who took its second hand-out; renewed by its modification time
     RUN/workers/claims/000012-2.done.json  what came of it
     RUN/workers/crew/NAME.json             a worker; renewed in the same way
 
-Only the coordinator writes orders, and with an order's next generation every claim to an earlier one is
-void. A claim appears whole or not at all and never over another (`link`), so a hand-out has one taker.
+Only the coordinator queues trials, and with a queued trial's next generation every claim to an earlier one
+is void. A claim appears whole or not at all and never over another (`link`), so a hand-out has one taker.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from quartet_plugin.protocol.work_queue_files import (
     WORKER_NAME,
     Claim,
     Done,
-    Member,
     QueuedTrial,
+    WorkerRecord,
     WorkerRequirement,
     read,
 )
@@ -110,7 +110,7 @@ class WorkQueue:
             (self.path / "crew" / f"{worker}.dismissed").touch(mode=0o600)
 
     def forget(self, worker: str) -> None:
-        """Strike a worker that has ended."""
+        """Remove a worker that has ended."""
         with self._errors():
             (self.path / "crew" / f"{worker}.json").unlink(missing_ok=True)
 
@@ -134,7 +134,7 @@ class WorkQueue:
         """The plan of a queued trial. Raises PlanError or ConfigError where it is another one."""
         plan = read_plan(self._plan_file(queued.trial))
         if plan.key != queued.plan_key:
-            raise ConfigError(f"{self._plan_file(queued.trial)}: not the plan of the order beside it")
+            raise ConfigError(f"{self._plan_file(queued.trial)}: not the plan of the queued trial beside it")
         return plan
 
     def claims(self, *, trial: int | None = None, voided: bool = False) -> list[Claim]:
@@ -157,17 +157,17 @@ class WorkQueue:
         done = _read_if_whole(Done, self._claim_file(queued, "done."))
         return done if done is not None and done.fence == queued.fence else None
 
-    def members(self) -> list[Member]:
-        """Every worker that enlisted and was not struck."""
+    def workers(self) -> list[WorkerRecord]:
+        """Every worker that registered and was not removed."""
         names = (name for name in self._names("crew") if name.endswith(".json"))
-        members = [_read_if_whole(Member, self.path / "crew" / name) for name in names]
-        return [member for member in members if member is not None]
+        workers = [_read_if_whole(WorkerRecord, self.path / "crew" / name) for name in names]
+        return [worker for worker in workers if worker is not None]
 
-    def beat_of(self, holder: Claim | Member) -> int | None:
+    def beat_of(self, holder: Claim | WorkerRecord) -> int | None:
         """When a claim or a worker was last renewed, in ns by the server's clock; None where it is gone."""
         path = (
             self.path / "crew" / f"{holder.name}.json"
-            if isinstance(holder, Member)
+            if isinstance(holder, WorkerRecord)
             else self._claim_file(holder)
         )
         with contextlib.suppress(OSError):
@@ -176,28 +176,29 @@ class WorkQueue:
 
     # A worker's side
 
-    def enlist(self, member: Member) -> None:
-        """Register a worker."""
-        if not WORKER_NAME.fullmatch(member.name):
-            raise ConfigError(f"worker {member.name[:60]!r}: letters, digits, '.', '_' and '-' alone")
+    def register(self, worker: WorkerRecord) -> None:
+        """Write a worker's file, after which it may take queued trials."""
+        if not WORKER_NAME.fullmatch(worker.name):
+            raise ConfigError(f"worker {worker.name[:60]!r}: letters, digits, '.', '_' and '-' alone")
         with self._errors():
-            (self.path / "crew" / f"{member.name}.dismissed").unlink(missing_ok=True)
-        write_json_atomic(self.path / "crew" / f"{member.name}.json", dump(member))
+            (self.path / "crew" / f"{worker.name}.dismissed").unlink(missing_ok=True)
+        write_json_atomic(self.path / "crew" / f"{worker.name}.json", dump(worker))
 
-    def is_dismissed(self, member: Member) -> bool:
-        """Whether the worker is to take nothing more, or was struck."""
-        crew = self.path / "crew"
-        return (crew / f"{member.name}.dismissed").exists() or not (crew / f"{member.name}.json").exists()
+    def is_dismissed(self, worker: WorkerRecord) -> bool:
+        """Whether the worker is to take nothing more, or was removed."""
+        folder = self.path / "crew"
+        is_dismissed = (folder / f"{worker.name}.dismissed").exists()
+        return is_dismissed or not (folder / f"{worker.name}.json").exists()
 
-    def beat(self, member: Member) -> None:
+    def beat(self, worker: WorkerRecord) -> None:
         """Renew a worker."""
         with contextlib.suppress(OSError):
-            os.utime(self.path / "crew" / f"{member.name}.json")
+            os.utime(self.path / "crew" / f"{worker.name}.json")
 
-    def take(self, member: Member) -> tuple[QueuedTrial, Claim] | None:
+    def take(self, worker: WorkerRecord) -> tuple[QueuedTrial, Claim] | None:
         """A queued trial without a claim, now the worker's; None where there is none."""
         for queued in self.queued_trials():
-            if queued.is_closed or queued.host not in (None, member.host):
+            if queued.is_closed or queued.host not in (None, worker.host):
                 continue
             if self._claim_file(queued).exists():
                 continue
@@ -205,9 +206,9 @@ class WorkQueue:
                 trial=queued.trial,
                 generation=queued.generation,
                 fence=queued.fence,
-                worker=member.name,
-                host=member.host,
-                identity=member.identity,
+                worker=worker.name,
+                host=worker.host,
+                identity=worker.identity,
             )
             if not self._link(claim):
                 continue

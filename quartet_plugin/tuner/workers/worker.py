@@ -16,7 +16,7 @@ from quartet_plugin.launchers.command import Command
 from quartet_plugin.protocol.environment import CLAIM_RENEWAL_S, EXPIRY_S
 from quartet_plugin.protocol.masking import masked
 from quartet_plugin.protocol.process_identity import Identity
-from quartet_plugin.protocol.work_queue_files import Claim, Done, Member, QueuedTrial
+from quartet_plugin.protocol.work_queue_files import Claim, Done, QueuedTrial, WorkerRecord
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt
 from quartet_plugin.trial.processes import ProcessRegistry, is_running, reap
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialRequest
@@ -37,7 +37,7 @@ class Worker:
 
     run: TuningRun
     command: Command
-    member: Member
+    record: WorkerRecord
     queue: WorkQueue
     backend: TrialBackend
     should_stop: ShouldStop
@@ -53,29 +53,29 @@ class Worker:
 
         Raises QuartetError where trials cannot be run here; the plan is then handed out again.
         """
-        self.queue.enlist(self.member)
+        self.queue.register(self.record)
         try:
             while True:
                 why = self._why_over()
                 if why is not None:
                     return why
                 self._beat()
-                taken = self.queue.take(self.member)
+                taken = self.queue.take(self.record)
                 if taken is None:
                     self.sleep(POLL_S)
                 else:
                     self._measure(*taken)
         finally:
-            self.queue.forget(self.member.name)
+            self.queue.forget(self.record.name)
 
     def _why_over(self) -> str | None:
         if self.should_stop():
             return "stopped"
-        if not is_running(self.member.parent):
+        if not is_running(self.record.parent):
             return "the process that started it has ended"
-        if self.queue.is_dismissed(self.member):
+        if self.queue.is_dismissed(self.record):
             return "it was dismissed"
-        if not self.member.is_joined:
+        if not self.record.is_joined:
             return None
         if self.queue.offer() is None:
             return "the search has ended"
@@ -97,7 +97,7 @@ class Worker:
         return "the run's tuner was lost" if self.clock() - self._absent_s > ABSENCE_S else None
 
     def _measure(self, queued: QueuedTrial, claim: Claim) -> None:
-        self.say(f"trial {queued.trial}: {self.member.name} measures it")
+        self.say(f"trial {queued.trial}: {self.record.name} measures it")
         renewed_s, is_held = float("-inf"), True
 
         def should_end() -> bool:
@@ -135,7 +135,7 @@ class Worker:
             early_end=queued.early_end,
             modules=queued.modules,
             deadline_s=queued.deadline_s,
-            device=self.member.share.device,
+            device=self.record.share.device,
             predicted_iteration_s=queued.predicted_iteration_s,
             slow_above_s=queued.slow_above_s,
             timeouts=Timeouts(**queued.timeouts),
@@ -147,7 +147,7 @@ class Worker:
         now_s = self.clock()
         if now_s - self._beat_s >= CLAIM_RENEWAL_S:
             self._beat_s = now_s
-            self.queue.beat(self.member)
+            self.queue.beat(self.record)
 
 
 def end_left_behind(queue: WorkQueue, *, host: str | None = None) -> frozenset[Identity]:

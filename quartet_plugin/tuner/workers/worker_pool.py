@@ -59,12 +59,12 @@ class WorkerPool:
         return next((code for code in reversed(self._given_up.values()) if code), 0)
 
     @property
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         """The last line of a worker that gave up."""
         names = [name for name, code in self._given_up.items() if code] or list(self.names)
         return _last_line(self._log(names[-1]))
 
-    def look(self) -> None:
+    def start_missing(self) -> None:
         """Start the workers that should run and do not."""
         for name, code in self._reap():
             self._note_end(name, code)
@@ -135,7 +135,7 @@ class WorkerPool:
             time.sleep(_POLL_S)
 
     def _reap(self) -> list[tuple[str, int]]:
-        """The workers that have ended, which are struck, with their exit codes."""
+        """The workers that have ended, which are removed, with their exit codes."""
         codes = [(name, process.poll()) for name, process in self._running.items()]
         ended = [(name, code) for name, code in codes if code is not None]
         for name, _ in ended:
@@ -176,10 +176,10 @@ def end_earlier(queue: WorkQueue, *, keeps_joined: bool, host: str | None = None
         return frozenset()
     queue.sweep()
     here = host or socket.gethostname()
-    for member in queue.members():
-        if member.host == here and not member.is_joined and member.parent.pid != os.getpid():
-            _kill_now(member.identity)
-            queue.forget(member.name)
+    for worker in queue.workers():
+        if worker.host == here and not worker.is_joined and worker.parent.pid != os.getpid():
+            _kill_now(worker.identity)
+            queue.forget(worker.name)
     if not keeps_joined:
         queue.close()
         return frozenset()

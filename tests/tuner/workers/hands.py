@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.protocol.process_identity import Identity
-from quartet_plugin.protocol.work_queue_files import Claim, Done, Member, QueuedTrial, SliceRecord
+from quartet_plugin.protocol.work_queue_files import Claim, Done, QueuedTrial, SliceRecord, WorkerRecord
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.trial_backend import SETTLED
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -23,9 +23,9 @@ def identity(pid: int) -> Identity:
     return Identity(pid=pid, process_start=float(pid), boot_id="b")
 
 
-def member(name: str, *, pid: int, host: str = HERE, is_joined: bool = False) -> Member:
-    """A worker that enlisted."""
-    return Member(
+def worker_record(name: str, *, pid: int, host: str = HERE, is_joined: bool = False) -> WorkerRecord:
+    """A worker that has registered."""
+    return WorkerRecord(
         name=name,
         host=host,
         identity=identity(pid),
@@ -37,7 +37,7 @@ def member(name: str, *, pid: int, host: str = HERE, is_joined: bool = False) ->
 
 @dataclass
 class Disk:
-    """What attempts left; the part of the launches that a desk needs."""
+    """What attempts left; the part of the launches that a dispatcher needs."""
 
     results: dict[Path, TrialResult] = field(default_factory=dict)
     recovered: list[Path] = field(default_factory=list)
@@ -65,14 +65,14 @@ class Hand:
 
     queue: WorkQueue
     disk: Disk
-    member: Member
+    record: WorkerRecord
     queued: QueuedTrial | None = None
     claim: Claim | None = None
 
     def take(self) -> bool:
         """Take an order; whether there was one."""
         assert self.claim is None
-        taken = self.queue.take(self.member)
+        taken = self.queue.take(self.record)
         if taken is not None:
             self.queued, self.claim = taken
         return taken is not None

@@ -21,7 +21,7 @@ from quartet_plugin.tuner.context import EventLog
 from quartet_plugin.tuner.workers.dispatcher import Dispatcher
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.model.plans import PLAN
-from tests.tuner.workers.hands import ELSEWHERE, HERE, Disk, Hand, member
+from tests.tuner.workers.hands import ELSEWHERE, HERE, Disk, Hand, worker_record
 
 BUDGET = 6
 COMMAND = parse_command(("torchrun", "--nproc-per-node", "2", "pretrain_gpt.py"), environment={})
@@ -63,11 +63,11 @@ class HandOuts(RuleBasedStateMachine):
 
     def new_hand(self, index: int) -> Hand:
         self.num_started += 1
-        one = member(
+        one = worker_record(
             f"w{index}", pid=1000 + self.num_started, host=HERE if index < NUM_HANDS // 2 else ELSEWHERE
         )
-        self.queue.enlist(one)
-        return Hand(queue=self.queue, disk=self.disk, member=one)
+        self.queue.register(one)
+        return Hand(queue=self.queue, disk=self.disk, record=one)
 
     def request(self, number: int) -> TrialRequest:
         return TrialRequest(folder=self.queue.trial_folder(number), command=COMMAND, plan=PLAN)
@@ -83,7 +83,7 @@ class HandOuts(RuleBasedStateMachine):
 
     @rule()
     def tell(self) -> None:
-        for ended in self.dispatcher.look():
+        for ended in self.dispatcher.collect():
             assert ended.number not in self.record
             queued = self.queue.queued_trial(ended.number)
             assert queued is not None
@@ -95,7 +95,7 @@ class HandOuts(RuleBasedStateMachine):
     def crash(self, dies_between: bool) -> None:
         """The coordinator dies, between two steps or after it has told the study and before its files."""
         if dies_between:
-            for ended in self.dispatcher.look()[:1]:
+            for ended in self.dispatcher.collect()[:1]:
                 assert ended.number not in self.record
                 self.record[ended.number] = ended.result
         self.dispatcher = self.new_dispatcher()
@@ -154,7 +154,7 @@ class HandOuts(RuleBasedStateMachine):
         hand = self.hands[index]
         if hand.claim is not None and has_measured:
             hand.measure()
-        self.dead.add(hand.member.identity.pid)
+        self.dead.add(hand.record.identity.pid)
         self.hands[index] = self.new_hand(index)
 
     # What always holds

@@ -12,12 +12,12 @@ import pytest
 from quartet_plugin.errors import InfeasibleError, InterruptedByUserError, SeamError
 from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.protocol.work_queue_files import Claim, Done, Member, QueuedTrial, SliceRecord
+from quartet_plugin.protocol.work_queue_files import Claim, Done, QueuedTrial, SliceRecord, WorkerRecord
 from quartet_plugin.trial.node_speed import NodeSpeed
 from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner import coordinator
-from quartet_plugin.tuner.slow_nodes import MAX_VAIN_LOOKS
+from quartet_plugin.tuner.slow_nodes import MAX_UNCONFIRMED_CHECKS
 from quartet_plugin.tuner.tune_result import TuneResult
 from quartet_plugin.tuner.workers.parallel_search import ParallelSearch
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -55,10 +55,10 @@ class Shop(FakeMachine):
         self.alone()
         return super().check(*args, **options)
 
-    def members(self) -> list[Member]:
+    def workers(self) -> list[WorkerRecord]:
         """The workers."""
         return [
-            Member(
+            WorkerRecord(
                 name=f"w{index}",
                 host=HOST,
                 identity=current_identity(),
@@ -75,7 +75,7 @@ class Shop(FakeMachine):
             return
         if self.dies_after is not None and self.num_done >= self.dies_after and len(self.holding) > 1:
             raise Killed
-        worker = self.generator.choice(self.members())
+        worker = self.generator.choice(self.workers())
         if worker.name not in self.holding and self.queue.is_dismissed(worker):
             return
         if worker.name not in self.holding:
@@ -112,28 +112,28 @@ class Hands:
     """Stands for the processes of the workers."""
 
     last_code = 0
-    last_words = ""
+    last_line = ""
 
     def __init__(self, shop: Shop, *, queue: WorkQueue, **options: Any) -> None:
         self.shop = shop
         self.shop.queue = queue
-        self.enlisted: set[str] = set()
+        self.registered: set[str] = set()
 
     @property
     def num_running(self) -> int:
         return self.shop.num_started
 
-    def look(self) -> None:
+    def start_missing(self) -> None:
         self.shop.num_started = self.shop.num_workers
-        for member in self.shop.members():
+        for worker in self.shop.workers():
             # A worker that was dismissed has ended, and is not started again.
-            if member.name not in self.enlisted:
-                self.enlisted.add(member.name)
-                self.shop.queue.enlist(member)
+            if worker.name not in self.registered:
+                self.registered.add(worker.name)
+                self.shop.queue.register(worker)
 
     def close(self, *, at_once: bool = False) -> bool:
-        for member in self.shop.members():
-            self.shop.queue.forget(member.name)
+        for worker in self.shop.workers():
+            self.shop.queue.forget(worker.name)
         self.shop.holding.clear()
         self.shop.num_started = 0
         return True
@@ -238,7 +238,7 @@ def test_a_killed_coordinators_trials_are_adopted_or_run_again(
     shop.num_started = 0
     shop.dies_after = None
     before = list(shop.launched)
-    for one in shop.members():
+    for one in shop.workers():
         shop.queue.forget(one.name)
     for one in shop.queue.claims():  # their processes have ended with the host
         if one.fence != second.fence:
@@ -423,7 +423,7 @@ def test_second_looks_at_a_node_that_confirm_nothing_are_few(
     ]
     assert [event["reason"] for event in again] == [
         "node node-of-w1 seems slow: it is measured again"
-    ] * MAX_VAIN_LOOKS
+    ] * MAX_UNCONFIRMED_CHECKS
 
 
 def test_the_last_worker_stays_though_its_node_is_slow(

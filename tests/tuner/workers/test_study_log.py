@@ -77,8 +77,8 @@ def test_what_was_under_way_when_the_study_was_lost_is_measured_once(
     killed(monkeypatch, tmp_path / "r", shop)
     shop.holding.clear()
     shop.num_started, shop.dies_after = 0, None
-    for member in shop.members():
-        shop.queue.forget(member.name)
+    for worker in shop.workers():
+        shop.queue.forget(worker.name)
     for claim in shop.queue.claims():
         (shop.queue.path / "claims" / f"{claim.stem}.json").unlink()
     file = resume(tmp_path / "r").storage.file

@@ -17,7 +17,7 @@ from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker_pool import end_earlier
 from tests.model.plans import PLAN
 from tests.tuner.fakes import begin
-from tests.tuner.workers.hands import ELSEWHERE, HERE, Disk, Hand, member
+from tests.tuner.workers.hands import ELSEWHERE, HERE, Disk, Hand, worker_record
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def queued_trial(
 
 
 def hand(queue: WorkQueue, name: str, *, host: str = HERE) -> Hand:
-    return Hand(queue=queue, disk=Disk(), member=member(name, pid=100, host=host))
+    return Hand(queue=queue, disk=Disk(), record=worker_record(name, pid=100, host=host))
 
 
 def test_an_order_is_read_back_as_it_was_written(queue: WorkQueue) -> None:
@@ -78,7 +78,7 @@ def test_of_many_takers_one_gets_it(queue: WorkQueue) -> None:
     assert len(got) == 1
     claim = queue.claim_of(queued_trial())
     assert claim is not None
-    assert claim.worker == got[0].member.name
+    assert claim.worker == got[0].record.name
     assert [path.name for path in (queue.path / "claims").iterdir()] == ["000001-1.json"]
 
 
@@ -119,16 +119,16 @@ def test_a_closed_board_gives_and_takes_nothing(queue: WorkQueue) -> None:
 
 
 def test_a_worker_that_is_sent_away_knows(queue: WorkQueue) -> None:
-    one = member("w1", pid=7)
-    queue.enlist(one)
-    assert queue.members() == [one]
+    one = worker_record("w1", pid=7)
+    queue.register(one)
+    assert queue.workers() == [one]
     assert not queue.is_dismissed(one)
     queue.dismiss("w1")
     assert queue.is_dismissed(one)
-    queue.enlist(one)  # started again
+    queue.register(one)  # started again
     assert not queue.is_dismissed(one)
     queue.forget("w1")
-    assert queue.members() == []
+    assert queue.workers() == []
     assert queue.is_dismissed(one)
 
 
@@ -143,22 +143,22 @@ def test_broken_files_are_left_out(queue: WorkQueue) -> None:
     (queue.path / "crew" / "w.json").write_text("{}")
     assert queue.queued_trials() == [queued_trial()]
     assert queue.claims() == []
-    assert queue.members() == []
+    assert queue.workers() == []
     assert queue.claim_of(queued_trial()) is None
 
 
-def test_a_plan_that_is_not_the_orders_is_refused(queue: WorkQueue) -> None:
+def test_a_plan_that_is_not_the_queued_trials_is_refused(queue: WorkQueue) -> None:
     queue.publish(
         queued_trial(), replace(PLAN, mapping=replace(PLAN.mapping, slots=PLAN.mapping.slots[::-1]))
     )
-    with pytest.raises(ConfigError, match="not the plan of the order"):
+    with pytest.raises(ConfigError, match="not the plan of the queued trial"):
         queue.plan(queued_trial())
 
 
 @pytest.mark.parametrize("name", ["../../evil", "", "a b", "-x", "a" * 300])
 def test_a_workers_name_is_fit_for_a_file(queue: WorkQueue, name: str) -> None:
     with pytest.raises(ConfigError, match="letters, digits"):
-        queue.enlist(replace(member("w", pid=7), name=name))
+        queue.register(replace(worker_record("w", pid=7), name=name))
 
 
 def test_names_are_made_of_hosts() -> None:
@@ -170,7 +170,7 @@ def test_a_board_that_is_not_there_is_empty(tmp_path: Path) -> None:
     queue = WorkQueue(folder=tmp_path)
     assert not queue.is_there
     assert queue.offer() is None
-    assert (queue.queued_trials(), queue.claims(), queue.members()) == ([], [], [])
+    assert (queue.queued_trials(), queue.claims(), queue.workers()) == ([], [], [])
     assert end_earlier(queue, keeps_joined=False) == frozenset()
 
 
@@ -183,14 +183,14 @@ def test_a_disk_that_fails_is_one_line(queue: WorkQueue) -> None:
 
 
 def test_what_an_earlier_tuner_handed_out_is_known(queue: WorkQueue) -> None:
-    """Workers that joined keep their trials; those of the dead coordinator are struck."""
+    """Workers that joined keep their trials; those of the dead coordinator are removed."""
     for trial in (1, 2, 3):
         queue.publish(queued_trial(trial, fence=f"{trial}" * 16), PLAN)
     far, dead = hand(queue, "far", host=ELSEWHERE), hand(queue, "dead")
-    itself = replace(member("alive", pid=1, is_joined=True), identity=current_identity())
-    alive = Hand(queue=queue, disk=Disk(), member=itself)
+    itself = replace(worker_record("alive", pid=1, is_joined=True), identity=current_identity())
+    alive = Hand(queue=queue, disk=Disk(), record=itself)
     for one in (far, dead, alive):
-        queue.enlist(one.member)
+        queue.register(one.record)
         assert one.take()
     torn = (queue.path / "orders" / ".000004.json.7.ab.tmp", queue.path / "claims" / ".000004-1.ab.draft")
     for path in torn:
@@ -198,7 +198,7 @@ def test_what_an_earlier_tuner_handed_out_is_known(queue: WorkQueue) -> None:
     kept = end_earlier(queue, keeps_joined=True, host=HERE)
     assert not any(path.exists() for path in torn)
     assert kept == {queue.trial_folder(1), queue.trial_folder(3)}
-    assert {one.name for one in queue.members()} == {"far", "alive"}
+    assert {one.name for one in queue.workers()} == {"far", "alive"}
     assert end_earlier(queue, keeps_joined=False, host=HERE) == frozenset()
     assert not any(one.renew() for one in (far, dead, alive))
 
@@ -207,9 +207,9 @@ def test_the_status_says_who_measures_what(tmp_path: Path) -> None:
     run = begin(tmp_path / "r")
     made = WorkQueue(folder=run.folder.path)
     made.open(WorkerRequirement(device="cpu", num_devices=2))
-    busy = Hand(queue=made, disk=Disk(), member=member("busy", pid=7))
-    for one in (busy.member, member("idle", pid=8, host=ELSEWHERE)):
-        made.enlist(one)
+    busy = Hand(queue=made, disk=Disk(), record=worker_record("busy", pid=7))
+    for one in (busy.record, worker_record("idle", pid=8, host=ELSEWHERE)):
+        made.register(one)
     made.publish(queued_trial(11), PLAN)
     assert busy.take()
     with Lease.acquire(run.folder.path):

@@ -19,7 +19,13 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import CommandRecord, TrialSpec
 from quartet_plugin.protocol.environment import ATTEMPT_ID
-from quartet_plugin.protocol.work_queue_files import Done, Member, QueuedTrial, WorkerRequirement, read_task
+from quartet_plugin.protocol.work_queue_files import (
+    Done,
+    QueuedTrial,
+    WorkerRecord,
+    WorkerRequirement,
+    read_task,
+)
 from quartet_plugin.trial.lease import Lease
 from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
@@ -27,7 +33,7 @@ from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker import ABSENCE_S, Worker, end_left_behind
 from tests.model.plans import PLAN
 from tests.tuner.fakes import COMMAND, begin
-from tests.tuner.workers.hands import COORDINATOR, HERE, Disk, Hand, identity, member
+from tests.tuner.workers.hands import COORDINATOR, HERE, Disk, Hand, identity, worker_record
 from tests.tuner.workers.test_work_queue import queued_trial
 
 
@@ -71,17 +77,17 @@ class Shift:
         self.said: list[str] = []
         self.now_s = 0.0
         self.num_waits = 0
-        self.member = replace(
-            member("w0", pid=1),
+        self.record = replace(
+            worker_record("w0", pid=1),
             host=socket.gethostname(),
             identity=current_identity(),
             parent=current_identity(),
         )
-        self.member = replace(self.member, **changes)
+        self.record = replace(self.record, **changes)
         self.worker = Worker(
             run=self.run,
             command=parse_command(COMMAND, environment={}),
-            member=self.member,
+            record=self.record,
             queue=self.queue,
             backend=bench,  # type: ignore[arg-type]
             should_stop=lambda: self.num_waits > 2,
@@ -110,7 +116,7 @@ def test_it_measures_as_it_is_told_and_says_which_attempt_counts(tmp_path: Path)
     assert (request.deadline_s, request.slow_above_s, request.device) == (60.0, 0.5, "cpu")
     assert request.plan == PLAN
     assert shift.queue.done_of(told) == Done(fence="a" * 16, attempt=3)
-    assert shift.queue.members() == []
+    assert shift.queue.workers() == []
     assert shift.said == ["trial 7: w0 measures it", "trial 7: OK"]
 
 
@@ -145,13 +151,13 @@ def test_a_worker_that_cannot_run_trials_says_so_and_ends(tmp_path: Path) -> Non
         shift.worker.work()
     done = shift.queue.done_of(queued_trial(7))
     assert done == Done(fence="0" * 16, attempt=None, error="the disk is full", exit_code=6)
-    assert shift.queue.members() == []
+    assert shift.queue.workers() == []
 
 
 def test_a_plan_that_is_not_the_orders_is_given_up(tmp_path: Path) -> None:
     shift = Shift(tmp_path, Bench())
     shift.queue.publish(queued_trial(7), replace(PLAN, split=PLAN.made_for.baseline.split))
-    with pytest.raises(ConfigError, match="not the plan of the order"):
+    with pytest.raises(ConfigError, match="not the plan of the queued trial"):
         shift.worker.work()
 
 
@@ -216,8 +222,8 @@ def test_what_a_lost_worker_left_on_this_host_is_ended_and_nothing_else(tmp_path
     lost, alive = "c" * 16, "d" * 16
     for trial, fence, itself in ((1, lost, identity(999)), (2, alive, current_identity())):
         queue.publish(queued_trial(trial, fence=fence), PLAN)
-        one: Member = replace(member(f"w{trial}", pid=1), identity=itself)
-        assert Hand(queue=queue, disk=Disk(), member=one).take()
+        one: WorkerRecord = replace(worker_record(f"w{trial}", pid=1), identity=itself)
+        assert Hand(queue=queue, disk=Disk(), record=one).take()
         write_attempt(queue, queued_trial(trial, fence=fence))
     queue.publish(queued_trial(1, generation=2, fence="e" * 16), PLAN)  # handed out again
     with left_behind(lost + "1" * 16) as ours, left_behind(alive + "1" * 16) as theirs:
