@@ -27,7 +27,7 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.USAGE: "usage, configuration, or a plan that is corrupt or made for something else",
     ExitCode.INFEASIBLE: "no feasible plan",
     ExitCode.UNSUPPORTED: "unsupported version, or a seam that is missing, changed or patched",
-    ExitCode.INFRASTRUCTURE: "infrastructure failed, or the user's own command did",
+    ExitCode.INFRASTRUCTURE: "infrastructure failed, or the user's command did",
     ExitCode.STORAGE: "storage, or another tuner holds the run",
     ExitCode.INCOMPLETE: "a batch ended with jobs that failed, or that its limits left out",
     ExitCode.INTERRUPTED: "interrupted; `--resume` continues",
@@ -81,7 +81,7 @@ class SeamError(QuartetError):
 
 
 class InfrastructureError(QuartetError):
-    """Processes, network, nodes or devices failed, or the user's own command did."""
+    """Processes, network, nodes or devices failed, or the user's command did."""
 
     exit_code = ExitCode.INFRASTRUCTURE
 

@@ -91,7 +91,7 @@ def commands_page() -> str:
     lines = ["# Commands", "", MADE, ""]
     lines += wrapped(
         "Every command with its options, from the same parsers as `quartet COMMAND --help`. What follows a "
-        "literal `--` is your own training command; it is never edited. `quartet --install-completion` "
+        "literal `--` is your training command; it is never edited. `quartet --install-completion` "
         "completes commands and options in bash, zsh, fish and PowerShell; `quartet --show-completion` "
         "prints the script. Exit codes are in [exit-codes.md](exit-codes.md)."
     )

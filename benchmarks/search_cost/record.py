@@ -135,7 +135,7 @@ def _due(recording: Recording, round_number: int) -> list[str]:
 
 
 def _begun(limits: Limits) -> Recording:
-    """A new recording, from what the user's own command reports."""
+    """A new recording, from what the user's command reports."""
     result = _launch(None, name="own-0", limits=limits)
     if not result.is_measured or result.job is None:
         raise SystemExit(f"the command itself failed: {result.reason}; see {result.folder}")

@@ -187,12 +187,12 @@ def _no_winner_words(run: Path) -> str:
             return f"the run has no winner yet; see how far it is with `quartet status {shown}`"
         case "finished" if nearest is not None:
             return (
-                "the run ended without a winner: no plan was proven faster than your own command; "
+                "the run ended without a winner: no plan was proven faster than your command; "
                 f"the nearest is trial {nearest}: add --trial {nearest}"
             )
         case "finished":
             return (
-                "the run ended without a winner: no plan was proven faster than your own command; "
+                "the run ended without a winner: no plan was proven faster than your command; "
                 f"`quartet trials {shown}` lists its plans"
             )
         case _:

@@ -68,10 +68,10 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
         f"command   {shlex.join(masked_argv(command.words))}",
         f"baseline  {shlex.join(masked_argv(_baseline_words(command)))}",
         *_launcher_lines(config, command, folder=RunFolder(path=path.resolve()).trial(0) / f"{PREFIX}1"),
-        f"trials    your own command, then at most {study.trials} plans, each "
+        f"trials    your command, then at most {study.trials} plans, each "
         f"{_count(trial.least_warmup, trial.most_warmup)} + "
         f"{_count(trial.least_measured, trial.most_measured)} iterations",
-        f"final     {study.num_final_launches} launches: {study.top_k} plans and your own command, in "
+        f"final     {study.num_final_launches} launches: {study.top_k} plans and your command, in "
         f"{study.rounds} rounds; fewer where they decide, at most {study.max_final_launches} launches",
         f"time      at most {duration(_longest_s(config))}, {duration(trial.deadline_s)} a launch",
         *_space_lines(config, command),

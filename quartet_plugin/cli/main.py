@@ -60,7 +60,7 @@ _CHANGED_SOURCE = (
     " --accept-changed-source allows custom schedules even if functions of Megatron have changed; the "
     "parity gate then decides."
 )
-# The commands that run the user's own command; every other one refuses words behind --.
+# The commands that run the user's command; every other one refuses words behind --.
 _EPILOGS = {
     "tune": f"The training command follows a literal --; it is run as it is.{_CHANGED_SOURCE}",
     "train": f"The training command follows a literal --; it is run as it is.{_CHANGED_SOURCE}",
@@ -99,7 +99,7 @@ def build_app() -> "typer.Typer":
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
-    @app.callback(epilog="What follows a literal -- is your own training command; it is never edited.")
+    @app.callback(epilog="What follows a literal -- is your training command; it is never edited.")
     def _options(
         ctx: typer.Context,
         version: Annotated[

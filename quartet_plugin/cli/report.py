@@ -63,7 +63,7 @@ def write_report(
 
 
 def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
-    """The simulated steps of the user's own command and of the winner, and the winner's recorded step.
+    """The simulated steps of the user's command and of the winner, and the winner's recorded step.
 
     Without a winner the best single trial stands for it. Only a custom schedule's ranks record a step.
     """
@@ -87,8 +87,8 @@ def _own_step(history: "RunHistory") -> "Step":
     plan = None if row is None else row.plan
     measured = history.winner.measurement if history.winner and not history.baseline_note else None
     if measured is not None:
-        return "your own command", plan, measured.baseline.iteration_s.median
-    return "your own command", plan, None if row is None else row.iteration_s
+        return "your command", plan, measured.baseline.iteration_s.median
+    return "your command", plan, None if row is None else row.iteration_s
 
 
 def _seconds_of(plan: "Plan", row: "TrialRow | None") -> float | None:

@@ -1,4 +1,4 @@
-"""`quartet train`: run the user's own command with a plan."""
+"""`quartet train`: run the user's command with a plan."""
 
 import contextlib
 import os
@@ -203,7 +203,7 @@ def first_error(folder: Path) -> QuartetError | None:
             code = failure.exit_code
             if failure.kind not in ("plan", "seam"):
                 code = int(ExitCode.INFRASTRUCTURE)
-                text = f"your own command failed: {failure.type}: {text}"
+                text = f"your command failed: {failure.type}: {text}"
             failures.append((failure.kind == "network", failure.time, code, text))
     if not failures:
         return None

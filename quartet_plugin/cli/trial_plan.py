@@ -35,7 +35,7 @@ class TrialPlan:
 
     @property
     def baseline_s(self) -> float | None:
-        """Seconds an iteration of the user's own command: of the final rounds, else of its trial."""
+        """Seconds an iteration of the user's command: of the final rounds, else of its trial."""
         if self.comparison is not None:
             return self.comparison.baseline.iteration_s.median
         return None if self.baseline is None else self.baseline.iteration_s

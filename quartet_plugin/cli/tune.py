@@ -1,4 +1,4 @@
-"""`quartet tune`: search with short live trials of the user's own command."""
+"""`quartet tune`: search with short live trials of the user's command."""
 
 import contextlib
 import json
@@ -278,25 +278,23 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         tried = [trial for trial in result.trials if trial.record.repeats is None][1:]
         failed = sum(trial.record.verdict != "measured" for trial in tried)
         note = f" ({failed} could not be measured, see {path_here(run.folder.events_file)})" if failed else ""
-        lines = [f"no better plan was found: {len(tried)} plans were tried{note}; keep your own command"]
+        lines = [f"no better plan was found: {len(tried)} plans were tried{note}; keep your command"]
         explained = []
         if result.rankings:
             number = result.rankings[0].trial.number
             lines.append(f"nearest   trial {number}, {plan_label(result.rankings[0].trial.plan)}")
             lines.append(f"          {NEAREST_RULE}")
-            lines += comparison_lines(result.rankings[0].comparison, names=("your own", f"trial {number}"))
+            lines += comparison_lines(result.rankings[0].comparison, names=("baseline", f"trial {number}"))
             explained = [explain_line(run, trial=number)]
         return [*lines, *study_lines(result), *explained]
     proof = []
     if result.receipt is not None:
-        proof = [
-            f"parity    {path_here(receipt_path(run.folder.best_plan))}: it trains as your own command does"
-        ]
+        proof = [f"parity    {path_here(receipt_path(run.folder.best_plan))}: it trains as your command does"]
     full_size = [] if result.full_size is None else full_size_lines(result.full_size.result, run=run)
     return [
-        f"trial {result.winner.trial.number} is faster than your own command",
+        f"trial {result.winner.trial.number} is faster than your command",
         *difference_lines(plan),
-        *comparison_lines(result.winner.comparison, names=("your own", "best")),
+        *comparison_lines(result.winner.comparison, names=("baseline", "best")),
         *choice_lines(plan),
         *change_lines(plan),
         *study_lines(result, plan=plan),

@@ -16,7 +16,7 @@ AxisName = Literal["shape", "degrees", "micro-batch", "schedule", "split", "mapp
 
 @record
 class AxisGain:
-    """One axis in which the winner differs from the user's own command.
+    """One axis in which the winner differs from the user's command.
 
     `gain` is the winner's objective over that of `best_without`, the best plan known that has the axis as the
     command has it, both predicted by the calibrated cost model; 1 or less where another plan needs no change

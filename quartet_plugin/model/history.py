@@ -182,8 +182,8 @@ class RunHistory:
     are; `neutralised` flags were left out in trials. `num_asked` trials were asked for, `num_spent` are used
     up. `drift_checks` say how the machine drifted, `slow_nodes` which nodes are slow now, `regret` what a
     search that has ended may have missed, `axis_gains` what each axis of the winner gave, `shape_curve` has
-    the best plan of each of several shapes. `baseline_note` says why the baseline is not the user's
-    own command, empty where it is. `limits` are what the latest proposal did not predict, a line each.
+    the best plan of each of several shapes. `baseline_note` says why the baseline is not the user's command,
+    empty where it is. `limits` are what the latest proposal did not predict, a line each.
     `launch_s` are the seconds of all launches that have ended, whatever for, `launch_parts` what they went
     into, and `search_s` those of all sessions. `faults` are files that could not be read.
     """

@@ -10,8 +10,8 @@ DEPTH_PROXY = "CROPPED"
 # The outcome of a plan that a rule of `search.forbid` excludes: it is not launched.
 FORBIDDEN = "FORBIDDEN"
 
-# The user's own command at first, a model with fewer layers, plans, the final rounds, and in between the
-# user's own command again and the parity gate's runs.
+# The user's command at first, a model with fewer layers, plans, the final rounds, and in between the
+# user's command again and the parity gate's runs.
 Phase = Literal["baseline", "cropped", "search", "final", "control", "parity"]
 
 
@@ -35,7 +35,7 @@ class LaunchPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecord:
-    """One launch that ended. `plan` is None for the user's own command.
+    """One launch that ended. `plan` is None for the user's command.
 
     `iteration_s` (seconds) and `tokens_per_s` are None where nothing was measured; `versus_baseline` is the
     speedup over the baseline, corrected by `drift`, the machine's speed over its speed when the baseline was

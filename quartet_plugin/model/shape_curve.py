@@ -19,7 +19,7 @@ _Ratio = Annotated[float, Bounds(gt=0.0, lt=1e9)]
 
 @record
 class ShapePoint:
-    """One shape: the objective of its best plan over the user's own command's, `measured` and `predicted`.
+    """One shape: the objective of its best plan over the user's command's, `measured` and `predicted`.
 
     `trial` is the measured plan's. None where the shape was not measured, or the model predicts nothing.
     """

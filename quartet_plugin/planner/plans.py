@@ -28,7 +28,7 @@ from quartet_plugin.split.layers import even_split
 class Plain:
     """The layout that plans are compared with, and its predicted seconds an iteration.
 
-    `schedule` is its stock schedule; `is_users`: it is that of the user's own command; `fits`: in memory.
+    `schedule` is its stock schedule; `is_users`: it is that of the user's command; `fits`: in memory.
     """
 
     layout: Layout
@@ -83,7 +83,7 @@ def plain_layout(
 def users_layout(
     job: PlanRequest, *, layout: Layout, split: Split, schedule: ScheduleChoice, constants: Constants | None
 ) -> Plain:
-    """The layout of the user's own command as what plans are compared with.
+    """The layout of the user's command as what plans are compared with.
 
     Raises ConfigError where it is none of the job's devices, layers or batch.
     """

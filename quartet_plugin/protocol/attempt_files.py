@@ -54,7 +54,7 @@ class TrialSpec:
     A GPU computes for `device_warmup_s` before the first step. `warmup` iterations are not measured, and
     `measure` are. With `max_warmup` the measured ones begin where iterations are steady, after `warmup` to
     `max_warmup` of them; with `early_end` they are `measure` at most. `modules` are the classes whose forward
-    ran in the user's own command. The trial has `batch_divisor` times fewer nodes than the training, and as
+    ran in the user's command. The trial has `batch_divisor` times fewer nodes than the training, and as
     much less of its global batch and, where one is larger than the trial, of a replica's stages. Raises
     ConfigError for paths that are not absolute, for compared iterations outside of the warm-up, and for a
     `max_warmup` below `warmup`.

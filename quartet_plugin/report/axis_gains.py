@@ -77,7 +77,7 @@ def _without_row(history: RunHistory) -> list[str]:
 
 
 def _has_winner(history: RunHistory) -> bool:
-    """Whether a plan won; a stand-in for the user's own command has no measurement in turns."""
+    """Whether a plan won; a stand-in for the user's command has no measurement in turns."""
     return history.winner is not None and history.winner.measurement is not None
 
 

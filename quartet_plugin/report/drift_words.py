@@ -9,7 +9,7 @@ from quartet_plugin.report.formatting import speedup_words
 def drift_sentence(check: DriftMeasurement) -> str:
     """One drift check with its verdict and the rule, for the middle of a line."""
     ran = (
-        f"after {check.num_tried} trials your own command ran at {speedup_words(check.ratio)} of its first "
+        f"after {check.num_tried} trials your command ran at {speedup_words(check.ratio)} of its first "
         "measured speed"
     )
     limit = check.chance_limit

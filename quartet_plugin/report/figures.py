@@ -42,7 +42,7 @@ def iteration_times(history: RunHistory) -> str | None:
     finalists = history.finalists[:_MAX_FINALISTS]
     if not finalists:
         return None
-    rows = [("your own command", "baseline", finalists[0].comparison.baseline)]
+    rows = [("your command", "baseline", finalists[0].comparison.baseline)]
     rows += [
         (f"trial {finalist.number}", _style_of(finalist, history), finalist.comparison.plan)
         for finalist in finalists
@@ -78,7 +78,7 @@ def speedups(history: RunHistory) -> str | None:
     parts = [
         x_axis(x, bottom, top=_TOP - 8, words="speedup (higher is better)", unit="x", count=4),
         element("line", x1=x(1.0), x2=x(1.0), y1=_TOP - 8, y2=bottom, cls="reference"),
-        text(_NAMES_END, _TOP + _ROW_HEIGHT / 2 + 4, "your own command", cls="label", anchor="end"),
+        text(_NAMES_END, _TOP + _ROW_HEIGHT / 2 + 4, "your command", cls="label", anchor="end"),
     ]
     for index, finalist in enumerate(finalists, start=1):
         y, name = _TOP + _ROW_HEIGHT * (index + 0.5), f"trial {finalist.number}"
@@ -137,7 +137,7 @@ def progress(history: RunHistory, *, width: float = WIDTH) -> str | None:
     parts.append(text((x.start + x.end) / 2, strip + 44, "trial", cls="axis", anchor="middle"))
     for check in history.drift_checks:
         center, level = x(check.num_tried + 0.5), y(check.ratio)
-        words = f"your own command again after {check.num_tried} trials: {speedup_words(check.ratio)}"
+        words = f"your command again after {check.num_tried} trials: {speedup_words(check.ratio)}"
         diamond = f"M{center:.1f} {level - 5:.1f}l5 5l-5 5l-5 -5z"
         parts.append(element("path", title(words), d=diamond, cls="drift"))
     best = max(ratios, key=lambda number: (ratios[number], -number))
@@ -322,4 +322,4 @@ def stage_peaks(row: TrialRow) -> list[int]:
 
 def legend_of(row: TrialRow) -> str:
     """A trial's name in a legend."""
-    return "your own command" if row.number == 0 else f"trial {row.number}, class {class_of(row)}"
+    return "your command" if row.number == 0 else f"trial {row.number}, class {class_of(row)}"

@@ -54,7 +54,7 @@ def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
         rounds = f"{choice.num_rounds} round{'' if choice.num_rounds == 1 else 's'}"
         parts.append(f"trial {number} left after {rounds}, before it could be proven")
     elif not choice.is_runner_up_win:
-        words = f"trial {number} is not proven faster than your own command"
+        words = f"trial {number} is not proven faster than your command"
         if choice.proof_level is not None:
             words += (
                 f": a proof requires an error probability of at most {100 * choice.proof_level:.2g} %; "

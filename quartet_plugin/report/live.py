@@ -293,7 +293,7 @@ def row_cells(launch: LaunchRecord, *, split_width: int) -> dict[str, str]:
 
 def sentence(launch: LaunchRecord) -> str:
     """The launch in one line."""
-    words = "your own command" if launch.plan is None else plan_label(launch.plan)
+    words = "your command" if launch.plan is None else plan_label(launch.plan)
     if launch.iteration_s is None:
         return f"trial {launch.label}: {words}: {launch.outcome}: {launch.reason}"
     speed = "" if launch.tokens_per_s is None else f", {launch.tokens_per_s:,.0f} tokens/s"
@@ -308,9 +308,9 @@ def sentence(launch: LaunchRecord) -> str:
 
 
 def plan_cells(plan: Plan | None, *, split_width: int = 24) -> tuple[str, str, str, str, str]:
-    """Shape, layout, split, schedule and mapping of a plan; the user's own command has none."""
+    """Shape, layout, split, schedule and mapping of a plan; the user's command has none."""
     if plan is None:
-        return ("your own", "command", "", "", "")
+        return ("your", "command", "", "", "")
     split = plan.split.label
     return (
         plan.shape_label,

@@ -7,20 +7,20 @@ NOISY_RATIO = 1.25
 
 
 def launches_s(history: RunHistory) -> dict[str, list[float]]:
-    """The seconds per iteration of launches of the own command and of each finalist, by name.
+    """The seconds per iteration of launches of the baseline and of each finalist, by name.
 
-    Of the final rounds' launches of a plan the fastest and the slowest count. The own command's are left out
+    Of the final rounds' launches of a plan the fastest and the slowest count. The user's command is left out
     where another plan stands in for it.
     """
     seconds: dict[str, list[float]] = {}
     first = None if history.baseline is None else history.baseline.iteration_s
     if first is not None and not history.baseline_note:
-        seconds["your own command"] = [first, *(first / check.ratio for check in history.drift_checks)]
+        seconds["your command"] = [first, *(first / check.ratio for check in history.drift_checks)]
     for finalist in history.finalists:
         sides = finalist.comparison.baseline, finalist.comparison.plan
         command, plan = (side.iteration_s for side in sides)
-        if "your own command" in seconds:
-            seconds["your own command"] += [command.low, command.high]
+        if "your command" in seconds:
+            seconds["your command"] += [command.low, command.high]
         seconds[f"trial {finalist.number}"] = [plan.low, plan.high]
     return {name: values for name, values in seconds.items() if len(values) > 1}
 

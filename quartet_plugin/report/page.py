@@ -101,14 +101,14 @@ def _verdict(history: RunHistory) -> str:
 
 
 def _verdict_on_search(history: RunHistory) -> str:
-    baseline = "the best stock plan that fits" if history.baseline_note else "your own command"
+    baseline = "the best stock plan that fits" if history.baseline_note else "your command"
     if history.winner is not None and history.winner.measurement is not None:
         comparison = history.winner.measurement
         rounds = comparison.plan.num_launches
         return (
             f'<p class="verdict">Trial {history.winner.provenance.trial} is '
             f"<strong>{speedup_spread(comparison.speedup)}</strong> as fast as {baseline}.</p>\n"
-            f"{markup.note(f'Against your own command: {difference_sentence(history.winner)}.')}\n"
+            f"{markup.note(f'Against your command: {difference_sentence(history.winner)}.')}\n"
             f"{_other_model(history)}"
             f'<p class="note">In {markup.text(OBJECTIVE_WORDS[comparison.objective])}, measured in turns '
             f"with it over {rounds} rounds; {100 * confidence(comparison):.0f} % interval."
@@ -144,9 +144,9 @@ def _cards(history: RunHistory) -> str:
     cards: list[tuple[str, str, str]] = []
     chosen = history.winner.measurement if history.winner else None
     if chosen is not None:
-        cards.append(_card("your own command", chosen.baseline.iteration_s.median, chosen.baseline))
+        cards.append(_card("your command", chosen.baseline.iteration_s.median, chosen.baseline))
     elif baseline is not None and baseline.iteration_s is not None:
-        cards.append(_card("your own command", baseline.iteration_s, baseline))
+        cards.append(_card("your command", baseline.iteration_s, baseline))
     if chosen is not None:
         cards.append(_card("best plan", chosen.plan.iteration_s.median, chosen.plan))
     elif best is not None and best.number > 0:
@@ -232,7 +232,7 @@ def _progress(history: RunHistory) -> str:
     )
     if history.drift_checks:
         caption += (
-            " Diamonds are later measurements of your own command, which show the machine's drift. Trials "
+            " Diamonds are later measurements of your command, which show the machine's drift. Trials "
             "after a significant drift are compared with the later measurement, so equal seconds may give "
             "different speedups. "
             f"{drift_paragraph(history.drift_checks)}"
@@ -249,7 +249,7 @@ def _shapes(history: RunHistory) -> str:
         return ""
     caption = (
         f"The best plan of each shape at an equal budget, in {OBJECTIVE_WORDS[curve.objective]} over your "
-        "own command's. Dots were measured in single trials. Hollow points are values of the model as "
+        "command's. Dots were measured in single trials. Hollow points are values of the model as "
         "calibrated at the end of the search: fitted if a trial measured the shape, predicted otherwise."
     )
     return _drawn("Width and depth", shape_figure(curve), caption)

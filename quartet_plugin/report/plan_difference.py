@@ -1,4 +1,4 @@
-"""The differences of a plan from the user's own command, in words."""
+"""Says in words how a plan differs from the user's command."""
 
 import re
 
@@ -37,8 +37,8 @@ def difference_words(plan: Plan) -> tuple[str, ...]:
 
 
 def difference_sentence(plan: Plan) -> str:
-    """The differences from the user's own command, joined by semicolons."""
-    return "; ".join(difference_words(plan)) or "no setting differs from your own command"
+    """The differences from the user's command, joined by semicolons."""
+    return "; ".join(difference_words(plan)) or "no setting differs from your command"
 
 
 def difference_lines(plan: Plan) -> list[str]:

@@ -129,7 +129,7 @@ def mapping_words(ranked: Ranked) -> str:
 
 def plain_line(plain: Plain, best: Ranked) -> str:
     """The baseline of the plans, and how much faster the best plan is."""
-    name = "your own" if plain.is_users else "plain"
+    name = "your command" if plain.is_users else "plain"
     fault = "" if plain.fits else " (does not fit in memory by this model)"
     gain = plain.iteration_s / best.equal_work_s
     seconds = f"{plain.iteration_s:.4g} s per iteration{fault}"

@@ -22,7 +22,7 @@ def shape_lines(curve: ShapeCurve, *, winner: Plan | None = None) -> list[str]:
     lines = []
     for index, point in enumerate(points):
         head = "shapes" if index == 0 else ""
-        remark = ", your own" if point.label == curve.own_label else ""
+        remark = ", your command" if point.label == curve.own_label else ""
         remark += _final_words(winner) if winner is not None and winner.shape_label == point.label else ""
         lines.append(f"{head:<10}{clean(point.label):<{width}}  {_words(point)}{remark}")
     left_out = len(curve.points) - len(points)
@@ -66,7 +66,7 @@ def shape_figure(curve: ShapeCurve) -> str | None:
     y = Scale.over(values, start=BOTTOM, end=TOP, include=(1.0,))
     parts = [
         x_axis(x, BOTTOM, top=TOP, words="hidden size over layers: deep to wide", count=5),
-        y_axis(y, LEFT, right=WIDTH - 12, words="throughput over your own", unit="x"),
+        y_axis(y, LEFT, right=WIDTH - 12, words="throughput over your command", unit="x"),
         element("line", x1=x.start, y1=y(1.0), x2=x.end, y2=y(1.0), cls="reference"),
         _line(curve.points, x, y),
     ]
@@ -80,7 +80,7 @@ def shape_figure(curve: ShapeCurve) -> str | None:
             style = "measured"
             parts.append(element("circle", title(words), cx=place, cy=y(point.measured), r=4.0, cls=style))
         if point.label == curve.own_label:
-            parts.append(text(place, TOP - 2, "your own", cls="tick", anchor="middle"))
+            parts.append(text(place, TOP - 2, "your command", cls="tick", anchor="middle"))
     return drawing(WIDTH, BOTTOM + 44, *parts, label="Throughput of each shape at an equal budget")
 
 

@@ -40,7 +40,7 @@ from quartet_plugin.report.trial_table import label_of
 from quartet_plugin.space.plan_label import plan_label
 
 # What a regret compares untried plans with.
-WINNER, COMMAND, STAND_IN = "the winner", "your own command", "the stock plan that fits"
+WINNER, COMMAND, STAND_IN = "the winner", "your command", "the stock plan that fits"
 _SCOPE = (
     "only untried plans are covered: a tried plan that was not a finalist was measured once, and may be "
     "faster than that single trial"
@@ -81,7 +81,7 @@ def status_lines(history: RunHistory) -> list[str]:
         lines += other_model_lines(history)
         lines += choice_lines(history.winner)
     elif history.state == "finished":
-        lines.append("winner    none: your own command stays as it is")
+        lines.append("winner    none: your command stays as it is")
     if history.regret is not None:
         lines += regret_lines(history.regret, compared_with=regret_base(history), checks=history.drift_checks)
     lines += prediction_lines(history)
@@ -195,7 +195,7 @@ def counts_words(history: RunHistory) -> str:
     counts = _verdicts(history)
     words = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
     baseline = history.baseline
-    beside = ", besides your own command" if baseline is not None and baseline.is_measured else ""
+    beside = ", besides your command" if baseline is not None and baseline.is_measured else ""
     return f"{history.num_spent} of {history.num_asked} trials" + (f": {words}{beside}" if words else "")
 
 
@@ -287,7 +287,7 @@ def _doubt(compared_with: str, checks: Sequence[DriftMeasurement]) -> list[str]:
     if abs(math.log(farthest.ratio)) <= math.log1p(LEAST_DRIFT):
         return []
     return [
-        "the regret is based on the first measurement of your own command, which later ran at "
+        "the regret is based on the first measurement of your command, which later ran at "
         f"{speedup_words(farthest.ratio)} of it: the regret may be wrong by as much"
     ]
 
@@ -300,5 +300,5 @@ def _basis(regret: Regret) -> str:
     untried, measured = regret.num_untried, regret.num_measured
     return (
         f"{untried} untried plans of the {untried + measured} compared, {how}; {measured - 1} trials and "
-        f"your own command were measured{'; run more trials to find out' if regret.notable >= LIKELY else ''}"
+        f"your command were measured{'; run more trials to find out' if regret.notable >= LIKELY else ''}"
     )

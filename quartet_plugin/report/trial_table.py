@@ -44,7 +44,7 @@ _HEAD = (">trial", "class", "plan", "outcome", *(f">{head}" for head in NUMBER_H
 def label_of(row: TrialRow) -> str:
     """A trial's plan by labelled parts; where its file is gone, by the parts that the study has kept."""
     if row.number == 0:
-        return "your own command"
+        return "your command"
     if row.plan is not None:
         return plan_label(row.plan)
     parts = (f"{part} {row.labels[part]}" for part in PARTS if row.labels.get(part))

@@ -18,9 +18,9 @@ def shape_curve(
 ) -> ShapeCurve:
     """The curve over `shapes`, the shallowest for its width first.
 
-    `measured` are the objective over the user's own command's with the trial's number, `predicted` the
+    `measured` are the objective over the user's command's with the trial's number, `predicted` the
     objective alone; shapes that are in neither are points without a value. `of_command` is the shape of the
-    user's own command.
+    user's command.
     """
     points = []
     for shape in sorted(shapes, key=lambda shape: (-depth_width_ratio(shape), shape.label)):

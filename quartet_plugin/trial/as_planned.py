@@ -37,7 +37,7 @@ def difference_from(
 ) -> str | None:
     """The first difference between a plan and what its ranks did, in one line; None where there is none.
 
-    `modules` are the classes whose forward ran in the user's own command, None where that is not known. A
+    `modules` are the classes whose forward ran in the user's command, None where that is not known. A
     plan of the same shape runs the same ones, its tensor partition's layers apart.
     """
     ran: list[tuple[RankReport, Execution]] = []
@@ -88,7 +88,7 @@ def _modules(reports: Sequence[RankReport], expected: Sequence[str], *, has_part
         parts.append(f"{', '.join(sorted(more)[:5])} ran")
     if fewer:
         parts.append(f"{', '.join(sorted(fewer)[:5])} did not run")
-    return f"modules: {' and '.join(parts)}, unlike in your own command"
+    return f"modules: {' and '.join(parts)}, unlike in your command"
 
 
 def _order_of_ranks(plan: Plan, ran: Sequence[tuple[RankReport, Execution]]) -> str | None:

@@ -115,7 +115,7 @@ def run_trial(
 
 
 def _check_training(folder: Path, request: TrialRequest, end: AttemptEnd) -> None:
-    """Raise ConfigError where the user's own command starts no training, two, or changes its world."""
+    """Raise ConfigError where the user's command starts no training, two, or changes its world."""
     if request.plan is not None or end.observations.stopped_by == "cancel":
         return
     starts = read_starts(folder)

@@ -1,4 +1,4 @@
-"""The search space that trial 0 determines from the user's own command, and messages on what it excludes."""
+"""The search space that trial 0 determines from the user's command, and messages on what it excludes."""
 
 from collections.abc import Iterator
 
@@ -16,13 +16,13 @@ from quartet_plugin.tuner.schedule_files import kept_schedules
 
 
 def check_baseline(context: TuningContext, result: TrialResult) -> None:
-    """Raise SeamError or InfrastructureError, with advice, where the user's own command was not measured."""
+    """Raise SeamError or InfrastructureError, with advice, where the user's command was not measured."""
     if result.is_measured and result.job is not None:
         return
     for line in result.last_lines:
         context.observer.message(f"  | {line}")
     if result.outcome is Outcome.HARNESS:
-        raise SeamError(f"your own command could not be measured: {result.reason}")
+        raise SeamError(f"your command could not be measured: {result.reason}")
     advice = "make it run without quartet first; nothing was searched"
     if result.outcome is Outcome.INFEASIBLE and result.wall_s >= context.run.config.trial.deadline_s:
         advice = "raise trial.deadline_s, or make it start faster; nothing was searched"
@@ -30,7 +30,7 @@ def check_baseline(context: TuningContext, result: TrialResult) -> None:
         advice = "if it only starts slowly, raise trial.deadline_s; nothing was searched"
     if result.outcome is Outcome.WRONG:
         advice = "the training itself diverges: fix that first; nothing was searched"
-    raise InfrastructureError(f"your own command failed: {result.reason}; {advice}")
+    raise InfrastructureError(f"your command failed: {result.reason}; {advice}")
 
 
 def open_space(context: TuningContext, result: TrialResult) -> Space:

@@ -178,7 +178,7 @@ class StudyConfig(Section):
         default=10,
         ge=0,
         le=100_000,
-        description="trials between two measurements of your own command; 0: never again",
+        description="trials between two measurements of your command; 0: never again",
     )
     starts: Literal["auto", "none"] = Field(
         default="auto", description="auto: the cost model proposes plans; none: the sampler alone"

@@ -1,6 +1,6 @@
 """The coordinator: the one process that asks the study, has plans launched, and writes the study's records.
 
-Trial 0 is the user's own command, untouched. Its report opens the space; the study spends the trials; the
+Trial 0 is the user's command, untouched. Its report opens the space; the study spends the trials; the
 best plans and the baseline are measured again in turns. Every measurement is on disk before the study gets
 it, by trial and attempt, so a killed coordinator resumes as if it had not been.
 """
@@ -102,7 +102,7 @@ class Coordinator:
     def tune(self) -> TuneResult:
         """The result of the whole run.
 
-        Raises InfrastructureError when the user's own command fails or trials cannot be run, SeamError where
+        Raises InfrastructureError when the user's command fails or trials cannot be run, SeamError where
         the plugin does not fit the framework, InfeasibleError when nothing fits, InterruptedByUserError when
         asked to stop, StorageError when the folder or the study fails.
         """
@@ -326,11 +326,11 @@ class Coordinator:
     # A command that does not fit
 
     def _show_excess(self, result: TrialResult) -> None:
-        """Say and log that the user's own command is above the memory limit."""
+        """Say and log that the user's command is above the memory limit."""
         assert self._limit_bytes is not None
         peak_bytes = result.peak_memory_bytes
         self._say(
-            f"your own command does not fit: {above_limit(peak_bytes, self._limit_bytes)}; "
+            f"your command does not fit: {above_limit(peak_bytes, self._limit_bytes)}; "
             "the best stock plan that fits becomes the baseline"
         )
         self._context.events.add("over-limit", peak_bytes=peak_bytes, limit_bytes=self._limit_bytes)
@@ -339,7 +339,7 @@ class Coordinator:
         """The trial whose plan is the baseline of the final rounds; said and logged."""
         stand_in = stand_in_of(ranked, command=command)
         if stand_in is None:
-            self._say("no stock plan that fits was measured; plans are compared with your own command")
+            self._say("no stock plan that fits was measured; plans are compared with your command")
             return None
         self._say(f"the baseline is the best stock plan that fits, trial {stand_in.number}")
         self._context.events.add("stand-in", trial=stand_in.number)

@@ -104,7 +104,7 @@ class DriftMonitor:
         check = DriftMeasurement(num_tried=due, ratio=ratio, chance_limit=limit)
         self.measurements.append(check)
         context.events.add("control", trial=BASELINE, after=due, ratio=ratio, chance_limit=limit)
-        words = f"after {due} trials your own command runs at {ratio:.2f}x of its first measured speed"
+        words = f"after {due} trials your command runs at {ratio:.2f}x of its first measured speed"
         span = f"({1.0 / limit:.2f}x to {limit:.2f}x)"
         if not check.is_within_chance:
             context.observer.message(

@@ -86,7 +86,7 @@ def finalist_words(
     numbers = [trial.number for trial in finalists]
     left = [trial for trial in ranked if trial.number not in numbers]
     words = (
-        f"{len(ranked)} plans are not clearly slower than your own command; {len(finalists)} of them go to "
+        f"{len(ranked)} plans are not clearly slower than your command; {len(finalists)} of them go to "
         f"the final rounds (at most study.top_k), by {rank_words}: "
     )
     words += ", ".join(map(name, finalists))
@@ -227,9 +227,9 @@ def faster_words(proven: Sequence[int]) -> str:
     if not proven:
         return "no plan is proven faster"
     if len(proven) == 1:
-        return f"trial {proven[0]} is proven faster than your own command, {PROOF_WORDS}"
+        return f"trial {proven[0]} is proven faster than your command, {PROOF_WORDS}"
     numbers = f"{', '.join(map(str, proven[:-1]))} and {proven[-1]}"
-    return f"trials {numbers} are proven faster than your own command, {PROOF_WORDS}"
+    return f"trials {numbers} are proven faster than your command, {PROOF_WORDS}"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 Trials measure the plans as they are inside of a replica; the calibrated model says what more replicas cost.
 Where a trial has a part of a replica's stages, it says what the other stages cost, too.
 The plan that is handed over has all replicas, a predicted time with its interval, and one short comparison
-with the user's own command at full size where there are nodes for it.
+with the user's command at full size where there are nodes for it.
 """
 
 import math
@@ -32,7 +32,7 @@ from quartet_plugin.tuner.winner_choice import FinalistResult
 # The launches of each side in the comparison at full size.
 ROUNDS = 2
 RULE = (
-    "of the plans that are proven faster than your own command in trials with fewer replicas, the one "
+    "of the plans that are proven faster than your command in trials with fewer replicas, the one "
     "whose predicted throughput at full size is the highest"
 )
 _TWO_SIDED_95 = 1.96
@@ -104,7 +104,7 @@ class FullSizeStudy:
         num_nodes = len(full.made_for.nodes)
         say(
             f"full size: {num_nodes} nodes: {of_plan.iteration_s:.4g} s per iteration predicted, "
-            f"{gain.median:.2f}x ({gain.low:.2f}x to {gain.high:.2f}x) of your own command"
+            f"{gain.median:.2f}x ({gain.low:.2f}x to {gain.high:.2f}x) of your command"
         )
         if ranking.trial.plan.layout.data_parallel == 1 < full.layout.data_parallel:
             say("full size: its trial had one replica, so the time of the gradient reduction is assumed")
@@ -217,7 +217,7 @@ class FullSizeStudy:
         if not self.context.budget.fits(num_launches=2 * ROUNDS):
             return "no time is left for it"
         self.context.observer.message(
-            f"full size: the plan and your own command in turns, {ROUNDS} launches each"
+            f"full size: the plan and your command in turns, {ROUNDS} launches each"
         )
         with self.nodes.open_backend() as backend:
             context = replace(self.context, command=self.nodes.command, backend=backend)
@@ -254,7 +254,7 @@ class FullSizeStudy:
             for of, seconds in ((full, times), (command, of_command))
         )
         ratio = speedup(value, baseline_value=baseline_value)
-        self.context.observer.message(f"full size: {ratio:.2f}x of your own command measured")
+        self.context.observer.message(f"full size: {ratio:.2f}x of your command measured")
         return Confirmation(iteration_s=tuple(times), baseline_iteration_s=tuple(of_command), speedup=ratio)
 
 

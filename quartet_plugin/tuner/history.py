@@ -311,7 +311,7 @@ class _Reader:
             if number != BASELINE and plan is not None:
                 record = TrialRecord(verdict="measured", outcome="OK", reason="", attempt_id="")
                 trials.append(FinishedTrial(number=number, plan=plan, record=record))
-        # They have a plan where one stands in for the user's own command.
+        # They have a plan where one stands in for the user's command.
         baseline_launches = self._finals.get(BASELINE, {}).values()
         rankings = rank(
             trials,

@@ -38,13 +38,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def baseline_note_of(events: list[dict[str, Any]]) -> str:
-    """Why the final rounds' baseline is not the user's own command; empty where it is."""
+    """Why the final rounds' baseline is not the user's command; empty where it is."""
     note = ""
     for event in events:
         peak_bytes, limit_bytes = event.get("peak_bytes"), event.get("limit_bytes")
         if event["kind"] == "over-limit" and isinstance(peak_bytes, int) and isinstance(limit_bytes, int):
             note = (
-                f"your own command does not fit: {above_limit(peak_bytes, limit_bytes)}; "
+                f"your command does not fit: {above_limit(peak_bytes, limit_bytes)}; "
                 "the best stock plan that fits becomes the baseline"
             )
         elif event["kind"] == "stand-in" and note:

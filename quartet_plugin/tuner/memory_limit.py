@@ -1,7 +1,7 @@
 """The memory limit of a run's cluster file: plans above it do not fit, and a command above it is no baseline.
 
 The devices may have more memory than the file says. A plan's trial is then measured and still does not fit.
-The user's own command, trial 0, is measured as well, so that the job is known; the best stock plan that fits
+The user's command, trial 0, is measured as well, so that the job is known; the best stock plan that fits
 stands in for it in the final rounds.
 """
 
@@ -22,7 +22,7 @@ from quartet_plugin.tuner.trial_backend import ComparedTrial, ParityCheck, Shoul
 class LimitedBackend:
     """A backend on which a measured plan does not fit where a rank's peak is above `limit_bytes`.
 
-    The user's own command is measured as it is.
+    The user's command is measured as it is.
     """
 
     backend: TrialBackend

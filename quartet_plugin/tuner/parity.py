@@ -1,4 +1,4 @@
-"""The parity gate of a study: a plan must train as the user's own command does before it is timed.
+"""The parity gate of a study: a plan must train as the user's command does before it is timed.
 
 A plan is compared by the first iterations of its own trial, which is not scored where they differ
 (`tuner/compared_trials.py`). Where that cannot be, a kind of plans with custom schedules (family, placement

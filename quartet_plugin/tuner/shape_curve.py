@@ -28,7 +28,7 @@ def shape_curve_of(space: Space, search: TuneResult, *, proposer: "Proposer | No
 
 
 def _best_trials(search: TuneResult) -> dict[ModelShape, tuple[float, int]]:
-    """The best measured trial of each shape: its speedup over the user's own command, and its number."""
+    """The best measured trial of each shape: its speedup over the user's command, and its number."""
     baseline = _measured_value(search.trials[0])
     best: dict[ModelShape, tuple[float, int]] = {}
     for trial in search.trials:
@@ -47,7 +47,7 @@ def _measured_value(trial: FinishedTrial) -> float | None:
 
 
 def _predicted(search: TuneResult, proposer: "Proposer") -> dict[ModelShape, float]:
-    """The best predicted plan of each shape over the prediction of the user's own command."""
+    """The best predicted plan of each shape over the prediction of the user's command."""
     predictor = proposer.predictor
     predictor.learn(search.trials)
     if not predictor.is_ready or not predictor.knows(search.baseline):

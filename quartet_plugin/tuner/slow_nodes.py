@@ -3,7 +3,7 @@
 Plans are then predicted as they run on that node.
 
 One launch in which a node is slow makes it suspect; the next launch on it is the second check, which a
-sequential search makes at once by measuring the user's own command again. Two launches in which a slow node
+sequential search makes at once by measuring the user's command again. Two launches in which a slow node
 is as fast as the others end that.
 """
 

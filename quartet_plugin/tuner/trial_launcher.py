@@ -50,7 +50,7 @@ class BaselineScore:
     """The configuration that plans are compared with: its plan, its measured score, and the objective.
 
     It is the user's own, or a plan that stands in for it in the final rounds: `launched_plan`. `fits` is
-    False where the user's own command needs more memory than the cluster file's devices have.
+    False where the user's command needs more memory than the cluster file's devices have.
     """
 
     plan: Plan
@@ -72,7 +72,7 @@ class BaselineScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLaunch:
-    """One launch that a tuning run wants: of a trial's plan, or of the user's own command (`plan` None).
+    """One launch that a tuning run wants: of a trial's plan, or of the user's command (`plan` None).
 
     `drift` is the machine's speed now over its speed when trial 0 was measured: the launch is compared with
     the baseline times that. Where iterations take more than `slow_above_s`, it is cut short; where their
@@ -100,7 +100,7 @@ class TrialLauncher:
     `timeouts` grow with the longest start that was measured, the deadline with `longest_begin_s`, the most
     seconds until the end of a first step. `num_measured` iterations are measured at most, None: as many as
     the configuration says; each launch of the final rounds measures `num_measured_finally` of them.
-    `modules` are the classes that ran in the user's own command. `cold_reason` is why the latest launch did
+    `modules` are the classes that ran in the user's command. `cold_reason` is why the latest launch did
     not start warm, as it was said. `node_monitor` takes in every launch. `judge` says what a launch comes to
     once the parity gate has compared its first iterations.
     """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class TuneResult:
     """The result of a tuning run. `winner` is None where nothing beat the baseline.
 
-    `stand_in` is the stock plan that `baseline` is, where the user's own command does not fit into memory.
+    `stand_in` is the stock plan that `baseline` is, where the user's command does not fit into memory.
     `rankings` are the finalists in order of choice, `choice` is how the winner was chosen among them. `seed`
     is the study's. `receipt` is the parity gate's for a winner with a custom schedule, `drift_checks` the
     baseline's re-measurements during the search, `regret` the estimate of what the search missed.
@@ -123,7 +123,7 @@ def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
     elif run.config.launcher != LOCAL:
         launched = shlex.join([*train, *_launcher_words(run.config.launcher, plan=plan, run=run)])
         lines = [
-            "Start this on every node, as you start your own command there. Or have the launcher of the",
+            "Start this on every node, as you start your command there. Or have the launcher of the",
             "trials start it there: on this host, once, with what follows in place of `quartet train ...`:",
             *launched.splitlines(),
         ]

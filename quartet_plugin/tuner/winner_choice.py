@@ -22,7 +22,7 @@ CLEAR_GAIN = 1.05
 CLEAR_CHANCE = 0.9
 
 _RULE = (
-    "of the plans that are proven faster than your own command, the fastest by the median ratio in the "
+    "of the plans that are proven faster than your command, the fastest by the median ratio in the "
     "same rounds"
 )
 _RULE_OF_OTHER_MODELS = (

@@ -34,7 +34,7 @@ def run_of(side: str, seed: int, *, name: str = NAME, commit: str = "abc", num_t
         commit=commit,
         machine="2 cores",
         num_trials=num_trials,
-        trials=({"number": 0, "plan": "your own command", "outcome": "OK", "iterations_s": [0.5]},),
+        trials=({"number": 0, "plan": "your command", "outcome": "OK", "iterations_s": [0.5]},),
         chosen=None,
         chosen_words=f"plan of {side}",
     )

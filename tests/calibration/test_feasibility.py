@@ -145,7 +145,7 @@ def test_peaks_above_the_users_limit_teach_what_fits() -> None:
     assert need is not None
     odds = limited(space, limit_bytes=1.05 * need)
     assert 0.2 < odds.chance(space.baseline) < 0.9
-    # The user's own command is measured above the limit, and so is a plan that did not fit.
+    # The user's command is measured above the limit, and so is a plan that did not fit.
     command = trial(space.baseline, "measured", peak=round(1.3 * need))
     assert odds.exceeds_limit(command)
     odds.learn(command)

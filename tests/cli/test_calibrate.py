@@ -27,7 +27,7 @@ def cluster(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run folder with one measured trial of the user's own command."""
+    """A run folder with one measured trial of the user's command."""
     attempt = tmp_path / "runs" / "one" / "trials" / "000000" / "attempt-1"
     attempt.parent.mkdir(parents=True)
     shutil.copytree(GOLDEN, attempt)

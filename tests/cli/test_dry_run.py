@@ -26,7 +26,7 @@ def test_nothing_is_started_and_nothing_written(tmp_path: Path, capsys: pytest.C
         "would be created",
         "-m quartet_plugin.megatron",
         "at most 7 plans, each 1 to 10 + 4 to 10 iterations",
-        "15 launches: 2 plans and your own command, in 5 rounds",
+        "15 launches: 2 plans and your command, in 5 rounds",
         "tensor_parallel 1, 2: devices that share each layer",
         "schedule zb-h1",
         "pipeline_parallel auto",

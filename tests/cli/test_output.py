@@ -120,7 +120,7 @@ def test_the_message_of_a_rank_that_failed(
 
     monkeypatch.setattr(frame, "COMMANDS", {"probe": "probe"})
     monkeypatch.setattr(frame, "import_module", lambda name: type("Module", (), {"probe_command": fail}))
-    assert "your own command failed" in printed_by(capsys, ["probe"])[1]
+    assert "your command failed" in printed_by(capsys, ["probe"])[1]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`quartet plan -- COMMAND`: the user's own command as a job, read and not run."""
+"""`quartet plan -- COMMAND`: the user's command as a job, read and not run."""
 
 import json
 import shlex
@@ -153,7 +153,13 @@ def test_the_commands_own_layout_is_what_plans_are_compared_with(
     plan = tmp_path / "plan.json"
     assert main(["plan", "--cluster", "H100", "-o", str(plan), "--", *words()]) == 0
     text = capsys.readouterr().out
-    for part in ("your own: tp2 pp2 dp2 mb2", "x as fast", "not read: --lr, --data-path", "tokens/s", "MFU"):
+    for part in (
+        "your command: tp2 pp2 dp2 mb2",
+        "x as fast",
+        "not read: --lr, --data-path",
+        "tokens/s",
+        "MFU",
+    ):
         assert part in text
     baseline = read_plan(plan).made_for.baseline
     assert baseline.layout.label == "tp2 pp2 dp2 mb2"

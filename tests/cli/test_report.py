@@ -26,7 +26,7 @@ def test_a_runs_report(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["report", str(path)]) == 0
     assert f"wrote {path / 'report.html'}" in capsys.readouterr().out
     page = (path / "report.html").read_text()
-    assert "as fast as your own command" in page
+    assert "as fast as your command" in page
     assert page.count("<svg") >= 5
     assert "Refused and failed" in page
     assert "rank 0: torch.OutOfMemoryError" in page
@@ -44,7 +44,7 @@ def test_a_damaged_study_costs_the_importance_alone(
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
     page = (path / "report.html").read_text()
     assert "study.sqlite3: cannot be read" in page
-    assert "as fast as your own command" in page
+    assert "as fast as your command" in page
 
 
 def test_a_report_that_cannot_be_written_spoils_nothing(run: Path, tmp_path: Path) -> None:

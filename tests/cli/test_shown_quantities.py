@@ -210,9 +210,7 @@ def test_one_pair_of_seconds_with_two_speedups_is_explained(
     assert note in page
     speed = formatting.speedup_words(min(drifts))
     assert f"at {speed} of its first speed" in note
-    assert any(
-        f"your own command runs at {speed} of its first measured speed" in line for line in shown.plain
-    )
+    assert any(f"your command runs at {speed} of its first measured speed" in line for line in shown.plain)
     assert any(line.startswith("drift") and speed in line for line in shown.closing)
     assert f"trials: {speed}</title>" in page
 

@@ -174,7 +174,7 @@ def test_the_forms_say_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -
             name: "" if value is None else str(value) for name, value in trial["plan"].items()
         }
     text = printed(capsys, "trials", str(run))
-    assert len([line for line in text.splitlines() if "your own command" in line]) == 1
+    assert len([line for line in text.splitlines() if "your command" in line]) == 1
     assert "INFEASIBLE: " in text
     assert main(["trials", str(run), "-f", "xml"]) == 2
 
@@ -223,7 +223,7 @@ def test_a_damaged_study_is_said_in_one_line(
     assert len(shown.err.strip().splitlines()) == 1
     assert "study.sqlite3" in shown.err
     if command == "trials":
-        assert "your own command" in shown.out  # the folders hold the trials all the same
+        assert "your command" in shown.out  # the folders hold the trials all the same
         assert "INFEASIBLE" in shown.out
 
 

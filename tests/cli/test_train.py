@@ -134,7 +134,7 @@ def test_the_ranks_own_error_gives_the_exit_code(tmp_path: Path) -> None:
     write(1, kind="refused", time=2.0, exit_code=2, type="SystemExit", message="unrecognized arguments: --x")
     error = first_error(tmp_path)
     assert error is not None
-    assert str(error) == "your own command failed: SystemExit: unrecognized arguments: --x"
+    assert str(error) == "your command failed: SystemExit: unrecognized arguments: --x"
     assert error.exit_code == 5
 
 

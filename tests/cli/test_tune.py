@@ -56,9 +56,9 @@ def test_a_run_from_the_baseline_to_the_final_rounds(
     assert tune(tmp_path) == 0
     run = tmp_path / "runs" / "fake"
     printed = capfd.readouterr().out
-    assert "trial 0: your own command" in printed
+    assert "trial 0: your command" in printed
     assert "tokens/s" in printed
-    assert "faster than your own command" in printed or "no better plan was found" in printed
+    assert "faster than your command" in printed or "no better plan was found" in printed
     assert "verdict" not in printed
     assert verdicts(tmp_path).count("measured") >= 4
     for name in ("config.json", "cluster.json", "events.jsonl"):

@@ -38,7 +38,7 @@ def test_a_model_of_foreign_layers_is_tuned(
     options = ["tune", "--config", str(tmp_path / "q.yaml"), "--run-dir", str(tmp_path / "runs")]
     assert main([*options, "--", *words]) == int(ExitCode.DONE)
     said = capfd.readouterr().out
-    assert "is faster than your own command" in said or "no better plan was found" in said
+    assert "is faster than your command" in said or "no better plan was found" in said
     run = tmp_path / "runs" / "alexnet"
     outcomes = {
         path.parents[1].name: json.loads(path.read_text())

@@ -61,7 +61,7 @@ def test_the_demo_runs_to_its_end(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     said = done.stdout + done.stderr
-    assert re.search(r"trial 0: your own command: .* s/iteration", said)
+    assert re.search(r"trial 0: your command: .* s/iteration", said)
     assert list((tmp_path / "runs" / "demo" / "trials").glob("00000[1-3]"))
     assert "decided after" in said or "no better plan was found" in said
     assert re.search(r"validation loss at iteration 40 .* lm loss value: [0-9.E+-]+", said)

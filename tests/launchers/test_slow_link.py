@@ -63,7 +63,7 @@ def test_two_hosts_are_tuned_over_and_train(tmp_path: Path) -> None:
         )
         flags = [*MEGATRON_FLAGS, "--pipeline-model-parallel-size", "2"]
         run = hosts.tune(config, command_of(tmp_path, *flags))
-        # Whichever of the two is faster: this one differs from the user's own command.
+        # Whichever of the two is faster: this one differs from the user's command.
         (trial,) = run.glob("trials/000001/attempt-*")
         assert json.loads((trial / "result.json").read_text())["outcome"] == "OK"
         plan = read_plan(trial / "plan.json")

@@ -110,5 +110,5 @@ def run_there(clone: Path, *words: str, timeout_s: float = 900.0) -> "subprocess
 
 
 def training_command(*flags: str, num_processes: int = 2) -> Sequence[str]:
-    """The user's own command in a clone."""
+    """The user's command in a clone."""
     return ("torchrun", "--nproc-per-node", str(num_processes), "pretrain_gpt.py", *MEGATRON_FLAGS, *flags)

@@ -47,7 +47,7 @@ SHAPE = ModelShape(
 )
 ENTRY = ("-m", "quartet_plugin.megatron")
 GLOBAL_BATCH_SIZE = 8
-# A user's own command: nothing in it is about pipelines. With two TP ranks Megatron would pad it to 256.
+# A user's command: nothing in it is about pipelines. With two TP ranks Megatron would pad it to 256.
 MEGATRON_FLAGS = shlex.split("""
     --num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
     --micro-batch-size 2 --global-batch-size 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 127

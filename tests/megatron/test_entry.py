@@ -99,7 +99,7 @@ def test_help_shows_the_group() -> None:
 
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """The user's own command, measured."""
+    """The user's command, measured."""
     folder = tmp_path_factory.mktemp("trial")
     path = write_trial(folder, warmup=1, measure=3)
     saved = folder / "saved"

@@ -59,9 +59,9 @@ def test_a_runner_up_that_is_faster_is_said_with_the_reason() -> None:
         "prefer another model"
     )
     unsure = replace(other_model, is_runner_up_other_model=False, is_runner_up_win=False)
-    assert choice_lines(chosen(unsure))[1].endswith("; trial 9 is not proven faster than your own command")
+    assert choice_lines(chosen(unsure))[1].endswith("; trial 9 is not proven faster than your command")
     assert choice_lines(chosen(replace(unsure, proof_level=0.00803)))[1].endswith(
-        "your own command: a proof requires an error probability of at most 0.8 %; "
+        "your command: a proof requires an error probability of at most 0.8 %; "
         "a 95 % interval above 1.00x corresponds to 2.5 %"
     )
 

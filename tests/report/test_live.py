@@ -46,7 +46,7 @@ def test_plain_lines_are_one_an_event() -> None:
     with PlainLines(lines.append, clock=lambda: now[0]) as shown:
         play(shown)
     assert all("\n" not in line for line in lines)
-    assert "trial 0: your own command: 0.500 s/iteration, 1,000 tokens/s, 1.00x the baseline" in lines
+    assert "trial 0: your command: 0.500 s/iteration, 1,000 tokens/s, 1.00x the baseline" in lines
     assert "trial 1, 1 of 10: measure 4/13, 0 s; about 2 min 05 s left" in lines
     assert "the baseline: launch, 0 s" in lines
     words = "PP 2 · MB 4 · split 6+2 · 1f1b · ranks 1,0"
@@ -157,7 +157,7 @@ def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -
     assert lines[note - 1].rstrip().endswith("running")
     assert "1.31x*" in lines[note - 2]
     assert "1.234" in lines[note - 2]
-    assert "your own" in lines[1]
+    assert "your " in lines[1]
     assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
 
 

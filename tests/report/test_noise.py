@@ -37,7 +37,7 @@ def first_s() -> float:
 def test_launches_of_trial_drift_checks_and_final_rounds_count() -> None:
     run = replace(with_rounds((0.45, 0.55)), drift_checks=(DriftMeasurement(num_tried=10, ratio=0.8),))
     seconds = launches_s(run)
-    assert seconds["your own command"] == pytest.approx([first_s(), first_s() / 0.8, 0.45, 0.55])
+    assert seconds["your command"] == pytest.approx([first_s(), first_s() / 0.8, 0.45, 0.55])
     assert seconds["trial 2"] == [0.4, 0.4]
 
 
@@ -59,5 +59,5 @@ def test_a_finalist_whose_launches_lie_furthest_apart_is_named() -> None:
 
 def test_a_stand_in_and_single_launches_say_nothing_of_the_command() -> None:
     run = with_rounds((0.1, 0.9))
-    assert "your own command" not in noise_words(replace(run, baseline_note="a stand-in"))
+    assert "your command" not in noise_words(replace(run, baseline_note="a stand-in"))
     assert noise_words(replace(run, finalists=())) == ""

@@ -146,7 +146,7 @@ def poisoned(attack: str) -> RunHistory:
 def test_the_page_says_what_was_found() -> None:
     text = read(whole(history())).text
     assert "1.25x (1.19x to 1.31x)" in text
-    assert "as fast as your own command" in text
+    assert "as fast as your command" in text
     assert "5 of 7 trials" in text
     for heading in (
         "Best against baseline",
@@ -154,7 +154,7 @@ def test_the_page_says_what_was_found() -> None:
         "What mattered",
         "Predicted against measured",
         "Memory per stage and rank",
-        "Timeline of your own command",
+        "Timeline of your command",
         "Timeline of the best plan",
         "Train with the best plan",
         "Every trial",
@@ -301,7 +301,7 @@ def test_a_schedule_of_ours_is_simulated_and_as_it_was_recorded(tmp_path: Path) 
     best = replace(plan, provenance=replace(plan.provenance, trial=2))
     pictures = timelines(history(winner=best), path=tmp_path)
     assert [one.heading for one in pictures] == [
-        "Timeline of your own command",
+        "Timeline of your command",
         "Timeline of the best plan",
         "The same step, measured",
     ]
@@ -350,7 +350,7 @@ def test_a_plan_without_a_pipeline_has_no_timeline() -> None:
         schedule=ScheduleChoice(name="no-pipelining"),
     )
     (before,) = timelines(history(winner=flat), path=Path("/nowhere"))
-    assert before.heading == "Timeline of your own command"
+    assert before.heading == "Timeline of your command"
     assert before.caption.endswith("; the best plan has no pipeline, and so no timeline.")
     own = replace(flat, provenance=replace(flat.provenance, trial=0))
     assert timelines(history(trials=(row(0, 0.5, plan=own),), winner=None), path=Path("/nowhere")) == []
@@ -363,7 +363,7 @@ def test_the_memory_of_every_rank_is_there() -> None:
     rows = tuple(replace(one, ranks=ranks) if one.number == chosen else one for one in run.trials)
     text = read(whole(replace(run, trials=rows))).text
     table = text.partition("Peak memory of every rank (2)")[2].split("Timeline of")[0]
-    assert table.startswith(" RANK your own command trial ")
+    assert table.startswith(" RANK your command trial ")
     assert table.strip().endswith("0 2 GiB 5 GiB 1 3 GiB 7 GiB")
     bare = tuple(replace(one, ranks=()) for one in run.trials)
     assert "Peak memory of every rank" not in whole(replace(run, trials=bare))

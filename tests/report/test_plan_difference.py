@@ -26,7 +26,7 @@ def test_parts_that_differ_are_said_and_no_others() -> None:
     assert difference_words(BASELINE) == ()
     assert difference_lines(BASELINE) == []
     assert difference_lines(PLAN) == ["differs   layers per stage 4+4 become 6+2; ranks 1,0"]
-    assert difference_sentence(BASELINE) == "no setting differs from your own command"
+    assert difference_sentence(BASELINE) == "no setting differs from your command"
     assert difference_sentence(PLAN) == "layers per stage 4+4 become 6+2; ranks 1,0"
     assert difference_words(INTERLEAVED) == (
         "virtual stages 1 becomes 2",
@@ -100,5 +100,5 @@ def test_a_setting_that_a_plan_changes_is_said() -> None:
 
 def test_the_report_says_it_in_its_head() -> None:
     text = page(history(winner=WINNER), Extras())
-    assert f"Against your own command: {difference_sentence(WINNER)}." in text
-    assert text.index("Against your own command") < text.index('class="cards"')
+    assert f"Against your command: {difference_sentence(WINNER)}." in text
+    assert text.index("Against your command") < text.index('class="cards"')

@@ -37,7 +37,7 @@ def test_the_closing_lines_have_the_figure_the_plan_and_the_basis() -> None:
     )
     assert "pp2 mb2, 6+2, zb-h1: the best in 25 %" in second
     assert "160 untried plans of the 173 compared" in third
-    assert third.endswith("; 12 trials and your own command were measured")
+    assert third.endswith("; 12 trials and your command were measured")
     assert fourth.strip() == (
         "only untried plans are covered: a tried plan that was not a finalist was measured once, and may be "
         "faster than that single trial"
@@ -49,9 +49,9 @@ def test_the_closing_lines_have_the_figure_the_plan_and_the_basis() -> None:
 
 def test_without_a_winner_the_figure_is_over_the_own_command_and_its_doubt_is_said() -> None:
     lines = regret_lines(REGRET, compared_with=COMMAND, checks=MOVED)
-    assert lines[0].startswith("regret    an untried plan may be faster than your own command by about 1.0 %")
+    assert lines[0].startswith("regret    an untried plan may be faster than your command by about 1.0 %")
     assert lines[4] == (
-        "          the regret is based on the first measurement of your own command, which later ran at "
+        "          the regret is based on the first measurement of your command, which later ran at "
         "2.11x of it: the regret may be wrong by as much"
     )
     steady = (DriftMeasurement(num_tried=10, ratio=1.08),)

@@ -39,7 +39,7 @@ CURVE = ShapeCurve(
 def test_lines() -> None:
     assert shape_lines(CURVE) == [
         "shapes    6x704   1.25x measured (trial 6), 1.20x the best fitted",
-        "          12x512  1.00x measured (trial 12), 1.00x the best fitted, your own",
+        "          12x512  1.00x measured (trial 12), 1.00x the best fitted, your command",
         "          24x384  0.81x predicted",
         "          48x256  not measured",
     ]
@@ -69,7 +69,7 @@ def test_figure_has_every_shape_and_needs_two_values() -> None:
     assert drawn is not None
     assert drawn.count("<circle") == 5
     assert "24x384: 0.81x predicted" in drawn
-    assert "your own" in drawn
+    assert "your command" in drawn
     assert shape_figure(replace(CURVE, points=CURVE.points[2:])) is None
 
 

@@ -17,7 +17,7 @@ PREDICTED = replace(
 
 
 def test_both_are_shown() -> None:
-    """Your own command took 0.5 s per iteration."""
+    """Your command took 0.5 s per iteration."""
     assert predicted_speedup(PREDICTED) == pytest.approx(0.5 / 0.38)
     words = "1.25x (1.19x to 1.31x), measured in turns; predicted 1.32x"
     assert speedup_pair(PREDICTED) == words

@@ -75,9 +75,7 @@ def test_the_history_has_a_mark_for_every_trial() -> None:
     ]
     assert len(marks) == 8
     checks = [mark for mark in marks if mark.get("class") == "drift"]
-    assert [mark.findtext(f"{SVG}title") for mark in checks] == [
-        "your own command again after 4 trials: 0.96x"
-    ]
+    assert [mark.findtext(f"{SVG}title") for mark in checks] == ["your command again after 4 trials: 0.96x"]
     best = [mark for mark in marks if "top" in (mark.get("class") or "").split()]
     assert len(best) == 1
     assert "trial 2" in (best[0].findtext(f"{SVG}title") or "")

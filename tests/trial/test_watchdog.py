@@ -117,7 +117,7 @@ def test_slow_steps_that_are_predicted_are_allowed() -> None:
 
 
 def test_steps_that_nobody_predicted_are_learned() -> None:
-    """Row 6: the user's own command on a large model; what its longest step took is no hang."""
+    """Row 6: the user's command on a large model; what its longest step took is no hang."""
     clock = Clock()
     dog = watchdog(clock)
     dog.observe([beat(0, phase="warmup", iteration=0), beat(1, phase="warmup", iteration=0)])

@@ -107,7 +107,7 @@ def test_the_finalists_are_said_and_logged_before_the_final_rounds(tmp_path: Pat
     (event,) = [event for event in events if event["kind"] == "finalists"]
     assert set(event["trials"]) == numbers
     assert line.startswith(
-        f"{len(event['ranked'])} plans are not clearly slower than your own command; 2 of them go to the "
+        f"{len(event['ranked'])} plans are not clearly slower than your command; 2 of them go to the "
         "final rounds (at most study.top_k), by the speedup"
     )
     assert all(f"trial {row['trial']} {row['speedup']:.2f}x" in line for row in event["ranked"][:3])
@@ -337,7 +337,7 @@ def test_a_command_that_fails_by_itself_is_shown_and_nothing_is_searched(
     tmp_path: Path, outcome: Outcome
 ) -> None:
     machine, watching = FakeMachine(outcome=lambda plan: outcome), Watching()
-    with pytest.raises(InfrastructureError, match=r"your own command failed.*nothing was searched"):
+    with pytest.raises(InfrastructureError, match=r"your command failed.*nothing was searched"):
         tune(begin(tmp_path / "r", study={"storage": "sqlite"}), machine, observer=watching)
     assert len(machine.launched) == 1
     assert "  | ValueError: bad flag" in watching.messages

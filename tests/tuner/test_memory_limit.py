@@ -30,7 +30,7 @@ CONFIG = {
 
 
 class Sized(FakeMachine):
-    """The peak of a launch is that of its plan, or of the user's own command."""
+    """The peak of a launch is that of its plan, or of the user's command."""
 
     command_bytes = 3 * GIB
 
@@ -73,7 +73,7 @@ def test_a_stock_plan_that_fits_becomes_the_baseline_of_a_command_that_does_not(
     assert result.stand_in is not None
     assert result.baseline == result.stand_in.plan
     assert result.baseline.schedule.custom is None
-    assert any("your own command does not fit: a rank's peak is 3,072 MiB" in x for x in watching.messages)
+    assert any("your command does not fit: a rank's peak is 3,072 MiB" in x for x in watching.messages)
     assert all(
         (trial.record.verdict == "infeasible") == (machine.size(trial.plan) > 2 * GIB)
         for trial in result.trials[1:]

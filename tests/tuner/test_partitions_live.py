@@ -51,7 +51,7 @@ CHECKPOINTS = (
 
 
 def command(folder: Path, *flags: str) -> list[str]:
-    """The user's own command: four processes on real text."""
+    """The user's command: four processes on real text."""
     length = ("--train-iters", str(NUM_STEPS), "--data-path", str(support.dataset(folder)))
     return [
         *("torchrun", "--nproc-per-node", "4", str(support.PRETRAIN_SCRIPT)),

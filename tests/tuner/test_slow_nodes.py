@@ -56,7 +56,7 @@ def test_a_node_made_slow_in_the_middle_is_found_named_and_given_the_light_stage
     assert (suspect["node"], suspect["launch"], suspect["factor"]) == ("node-1", "4", 1.8)
     (confirmed,) = events(tmp_path, "node-speed")
     assert (confirmed["node"], confirmed["launch"]) == ("node-1", "0 again")
-    # The second look is the user's own command at once, before the next trial.
+    # The second look is the user's command at once, before the next trial.
     assert [folder for folder, _ in machine.launched[4:6]] == ["000004", "000004"]
     slowdowns = [trial.record.node_slowdowns for trial in result.trials if trial.record.repeats is None]
     assert slowdowns[:4] == [None] * 4
@@ -64,7 +64,7 @@ def test_a_node_made_slow_in_the_middle_is_found_named_and_given_the_light_stage
     after = next(trial for trial in result.trials if trial.number == 5)
     assert after.record.predicted_s is not None
     assert layers_on_the_slow_node(after.plan) < 4
-    # The plan that is the best now was measured before: then it was slower than the user's own command.
+    # The plan that is the best now was measured before: then it was slower than the user's command.
     assert result.winner is not None
     best = result.winner.trial
     assert layers_on_the_slow_node(best.plan) < 4

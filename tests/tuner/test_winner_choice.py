@@ -253,7 +253,7 @@ def test_the_finalists_their_rank_values_and_the_next_plan_are_said() -> None:
         [first, second, third], finalists=[first, second], speedups=speedups, rank_words="the speedup"
     )
     assert words == (
-        "3 plans are not clearly slower than your own command; 2 of them go to the final rounds (at most "
+        "3 plans are not clearly slower than your command; 2 of them go to the final rounds (at most "
         "study.top_k), by the speedup: trial 1 1.95x, trial 3 1.40x; "
         "next, left out: trial 2 1.38x"
     )
