@@ -48,10 +48,10 @@ class KubernetesLauncher:
 
     def words(self, argv: Sequence[str], *, attempt_id: str, cwd: Path, stdout: Path) -> list[str]:
         """See `NodesLauncher`: as `kubectl` would make the object; the command goes through the folder."""
-        asked = _asked(self.site)
-        _check_folders(asked, cwd=cwd, stdout=stdout)
+        kubernetes_site = _kubernetes_site(self.site)
+        _check_folders(kubernetes_site, cwd=cwd, stdout=stdout)
         del attempt_id
-        return ["kubectl", "create", f"--namespace={asked.namespace}", "--filename=-", "<", *argv]
+        return ["kubectl", "create", f"--namespace={kubernetes_site.namespace}", "--filename=-", "<", *argv]
 
     def object_text(self, *, attempt_id: str, stdout: Path) -> str:
         """See `ObjectLauncher`."""
@@ -61,24 +61,27 @@ class KubernetesLauncher:
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> NodesHandle:
         """See `NodesLauncher`."""
-        asked, attempt_id = _asked(self.site), env[ATTEMPT_ID]
-        _check_folders(asked, cwd=cwd, stdout=stdout)
+        kubernetes_site, attempt_id = _kubernetes_site(self.site), env[ATTEMPT_ID]
+        _check_folders(kubernetes_site, cwd=cwd, stdout=stdout)
         folder = SharedFolder(stdout)
         folder.write_request(
             argv,
             env={**env, **self.site.environment},
             cwd=cwd,
             num_nodes=self.num_nodes,
-            index_variables=(INDEX_VARIABLES[asked.kind],),
+            index_variables=(INDEX_VARIABLES[kubernetes_site.kind],),
             names="address",
         )
         reference = JobReference(
-            kind=asked.kind, namespace=asked.namespace, name=object_name(attempt_id), context=asked.context
+            kind=kubernetes_site.kind,
+            namespace=kubernetes_site.namespace,
+            name=object_name(attempt_id),
+            context=kubernetes_site.context,
         )
         # Written before the object is made: a later tuner deletes by it what a killed one has made.
         _write_reference(stdout, reference, num_nodes=self.num_nodes)
         made = job_object(self.site, attempt_id=attempt_id, stdout=stdout, num_nodes=self.num_nodes)
-        reference = replace(reference, uid=api_of(asked.context).create(reference, made))
+        reference = replace(reference, uid=api_of(kubernetes_site.context).create(reference, made))
         _write_reference(stdout, reference, num_nodes=self.num_nodes)
         return KubernetesJob(attempt_id, folder, reference, self.num_nodes)
 
@@ -91,7 +94,7 @@ class KubernetesEngine:
 
     def divide(self, *, num_nodes: int, at_once: int) -> tuple[tuple[str, ...], ...]:
         """See `Engine`: the scheduler chooses."""
-        _asked(self.site)
+        _kubernetes_site(self.site)
         del num_nodes
         return ((),) * at_once
 
@@ -121,7 +124,7 @@ def engine(site: Site) -> KubernetesEngine:
     return KubernetesEngine(site)
 
 
-def _asked(site: Site) -> KubernetesSite:
+def _kubernetes_site(site: Site) -> KubernetesSite:
     if site.kubernetes is None:
         raise ConfigError(
             "launcher: kubernetes; there is no section for it: write kubernetes: {volumes: [...]} into a "
@@ -130,15 +133,15 @@ def _asked(site: Site) -> KubernetesSite:
     return site.kubernetes
 
 
-def _check_folders(asked: KubernetesSite, *, cwd: Path, stdout: Path) -> None:
+def _check_folders(kubernetes_site: KubernetesSite, *, cwd: Path, stdout: Path) -> None:
     """Raise ConfigError where pods would not see the run's folder or the command's."""
     fix = "kubernetes.volumes names no volume there"
-    if not asked.mounts(stdout.parent):
+    if not kubernetes_site.mounts(stdout.parent):
         raise ConfigError(
             f"launcher: kubernetes; {stdout.parent} is not mounted in the pods: {fix} that they may write "
             "to; run it in a folder on a shared volume, or name its volume"
         )
-    if not asked.shows(cwd):
+    if not kubernetes_site.shows(cwd):
         raise ConfigError(f"launcher: kubernetes; {cwd} is not mounted in the pods: {fix}; name its volume")
 
 

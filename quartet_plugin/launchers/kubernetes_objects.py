@@ -36,24 +36,24 @@ def object_name(attempt_id: str) -> str:
 
 def job_object(site: Site, *, attempt_id: str, stdout: Path, num_nodes: int) -> dict[str, Any]:
     """The object of an attempt of `num_nodes` nodes with this output."""
-    asked = site.kubernetes
-    assert asked is not None
+    kubernetes_site = site.kubernetes
+    assert kubernetes_site is not None
     words = [_escaped(word) for word in node_words(stdout, python=site.python or sys.executable)]
     labels = {ATTEMPT_LABEL: attempt_id}
-    queue = {} if asked.queue is None else {_QUEUE_LABEL: asked.queue}
-    group, version, _ = APIS[asked.kind]
-    is_trainjob = asked.kind == "trainjob"
+    queue = {} if kubernetes_site.queue is None else {_QUEUE_LABEL: kubernetes_site.queue}
+    group, version, _ = APIS[kubernetes_site.kind]
+    is_trainjob = kubernetes_site.kind == "trainjob"
     spec = (
-        _trainjob(asked, words, labels, num_nodes)
+        _trainjob(kubernetes_site, words, labels, num_nodes)
         if is_trainjob
-        else _pytorchjob(asked, words, labels, num_nodes)
+        else _pytorchjob(kubernetes_site, words, labels, num_nodes)
     )
     return {
         "apiVersion": f"{group}/{version}",
         "kind": "TrainJob" if is_trainjob else "PyTorchJob",
         "metadata": {
             "name": object_name(attempt_id),
-            "namespace": asked.namespace,
+            "namespace": kubernetes_site.namespace,
             "labels": labels | queue,
         },
         "spec": spec,
@@ -61,14 +61,16 @@ def job_object(site: Site, *, attempt_id: str, stdout: Path, num_nodes: int) -> 
 
 
 def _trainjob(
-    asked: KubernetesSite, words: Sequence[str], labels: dict[str, str], num_nodes: int
+    kubernetes_site: KubernetesSite, words: Sequence[str], labels: dict[str, str], num_nodes: int
 ) -> dict[str, Any]:
     trainer: dict[str, Any] = {"command": list(words), "numNodes": num_nodes}
-    if asked.image is not None:
-        trainer["image"] = asked.image
-    if resources := _resources(asked):
+    if kubernetes_site.image is not None:
+        trainer["image"] = kubernetes_site.image
+    if resources := _resources(kubernetes_site):
         trainer["resourcesPerNode"] = resources
-    pod = _pod_spec(asked) | {"containers": [{"name": _TRAINJOB_NODE, "volumeMounts": _mounts(asked)}]}
+    pod = _pod_spec(kubernetes_site) | {
+        "containers": [{"name": _TRAINJOB_NODE, "volumeMounts": _mounts(kubernetes_site)}]
+    }
     node = {
         "name": _TRAINJOB_NODE,
         "template": {"spec": {"template": {"metadata": {"labels": labels}, "spec": pod}}},
@@ -78,33 +80,36 @@ def _trainjob(
         "runtimeRef": {
             "apiGroup": "trainer.kubeflow.org",
             "kind": "ClusterTrainingRuntime",
-            "name": asked.runtime,
+            "name": kubernetes_site.runtime,
         },
         "trainer": trainer,
         "runtimePatches": [patch],
-        **_deadline(asked),
+        **_deadline(kubernetes_site),
     }
 
 
 def _pytorchjob(
-    asked: KubernetesSite, words: Sequence[str], labels: dict[str, str], num_nodes: int
+    kubernetes_site: KubernetesSite, words: Sequence[str], labels: dict[str, str], num_nodes: int
 ) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": _PYTORCHJOB_CONTAINER,
-        "image": asked.image,
+        "image": kubernetes_site.image,
         "command": list(words),
-        "volumeMounts": _mounts(asked),
+        "volumeMounts": _mounts(kubernetes_site),
     }
-    if resources := _resources(asked):
+    if resources := _resources(kubernetes_site):
         container["resources"] = resources
-    template = {"metadata": {"labels": labels}, "spec": _pod_spec(asked) | {"containers": [container]}}
+    template = {
+        "metadata": {"labels": labels},
+        "spec": _pod_spec(kubernetes_site) | {"containers": [container]},
+    }
     replicas = {"Master": 1} | ({"Worker": num_nodes - 1} if num_nodes > 1 else {})
     return {
         "runPolicy": {
             "cleanPodPolicy": "Running",
             "backoffLimit": 0,
             "ttlSecondsAfterFinished": _KEEP_S,
-            **_deadline(asked),
+            **_deadline(kubernetes_site),
         },
         "pytorchReplicaSpecs": {
             name: {"replicas": number, "restartPolicy": "Never", "template": template}
@@ -113,35 +118,35 @@ def _pytorchjob(
     }
 
 
-def _deadline(asked: KubernetesSite) -> dict[str, int]:
-    return {} if asked.minutes is None else {"activeDeadlineSeconds": asked.minutes * 60}
+def _deadline(kubernetes_site: KubernetesSite) -> dict[str, int]:
+    return {} if kubernetes_site.minutes is None else {"activeDeadlineSeconds": kubernetes_site.minutes * 60}
 
 
-def _pod_spec(asked: KubernetesSite) -> dict[str, Any]:
+def _pod_spec(kubernetes_site: KubernetesSite) -> dict[str, Any]:
     """The pod settings that both kinds of jobs share, without containers."""
     spec: dict[str, Any] = {
         "terminationGracePeriodSeconds": _GRACE_S,
         "volumes": [
             # NCCL and data loaders need more than the 64 MB that a container has.
             {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-            *(_volume(index, asked) for index in range(len(asked.volumes))),
+            *(_volume(index, kubernetes_site) for index in range(len(kubernetes_site.volumes))),
         ],
     }
-    if asked.node_selector:
-        spec["nodeSelector"] = dict(asked.node_selector)
-    if asked.tolerations:
-        spec["tolerations"] = [{"key": key, "operator": "Exists"} for key in asked.tolerations]
-    if asked.service_account is not None:
-        spec["serviceAccountName"] = asked.service_account
-    if asked.pull_secret is not None:
-        spec["imagePullSecrets"] = [{"name": asked.pull_secret}]
-    if asked.user is not None:
-        spec["securityContext"] = {"runAsUser": asked.user}
+    if kubernetes_site.node_selector:
+        spec["nodeSelector"] = dict(kubernetes_site.node_selector)
+    if kubernetes_site.tolerations:
+        spec["tolerations"] = [{"key": key, "operator": "Exists"} for key in kubernetes_site.tolerations]
+    if kubernetes_site.service_account is not None:
+        spec["serviceAccountName"] = kubernetes_site.service_account
+    if kubernetes_site.pull_secret is not None:
+        spec["imagePullSecrets"] = [{"name": kubernetes_site.pull_secret}]
+    if kubernetes_site.user is not None:
+        spec["securityContext"] = {"runAsUser": kubernetes_site.user}
     return spec
 
 
-def _volume(index: int, asked: KubernetesSite) -> dict[str, Any]:
-    volume = asked.volumes[index]
+def _volume(index: int, kubernetes_site: KubernetesSite) -> dict[str, Any]:
+    volume = kubernetes_site.volumes[index]
     source: dict[str, Any] = (
         {"hostPath": {"path": volume.host, "type": "Directory"}}
         if volume.claim is None
@@ -150,19 +155,19 @@ def _volume(index: int, asked: KubernetesSite) -> dict[str, Any]:
     return {"name": f"volume-{index}", **source}
 
 
-def _mounts(asked: KubernetesSite) -> list[dict[str, Any]]:
+def _mounts(kubernetes_site: KubernetesSite) -> list[dict[str, Any]]:
     mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]  # noqa: S108  # a mount
-    for index, volume in enumerate(asked.volumes):
+    for index, volume in enumerate(kubernetes_site.volumes):
         only_read = {"readOnly": True} if volume.read_only else {}
         mounts.append({"name": f"volume-{index}", "mountPath": volume.path, **only_read})
     return mounts
 
 
-def _resources(asked: KubernetesSite) -> dict[str, Any]:
+def _resources(kubernetes_site: KubernetesSite) -> dict[str, Any]:
     """Equal requests and limits, because a measurement must not share resources."""
-    amounts = {name: str(value) for name, value in asked.resources.items()}
-    if asked.gpus_per_node is not None:
-        amounts[GPU] = str(asked.gpus_per_node)
+    amounts = {name: str(value) for name, value in kubernetes_site.resources.items()}
+    if kubernetes_site.gpus_per_node is not None:
+        amounts[GPU] = str(kubernetes_site.gpus_per_node)
     return {"requests": amounts, "limits": amounts} if amounts else {}
 
 

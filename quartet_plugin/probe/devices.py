@@ -109,8 +109,8 @@ def _fabric(pynvml: Any, handle: Any) -> str | None:
 
 def place_of_node() -> dict[str, str]:
     """The `topology` of this node and its `topology_pattern`, where Slurm says them."""
-    said = {name: os.environ.get(variable, "") for name, variable in _TOPOLOGY.items()}
-    return {name: words for name, words in said.items() if 0 < len(words) <= _LONGEST_NAME}
+    values = {name: os.environ.get(variable, "") for name, variable in _TOPOLOGY.items()}
+    return {name: words for name, words in values.items() if 0 < len(words) <= _LONGEST_NAME}
 
 
 def processor_name() -> str:
