@@ -106,13 +106,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A batch as its file has it; `num_at_once` jobs run at a time, for `minutes` a session."""
+    """A batch as its file has it; `num_at_once` jobs run at a time, at most `max_minutes` a session."""
 
     name: str
     jobs: tuple[Job, ...]
     shares: bool = True
     num_at_once: int = 1
-    minutes: float | None = None
+    max_minutes: float | None = None
     max_trials: int | None = None
 
 
@@ -148,7 +148,7 @@ def parse_batch(data: dict[Any, Any], *, where: str, folder: Path, stem: str = "
         jobs=jobs,
         shares=config.share == "auto",
         num_at_once=limits.jobs_at_once,
-        minutes=limits.minutes,
+        max_minutes=limits.minutes,
         max_trials=limits.trials,
     )
 

@@ -219,7 +219,7 @@ class BatchRunner:
     @property
     def _minutes_left(self) -> float | None:
         """The minutes of this session that are left, None without a limit."""
-        minutes = self._batch.minutes
+        minutes = self._batch.max_minutes
         return None if minutes is None else minutes - (time.monotonic() - self._began_s) / 60.0
 
     def _next_job(self) -> Job | None:

@@ -60,7 +60,7 @@ def convert_command(
     if to != STOCK:
         check_before_start(read_plan(Path(to)), command=training, path=Path(to))
         flags += [PLAN_FLAG, str(Path(to).absolute())]
-    partial = _beside(output)
+    partial = _temporary_folder(output)
     try:
         conversion = Conversion(load=str(folder), save=str(partial), step=step, is_weights_only=weights_only)
         write_json_atomic(partial / "conversion.json", dump(conversion))
@@ -90,7 +90,7 @@ def checkpoint_of(path: Path, *, tracker: str) -> tuple[Path, int | None]:
     return place, None
 
 
-def _beside(output: Path) -> Path:
+def _temporary_folder(output: Path) -> Path:
     """An empty folder on the same file system, so that the same nodes can access both."""
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)

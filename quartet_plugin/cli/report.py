@@ -101,7 +101,7 @@ def _simulated(steps: "list[Step]") -> "list[Picture]":
     """The timelines of the steps that have a pipeline, on one scale of time."""
     from quartet_plugin.report.gantt import timeline
     from quartet_plugin.report.page import Picture
-    from quartet_plugin.report.winner import simulated_plan
+    from quartet_plugin.report.plan_timeline import simulated_plan
 
     made = []
     for name, plan, iteration_s in steps:

@@ -90,13 +90,13 @@ def trace(folder: Path, output: Path) -> list[str]:
     simulation = simulate(schedule, in_units_of(measured, records, costs=costs, schedule=schedule))
     tracks = perfetto.trace(schedule, measured, name="measured")
     predicted = perfetto.trace(schedule, simulation, name="simulated")
-    tracks["traceEvents"] += [_beside(event) for event in predicted["traceEvents"]]
+    tracks["traceEvents"] += [_as_second_process(event) for event in predicted["traceEvents"]]
     tracks["otherData"]["simulated_makespan_s"] = float(simulation.makespan_s)
     write_text_atomic(output, json.dumps(tracks, separators=(",", ":"), allow_nan=False) + "\n")
     return [*lines(schedule, measured, simulation), *memory_lines(records, simulation), f"wrote {output}"]
 
 
-def _beside(event: dict[str, Any]) -> dict[str, Any]:
+def _as_second_process(event: dict[str, Any]) -> dict[str, Any]:
     """The same event as a second process, its arrows apart from those of the first."""
     moved = {**event, "pid": 2}
     if "id" in moved:

@@ -48,7 +48,7 @@ class FinalChoice:
     were measured in, `chance_better` the probability that the winner is the faster; where they share too few
     rounds, `gain` compares their speedups and `chance_better` is None. `is_runner_up_win` is whether
     the runner-up could have won, `is_runner_up_other_model` whether it has another shape than the user's own.
-    `proof_level` is the largest probability of luck with which the sequential test would have proven the
+    `proof_level` is the largest significance level at which the sequential test would have proven the
     runner-up then; None where it was proven, and in files of earlier releases. `selection` says which trials
     went to the final rounds, by what, and which came next; None in files of earlier releases.
     """

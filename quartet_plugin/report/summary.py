@@ -105,11 +105,11 @@ def _listed(values: Sequence[int]) -> str:
     return f"{text} ..." if len(values) > 8 else text
 
 
-def compared_with_bound(makespan: float, bound: float) -> str:
+def compared_with_bound(makespan_s: float, bound_s: float) -> str:
     """How far a makespan is above a proven bound, in words."""
-    if makespan <= bound * (1 + 1e-9):
+    if makespan_s <= bound_s * (1 + 1e-9):
         return "reached, so this is proven optimal"
-    return f"{100 * (makespan / bound - 1):.1f} % above" if bound > 0 else "nothing proven"
+    return f"{100 * (makespan_s / bound_s - 1):.1f} % above" if bound_s > 0 else "nothing proven"
 
 
 def _against(makespan: float, named_s: float) -> str:

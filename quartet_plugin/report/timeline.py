@@ -106,7 +106,7 @@ def timeline_png(
     bars = _bars(schedule, simulation, scale)
     if not len(bars.start) or simulation.makespan_s <= 0:
         raise ConfigError("the schedule takes no time, so there is nothing to draw; add actions and costs")
-    page = _Page.of(bars, num_devices=schedule.num_devices, makespan=simulation.makespan_s / scale)
+    page = _Page.of(bars, num_devices=schedule.num_devices, makespan_units=simulation.makespan_s / scale)
     figure = Figure(figsize=page.inches, dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
     for band in range(page.num_bands):
@@ -180,23 +180,23 @@ class _Page:
 
     num_bands: int
     num_devices: int
-    makespan: float
+    makespan_units: float
     width: float
     row: float
     typical: float
 
     @classmethod
-    def of(cls, bars: _Bars, *, num_devices: int, makespan: float) -> "_Page":
+    def of(cls, bars: _Bars, *, num_devices: int, makespan_units: float) -> "_Page":
         lengths = bars.end - bars.start
         # A short action should still hold its number; actions without cost do not count.
-        typical = float(np.percentile(lengths[lengths > 0], 25)) if (lengths > 0).any() else makespan
-        wanted = _ACTION_INCHES * makespan / typical
+        typical = float(np.percentile(lengths[lengths > 0], 25)) if (lengths > 0).any() else makespan_units
+        wanted = _ACTION_INCHES * makespan_units / typical
         bands = 1 if wanted <= _ONE_BAND_INCHES else math.ceil(wanted / _BAND_INCHES[1])
         bands = max(1, min(bands, _MAX_BANDS, _MAX_ROWS // num_devices))
         return cls(
             num_bands=bands,
             num_devices=num_devices,
-            makespan=makespan,
+            makespan_units=makespan_units,
             width=float(np.clip(wanted / bands, _BAND_INCHES[0], _ONE_BAND_INCHES)),
             row=float(np.clip(12.0 / num_devices, *_ROW_INCHES)),
             typical=typical,
@@ -204,7 +204,7 @@ class _Page:
 
     @property
     def span(self) -> float:
-        return self.makespan / self.num_bands
+        return self.makespan_units / self.num_bands
 
     @property
     def inches(self) -> tuple[float, float]:
@@ -229,7 +229,9 @@ def _draw_bars(axes: "Axes", bars: _Bars, page: _Page) -> None:
 
     for row in range(page.num_devices):
         corner = (0, row - _BAR / 2)
-        axes.add_patch(Rectangle(corner, page.makespan, _BAR, facecolor=WAITING_COLOUR, edgecolor="none"))
+        axes.add_patch(
+            Rectangle(corner, page.makespan_units, _BAR, facecolor=WAITING_COLOUR, edgecolor="none")
+        )
     left, right = axes.get_xlim()
     shown = (bars.end > left) & (bars.start < right)
     start, end, height = bars.start[shown], bars.end[shown], bars.height[shown]

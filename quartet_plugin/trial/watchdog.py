@@ -43,20 +43,20 @@ class Watchdog:
     predicted_s: float | None = field(kw_only=True)
     clock: Callable[[], float] = field(kw_only=True)
     num_processes: int | None = field(kw_only=True)
-    _start: float = field(init=False)
+    _start_s: float = field(init=False)
     _moved: dict[int, tuple[Phase, int, float]] = field(init=False, default_factory=dict)
     _longest_step_s: float = field(init=False, default=0.0)
     _counts: dict[int, int] = field(init=False, default_factory=dict)
-    _progressed: float = field(init=False, default=float("-inf"))
+    _progressed_s: float = field(init=False, default=float("-inf"))
     _extension_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
-        self._start = self.clock()
+        self._start_s = self.clock()
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the launch."""
-        return self.clock() - self._start
+        return self.clock() - self._start_s
 
     def observe(self, beats: Iterable[Heartbeat]) -> None:
         """Record which ranks have moved to another phase or iteration."""
@@ -67,24 +67,24 @@ class Watchdog:
                 self._moved[beat.rank] = (beat.phase, beat.iteration, now)
                 self._learn(before, beat.iteration, now)
             if beat.progress is not None and beat.progress > self._counts.get(beat.rank, 0):
-                self._counts[beat.rank], self._progressed = beat.progress, now
+                self._counts[beat.rank], self._progressed_s = beat.progress, now
         self._extend(now)
 
     def hold(self) -> None:
         """Count nothing up to now: the attempt waits for its nodes."""
-        self._start = self.clock()
+        self._start_s = self.clock()
 
     def forgive(self, seconds: float) -> None:
         """Extend every rank's limit by `seconds` without a view of the files. The trial's deadline stays."""
         for rank, (phase, iteration, since) in self._moved.items():
             self._moved[rank] = (phase, iteration, since + seconds)
-        self._progressed += seconds
+        self._progressed_s += seconds
 
     def _extend(self, now: float) -> None:
         """Extend the deadline by the time that a first step takes while it makes progress."""
         limit_s = self.timeouts.first_step_limit_s(self._expected_s)
         for phase, iteration, since in self._moved.values():
-            if _is_first_step(phase, iteration) and self._progressed >= since:
+            if _is_first_step(phase, iteration) and self._progressed_s >= since:
                 self._extension_s = max(self._extension_s, now - since - limit_s)
 
     def _learn(self, before: tuple[Phase, int, float] | None, iteration: int, now: float) -> None:
@@ -95,10 +95,10 @@ class Watchdog:
     def expired(self) -> Expiry | None:
         """The first limit that is passed now, if any."""
         now = self.clock()
-        if now - self._start > self.deadline_s + self._extension_s:
+        if now - self._start_s > self.deadline_s + self._extension_s:
             return Expiry(phase=self._slowest, rank=None, limit_s=self.deadline_s, is_wall=True)
         limit = self.timeouts.init_s
-        if (self.num_processes or 1) > len(self._moved) and now - self._start > limit:
+        if (self.num_processes or 1) > len(self._moved) and now - self._start_s > limit:
             return Expiry(phase="launch", rank=self._missing_rank, limit_s=limit)
         for rank, (phase, iteration, since) in sorted(self._moved.items()):
             limit, start = self._limit(phase, iteration, since)
@@ -123,14 +123,14 @@ class Watchdog:
     def _limit(self, phase: Phase, iteration: int, since: float) -> tuple[float, float]:
         """The limit of a rank's phase in seconds, and the time from which it counts."""
         if phase in ("import", "init"):
-            return self.timeouts.init_s, self._start
+            return self.timeouts.init_s, self._start_s
         expected_s = self._expected_s
         if phase == "done":
             return self.timeouts.step_limit_s(expected_s) + self.timeouts.shutdown_s, since
         if iteration == 0:
             limit_s = self.timeouts.first_step_limit_s(expected_s)
             latest = since + self.timeouts.first_step_most_s(expected_s) - limit_s
-            return limit_s + _BEAT_LAG_S, min(max(since, self._progressed), latest)
+            return limit_s + _BEAT_LAG_S, min(max(since, self._progressed_s), latest)
         return self.timeouts.step_limit_s(expected_s) + _BEAT_LAG_S, since
 
 

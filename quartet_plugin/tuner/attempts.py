@@ -91,7 +91,7 @@ def read_launch(folder: Path, *, faults: list[str]) -> AttemptState:
         result=result,
         reports=reports,
     )
-    return launch if result is not None else _where_it_is(launch, faults=faults)
+    return launch if result is not None else _with_progress(launch, faults=faults)
 
 
 def _plan_and_reports(
@@ -110,7 +110,7 @@ def _plan_and_reports(
     return plan, reports
 
 
-def _where_it_is(launch: AttemptState, *, faults: list[str]) -> AttemptState:
+def _with_progress(launch: AttemptState, *, faults: list[str]) -> AttemptState:
     try:
         attempt = open_attempt(launch.folder)
         if attempt is None:

@@ -66,18 +66,18 @@ class TimeBudget:
 
     limit_s: float | None
     clock: Callable[[], float]
-    _began: float = field(init=False)
+    _began_s: float = field(init=False)
     _shared_s: float = field(init=False, default=float("inf"))
-    _walls: list[float] = field(init=False, default_factory=list)
+    _walls_s: list[float] = field(init=False, default_factory=list)
     _launched_s: float = field(init=False, default=0.0)
     _measured_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
-        self._began = self.clock()
+        self._began_s = self.clock()
 
     def add(self, wall_s: float) -> None:
         """Count a launch that took `wall_s`."""
-        self._walls.append(wall_s)
+        self._walls_s.append(wall_s)
 
     def add_measured(self, measured_s: float, *, wall_s: float) -> None:
         """Count the measured iterations of a launch of this session that took `wall_s`."""
@@ -92,11 +92,11 @@ class TimeBudget:
         """
         if not self._launched_s:
             return None
-        return self._measured_s / max(self._launched_s, self.clock() - self._began)
+        return self._measured_s / max(self._launched_s, self.clock() - self._began_s)
 
     def expect_shorter(self, by_s: float) -> None:
         """Expect later launches to be shorter by `by_s` than the launches so far."""
-        self._walls = [max(0.0, wall_s - by_s) for wall_s in self._walls]
+        self._walls_s = [max(0.0, wall_s - by_s) for wall_s in self._walls_s]
 
     def share(self) -> None:
         """From now on the search and what comes after it share the time that is left."""
@@ -105,7 +105,7 @@ class TimeBudget:
     @property
     def launch_s(self) -> float:
         """The seconds of a typical launch: the mean of the latest ten."""
-        latest = self._walls[-10:]
+        latest = self._walls_s[-10:]
         return sum(latest) / len(latest) if latest else 0.0
 
     @property
@@ -113,7 +113,7 @@ class TimeBudget:
         """The seconds left; infinite without a limit."""
         if self.limit_s is None:
             return float("inf")
-        return self.limit_s - (self.clock() - self._began)
+        return self.limit_s - (self.clock() - self._began_s)
 
     def fits(self, *, num_launches: int, then: int = 0) -> bool:
         """Whether `num_launches` more, and `then` others after them, are likely to end in time.
@@ -127,7 +127,7 @@ class TimeBudget:
 
     def remaining_s(self, *, num_launches: int) -> float | None:
         """The seconds that `num_launches` more will take, at most those left; None before the first one."""
-        return min(self.launch_s * num_launches, self.left_s) if self._walls else None
+        return min(self.launch_s * num_launches, self.left_s) if self._walls_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

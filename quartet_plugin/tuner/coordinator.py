@@ -150,9 +150,9 @@ class Coordinator:
             objective=objective_of(
                 self._config.objective, num_shapes=len({space.baseline.shape, *space.shapes})
             ),
-            fits=self._limit_bytes is None or result.peak_memory_bytes <= self._limit_bytes,
+            is_within_memory=self._limit_bytes is None or result.peak_memory_bytes <= self._limit_bytes,
         )
-        if not baseline.fits:
+        if not baseline.is_within_memory:
             self._show_excess(result)
         if baseline.objective == "model_flops_per_s_per_device":
             self._say(_OTHER_MODELS)
@@ -251,7 +251,7 @@ class Coordinator:
         )
         if full_size is not None:
             ranked = full_size.ranked(ranked, trials=trials)
-        stand_in = None if baseline.fits else self._stand_in(ranked, command=baseline.plan)
+        stand_in = None if baseline.is_within_memory else self._stand_in(ranked, command=baseline.plan)
         if stand_in is not None:
             ranked = [trial for trial in ranked if trial.number != stand_in.number]
             plan = stand_in.plan
@@ -310,7 +310,7 @@ class Coordinator:
         speedups: dict[int, float] = {}
         rank_words = "the predicted throughput with all replicas"
         if means is not None:
-            rank_words = "the speedup estimated from all measurements" if means else "their trials' speedup"
+            rank_words = "the speedup fitted to all measurements" if means else "their trials' speedup"
             reference = means.get(BASELINE, baseline.value)
             speedups = {number: value / reference for number, value in {**values, **means}.items()}
         words = finalist_words(ranked, finalists=finalists, speedups=speedups, rank_words=rank_words)

@@ -155,7 +155,7 @@ class DepthProxy:
         record = TrialRecord(
             verdict="measured",
             outcome=DEPTH_PROXY,
-            reason=f"its depth proxy is too slow: {iteration_s:.3g} s +- {spread:.0%} expected",
+            reason=f"its depth proxy is too slow: {iteration_s:.3g} s +- {spread:.0%} predicted",
             attempt_id=result.attempt_id,
             wall_s=result.wall_s,
             num_iterations=0,

@@ -47,7 +47,7 @@ from quartet_plugin.tuner.run_folder import TuningRun, resume_run
 from quartet_plugin.tuner.trial_backend import nodes_of
 from quartet_plugin.tuner.trial_launcher import VERDICTS
 
-_Beside = Literal["cropped", "control", "parity"]
+_NoTrialPhase = Literal["cropped", "control", "parity"]
 
 
 def read_history(path: Path, *, study: StudyView | None = None) -> RunHistory:
@@ -114,7 +114,7 @@ class _Reader:
                 for number, rounds in self._finals.items()
                 for index, launch in rounds.items()
             ),
-            *(self._beside(phase) for phase in get_args(_Beside)),
+            *(self._launch_of_no_trial(phase) for phase in get_args(_NoTrialPhase)),
         ]
         return self._history(tuple(rows), running=tuple(filter(None, running)) if self._goes_on else ())
 
@@ -155,7 +155,7 @@ class _Reader:
             began_at=begins[0] if begins else None,
             ended_at=ends[-1] if ends and self._state == "finished" else None,
             elapsed_s=max(0.0, until - begins[-1]) if begins else 0.0,
-            time_left_s=time_left_of(events, now=self._now) if self._state == "running" else None,
+            time_left_s=time_left_of(events, now_s=self._now) if self._state == "running" else None,
             num_asked=config.study.trials,
             num_spent=len(spent),
             objective=objective,
@@ -176,7 +176,7 @@ class _Reader:
             shape_curve=self._read_if_there(read_shape_curve, self._run.folder.best_shapes),
             launch_s=launch_s,
             launch_parts=launch_parts,
-            search_s=seconds_of_sessions(events, until=until),
+            search_s=seconds_of_sessions(events, until_s=until),
         )
 
     def _launch_seconds(self) -> tuple[float, LaunchSeconds]:
@@ -336,7 +336,7 @@ class _Reader:
 
     # Running launches
 
-    def _beside(self, phase: "_Beside") -> RunningLaunch | None:
+    def _launch_of_no_trial(self, phase: "_NoTrialPhase") -> RunningLaunch | None:
         """The latest launch that belongs to no trial, where it runs."""
         folders = [path.parent for path in (self._run.folder.path / phase).glob("*/attempt-*")]
         latest = max(folders, key=lambda path: path.stat().st_mtime_ns, default=None)

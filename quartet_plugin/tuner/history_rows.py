@@ -167,28 +167,28 @@ def slow_nodes_of(events: list[dict[str, Any]]) -> tuple[SlowNode, ...]:
     return tuple(SlowNode(host=host, factor=factor) for host, factor in factors.items() if factor > 1.0)
 
 
-def seconds_of_sessions(events: list[dict[str, Any]], *, until: float) -> float:
-    """The seconds of all sessions: each from its `begin` to its last event, the latest one's to `until`."""
+def seconds_of_sessions(events: list[dict[str, Any]], *, until_s: float) -> float:
+    """The seconds of all sessions: each from its `begin` to its last event, the latest one's to `until_s`."""
     seconds, begun_at, latest = 0.0, None, 0.0
     for event in events:
         if event["kind"] == "begin":
             seconds += 0.0 if begun_at is None else max(0.0, latest - begun_at)
             begun_at = float(event["time"])
         latest = float(event["time"])
-    return seconds if begun_at is None else seconds + max(0.0, until - begun_at)
+    return seconds if begun_at is None else seconds + max(0.0, until_s - begun_at)
 
 
-def time_left_of(events: list[dict[str, Any]], *, now: float) -> float | None:
+def time_left_of(events: list[dict[str, Any]], *, now_s: float) -> float | None:
     """The seconds that were left when the latest launch began, less those since; None without an estimate.
 
-    `now` is seconds since 1970. The live table shows the same: the tuner has written its estimate down.
+    `now_s` is seconds since 1970. The live table shows the same: the tuner has written its estimate down.
     """
     for event in reversed(events):
         if event["kind"] == "begin":
             return None
         left_s = event.get("time_left_s")
         if isinstance(left_s, int | float):
-            return max(0.0, float(left_s) - (now - float(event["time"])))
+            return max(0.0, float(left_s) - (now_s - float(event["time"])))
     return None
 
 

@@ -40,8 +40,8 @@ NUM_DRAWS = 4_000
 MAX_UNTRIED, MAX_MADE, MAX_SEARCHED = 160, 240, 16
 # Neighbours: how many of the best are varied, how often a choice is another one, how far a number is.
 NUM_VARIED, OTHERWISE, STEP = 3, 0.25, 0.08
-# A plan that nothing is known of fits; that counts as this number of plans that did.
-HOPE = 0.5
+# A plan that nothing is known of fits; the assumption counts as this number of plans that did.
+PRIOR_NUM_FITTING = 0.5
 # The normal's error of a median over its error of a mean; no measurement is surer than LEAST.
 MEDIAN_ERROR, LEAST = 1.25, 0.003
 # No prediction of a plan that was not tried is surer than this.
@@ -280,7 +280,7 @@ def _fits(
     rows = PlanFeatures(codes=together.codes[len(tried) :], end_layers=together.end_layers[len(tried) :])
     columns = PlanFeatures(codes=together.codes[: len(tried)], end_layers=together.end_layers[: len(tried)])
     alike = rows.fit_similarity(columns)
-    chance = chances * (HOPE + alike @ could) / (HOPE + alike @ (could + could_not))
+    chance = chances * (PRIOR_NUM_FITTING + alike @ could) / (PRIOR_NUM_FITTING + alike @ (could + could_not))
     layouts: dict[object, int] = {}
     index = [layouts.setdefault((plan.shape, plan.layout), len(layouts)) for plan in plans]
     luck = generator.random((NUM_DRAWS, len(layouts)))

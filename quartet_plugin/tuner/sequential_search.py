@@ -175,7 +175,7 @@ class SequentialSearch:
         self, proposal: Proposal, trials: list[FinishedTrial], *, drift: float, num_in_flight: int = 0
     ) -> TrialLaunch:
         """The launch of a proposal, which is cut short where it is far behind the best of `trials`."""
-        counted = trials if self.baseline.fits else [x for x in trials if x.number != BASELINE]
+        counted = trials if self.baseline.is_within_memory else [x for x in trials if x.number != BASELINE]
         best = max((trial.record.value for trial in counted if trial.record.value is not None), default=None)
         slow_above_s = slower_than_s = None
         if best:

@@ -8,7 +8,8 @@ launches, so that plans are compared inside of rounds, also where some have left
   m passes where the finalist by itself passes `level` / 2m, or the mean of the set passes `level` / 2.
 - A finalist is *dropped* where the rounds that are left are unlikely to prove it, or where it is unlikely to
   be the best of those left.
-- The rounds are over where the leader is proven and no other finalist promises more than `NEGLIGIBLE`.
+- The rounds are over where the leader is proven and no other finalist is expected to gain more than
+  `NEGLIGIBLE`.
 
 `level` is chosen so that, of three finalists as fast as the baseline, one is proven in less than 2 % of all
 searches (`python -m benchmarks.final_rounds`). It depends on the round alone, so a run that goes on, or is
@@ -164,7 +165,7 @@ class SequentialTest:
                 if len(seen[number].keys() & seen[BASELINE].keys()) >= MIN_ROUNDS
             ]
             self._prove(self.effects, paired, num_done=num_done)
-            self._drop_hopeless(self.effects, measured, num_done=num_done)
+            self._drop_unprovable(self.effects, measured, num_done=num_done)
             self._drop_behind(self.effects, num_done=num_done)
             self.is_over = self._is_decided(self.effects, num_done=num_done)
         self.is_over = self.is_over or not self.live or num_done >= self.max_rounds
@@ -198,7 +199,7 @@ class SequentialTest:
         self, number: int, effects: Effects, slowest_first: Sequence[int], *, level_now: float
     ) -> bool:
         """Whether every set of finalists with `number` is faster: of each size that of the slowest others."""
-        chance = _chance_of_luck(effects, {number: 1.0, BASELINE: -1.0})
+        chance = _p_value(effects, {number: 1.0, BASELINE: -1.0})
         if chance > level_now:
             return False
         others = [other for other in slowest_first if other != number]
@@ -207,7 +208,7 @@ class SequentialTest:
                 continue
             members = [number, *others[: size - 1]]
             weights: dict[int, float] = {BASELINE: -1.0, **dict.fromkeys(members, 1.0 / len(members))}
-            if _chance_of_luck(effects, weights) > level_now / 2:
+            if _p_value(effects, weights) > level_now / 2:
                 return False
         return True
 
@@ -218,7 +219,7 @@ class SequentialTest:
 
     # Who leaves
 
-    def _drop_hopeless(self, effects: Effects, measured: Sequence[int], *, num_done: int) -> None:
+    def _drop_unprovable(self, effects: Effects, measured: Sequence[int], *, num_done: int) -> None:
         """Drop finalists that the rounds left are unlikely to prove, or to show the gain that they need."""
         for number in measured:
             gain, error = effects.difference(number, BASELINE)
@@ -244,7 +245,7 @@ class SequentialTest:
     def _drop_behind(self, effects: Effects, *, num_done: int) -> None:
         """Drop finalists that are unlikely to be the best of those left; the leader is set."""
         ranked = [number for number in self.live if number in effects.index]
-        self.leader = max(ranked, key=lambda number: (self._handicapped(number), -number), default=None)
+        self.leader = max(ranked, key=lambda number: (self._gain_over_least(number), -number), default=None)
         if self.leader is None:
             return
         for number in ranked:
@@ -263,7 +264,7 @@ class SequentialTest:
         return self.leader is not None and self._least_gain(number) < self._least_gain(self.leader)
 
     def _is_decided(self, effects: Effects, *, num_done: int) -> bool:
-        """Whether the leader is proven, has the gain that it needs, and no other promises more."""
+        """Whether the leader is proven, has the gain that it needs, and no other is expected to gain more."""
         leader = self.leader
         if leader is None or leader not in self.proven:
             return False
@@ -281,7 +282,7 @@ class SequentialTest:
         lead, error = effects.difference(self.leader, number)
         return lead - self._least_gain(self.leader) + self._least_gain(number), error
 
-    def _handicapped(self, number: int) -> float:
+    def _gain_over_least(self, number: int) -> float:
         assert self.effects is not None
         return self.effects.difference(number, BASELINE)[0] - self._least_gain(number)
 
@@ -303,7 +304,7 @@ def replayed(test: SequentialTest, values: Mapping[int, Mapping[int, float]]) ->
     return test
 
 
-def _chance_of_luck(effects: Effects, weights: Mapping[int, float]) -> float:
+def _p_value(effects: Effects, weights: Mapping[int, float]) -> float:
     """The p-value, one-sided, of a contrast above 0."""
     gain, error = effects.contrast(weights)
     return float(scipy.special.stdtr(effects.freedom, -gain / error))

@@ -49,15 +49,16 @@ VERDICTS: dict[Outcome, Verdict] = {
 class BaselineScore:
     """The configuration that plans are compared with: its plan, its measured score, and the objective.
 
-    It is the user's own, or a plan that stands in for it in the final rounds: `launched_plan`. `fits` is
-    False where the user's command needs more memory than the cluster file's devices have.
+    It is the user's own, or a plan that stands in for it in the final rounds: `launched_plan`.
+    `is_within_memory` is False where the user's command needs more memory than the cluster file's devices
+    have.
     """
 
     plan: Plan
     score: Score
     objective: Objective
     launched_plan: Plan | None = None
-    fits: bool = True
+    is_within_memory: bool = True
 
     @property
     def value(self) -> float:
@@ -67,7 +68,7 @@ class BaselineScore:
     @property
     def value_to_beat(self) -> float:
         """The objective near which a plan is measured again: 0 where the baseline does not fit."""
-        return self.value if self.fits else 0.0
+        return self.value if self.is_within_memory else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

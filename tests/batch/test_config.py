@@ -39,7 +39,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     )
     batch = read_batch(tmp_path / "sweep.yaml")
     first, second, third = batch.jobs
-    assert (batch.name, batch.num_at_once, batch.minutes, batch.max_trials) == ("sweep", 2, 60, 10)
+    assert (batch.name, batch.num_at_once, batch.max_minutes, batch.max_trials) == ("sweep", 2, 60, 10)
     assert first.words == ("torchrun", "x.py", "--name", "two words")
     assert (first.priority, first.max_minutes, first.config) == (3, 20, tmp_path / "q.yaml")
     assert second.words[-1] == "$(id)"

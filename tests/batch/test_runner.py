@@ -124,11 +124,11 @@ def test_a_job_whose_command_was_changed_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_time_limit_starts_no_job_any_more(tmp_path: Path, log: Callable[[], list[list[str]]]) -> None:
-    batch = replace(batch_of(tmp_path, {"name": "a"}), minutes=0.05)
+    batch = replace(batch_of(tmp_path, {"name": "a"}), max_minutes=0.05)
     results = runner_of(batch, tmp_path).run()
     assert states(results) == {"a": "waiting"}
     assert log() == []
-    results = runner_of(replace(batch, minutes=5.0), tmp_path).run()
+    results = runner_of(replace(batch, max_minutes=5.0), tmp_path).run()
     assert states(results) == {"a": "done"}
     assert any(word.startswith("--max-minutes=") for word in log()[0])
 

@@ -21,7 +21,7 @@ from quartet_plugin.report.gantt import timeline
 from quartet_plugin.report.markup import PIECE, breakable
 from quartet_plugin.report.page import Extras, Picture, page
 from quartet_plugin.report.timeline import KIND_NAMES
-from quartet_plugin.report.winner import flop_costs, simulated_plan
+from quartet_plugin.report.plan_timeline import flop_costs, simulated_plan
 from quartet_plugin.schedule import simulate as simulation_module
 from quartet_plugin.schedule.choice import choice_of, generated
 from quartet_plugin.schedule.files import order_texts

@@ -80,9 +80,9 @@ def test_the_seconds_between_sessions_are_nobodys() -> None:
         {"time": time, "kind": kind}
         for time, kind in ((100.0, "begin"), (160.0, "interrupted"), (1000.0, "begin"), (1010.0, "told"))
     ]
-    assert seconds_of_sessions(events, until=1030.0) == pytest.approx(60.0 + 30.0)
-    assert seconds_of_sessions(events[:2], until=160.0) == pytest.approx(60.0)
-    assert seconds_of_sessions([], until=5.0) == 0.0
+    assert seconds_of_sessions(events, until_s=1030.0) == pytest.approx(60.0 + 30.0)
+    assert seconds_of_sessions(events[:2], until_s=160.0) == pytest.approx(60.0)
+    assert seconds_of_sessions([], until_s=5.0) == 0.0
 
 
 def test_a_run_counts_every_launch_of_its_folder(tmp_path: Path) -> None:

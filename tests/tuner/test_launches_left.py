@@ -82,10 +82,10 @@ def test_status_shows_the_estimate_of_the_tuner(tmp_path: Path, capsys: pytest.C
     assert left_s is not None
     events = read_events(tmp_path / "r" / "events.jsonl")
     began_s = events[-1]["time"]
-    assert time_left_of(events, now=began_s) == left_s
-    assert time_left_of(events, now=began_s + 7.0) == pytest.approx(left_s - 7.0)
-    assert time_left_of(events, now=began_s + 1e6) == 0.0
-    assert time_left_of(events[:2], now=began_s) is None
+    assert time_left_of(events, now_s=began_s) == left_s
+    assert time_left_of(events, now_s=began_s + 7.0) == pytest.approx(left_s - 7.0)
+    assert time_left_of(events, now_s=began_s + 1e6) == 0.0
+    assert time_left_of(events[:2], now_s=began_s) is None
     with Lease.acquire(tmp_path / "r"):
         assert main(["status", str(tmp_path / "r")]) == 0
     assert "; about " in capsys.readouterr().out

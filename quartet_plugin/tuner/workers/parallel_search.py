@@ -294,7 +294,7 @@ class ParallelSearch:
         except KeyboardInterrupt:
             is_second = True
         try:
-            all_ended = self.pool.close(at_once=is_second)
+            all_ended = self.pool.close(is_forced=is_second)
         finally:
             if has_run and not all_ended:
                 for number in self._in_flight:

@@ -137,9 +137,9 @@ class WorkQueue:
             raise ConfigError(f"{self._plan_file(queued.trial)}: not the plan of the queued trial beside it")
         return plan
 
-    def claims(self, *, trial: int | None = None, voided: bool = False) -> list[Claim]:
-        """Every claim, of one trial or of all; with `voided` those that were taken back as well."""
-        endings = (".json", ".void.json") if voided else (".json",)
+    def claims(self, *, trial: int | None = None, has_voided: bool = False) -> list[Claim]:
+        """Every claim, of one trial or of all; with `has_voided` those that were taken back as well."""
+        endings = (".json", ".void.json") if has_voided else (".json",)
         claims = []
         for name in self._names("claims"):
             stem, _, ending = name.partition(".")

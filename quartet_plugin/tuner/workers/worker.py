@@ -158,7 +158,7 @@ def end_left_behind(queue: WorkQueue, *, host: str | None = None) -> frozenset[I
     """
     here = host or socket.gethostname()
     running: set[Identity] = set()
-    for claim in queue.claims(voided=True):
+    for claim in queue.claims(has_voided=True):
         if claim.host != here or is_running(claim.identity):
             continue
         for folder in sorted(queue.trial_folder(claim.trial).glob(f"{PREFIX}*")):

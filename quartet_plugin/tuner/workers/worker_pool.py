@@ -72,14 +72,14 @@ class WorkerPool:
             if name not in self._running and name not in self._given_up:
                 self._running[name] = self._start(name, device_slice)
 
-    def close(self, *, at_once: bool = False) -> bool:
-        """End every worker, and with it its trial; `at_once`, or a Ctrl-C meanwhile, kills the trials.
+    def close(self, *, is_forced: bool = False) -> bool:
+        """End every worker, and with it its trial; `is_forced`, or a Ctrl-C meanwhile, kills the trials.
 
         Returns whether all ended by themselves: what the others' trials left is then still to be ended.
         """
         try:
-            self._stop(_AT_ONCE_S if at_once else _STOP_S)
-            if at_once:
+            self._stop(_AT_ONCE_S if is_forced else _STOP_S)
+            if is_forced:
                 self._stop(_SECOND_STOP_S)
             return not self._running
         except KeyboardInterrupt:

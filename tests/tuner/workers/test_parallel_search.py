@@ -131,7 +131,7 @@ class Hands:
                 self.registered.add(worker.name)
                 self.shop.queue.register(worker)
 
-    def close(self, *, at_once: bool = False) -> bool:
+    def close(self, *, is_forced: bool = False) -> bool:
         for worker in self.shop.workers():
             self.shop.queue.forget(worker.name)
         self.shop.holding.clear()

@@ -102,7 +102,7 @@ def test_the_next_generation_voids_the_claim_before(queue: WorkQueue) -> None:
     assert next_one.report()
     assert queue.done_of(again) == Done(fence="1" * 16, attempt=1)
     assert [claim.worker for claim in queue.claims()] == ["next"]
-    assert {claim.worker for claim in queue.claims(voided=True)} == {"late", "next"}
+    assert {claim.worker for claim in queue.claims(has_voided=True)} == {"late", "next"}
 
 
 def test_a_closed_board_gives_and_takes_nothing(queue: WorkQueue) -> None:
