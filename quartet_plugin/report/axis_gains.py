@@ -15,7 +15,7 @@ NAMES = {
     "mapping": "ranks on devices",
     "options": "recompute and other options",
 }
-_HEADING = "What each axis gave"
+_HEADING = "Gain of each axis"
 _LEAST = 1.005
 
 

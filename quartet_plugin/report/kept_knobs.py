@@ -37,7 +37,7 @@ def kept_lines(history: RunHistory) -> list[str]:
 def kept_section(history: RunHistory) -> str:
     """The same as a section of the page; nothing where there is no such knob."""
     rows = [[clean(cell) for cell in row] for row in _rows(history)]
-    heading = "What stayed as in your command"
+    heading = "Unchanged knobs"
     table = markup.table(["knob", "why"], rows, label=heading) if rows else ""
     notes = [f"{words[0].upper()}{words[1:]}." for words in _remarks(history, is_empty=not rows)]
     return markup.section(heading, table + "".join(map(markup.note, notes)))

@@ -221,7 +221,7 @@ def _regret(history: RunHistory) -> str:
     if history.limits:
         limits = "; ".join(clean(line, limit=200) for line in history.limits)
         lines.append(f"The space was too large to predict every plan: {limits}.")
-    return markup.section("What may have been missed", "\n".join(map(markup.note, lines)))
+    return markup.section("Regret", "\n".join(map(markup.note, lines)))
 
 
 def _progress(history: RunHistory) -> str:
@@ -262,13 +262,13 @@ def _drawn(heading: str, svg: str | None, caption: str) -> str:
 def _importance(extras: Extras) -> str:
     svg = figures.importance(extras.importance)
     if svg is None and extras.fault:
-        return markup.section("What mattered", markup.note(extras.fault))
+        return markup.section("Parameter importance", markup.note(extras.fault))
     caption = (
         "PED-ANOVA over the finished trials: the choices that separate the fast plans from the other tried "
         "plans. A search tries plans where it expects gains, so the trials show little about a choice that "
         "most of them share; the section on each axis shows predictions for the winner only."
     )
-    return _drawn("What mattered", svg, caption)
+    return _drawn("Parameter importance", svg, caption)
 
 
 def _predictions(history: RunHistory) -> str:

@@ -131,7 +131,8 @@ def left_out(history: RunHistory) -> str:
         items.append("Width and depth were not searched, because another shape is another model.")
     items.append(f"Knobs beside these, and why each is kept: quartet knobs {history.name}")
     return markup.section(
-        "What was left out", "<ul>" + "".join(f"<li>{markup.text(item)}</li>" for item in items) + "</ul>"
+        "Flags and axes left out",
+        "<ul>" + "".join(f"<li>{markup.text(item)}</li>" for item in items) + "</ul>",
     )
 
 
@@ -154,9 +155,7 @@ def provenance(history: RunHistory, fault: str | None) -> str:
     rows = [(name, clean(value, limit=4000)) for name, value in facts if value]
     listed = "".join(f"<li>{markup.text(clean(fault))}</li>" for fault in faults)
     unread = f"<p>Not readable, and so not shown:</p><ul>{listed}</ul>" if faults else ""
-    return markup.section(
-        "Where it comes from", markup.table(("", ""), rows, label="Where it comes from") + unread
-    ) + (
+    return markup.section("Provenance", markup.table(("", ""), rows, label="Provenance") + unread) + (
         "<footer>Made by quartet_plugin. This file is self-contained: it loads nothing and runs no script."
         "</footer>"
     )

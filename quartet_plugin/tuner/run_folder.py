@@ -45,31 +45,48 @@ class RunFolder:
 
     path: Path
 
-    # q.yaml as it was read, and the user's command.
     config_file = _Entry("config.json")
-    # The nodes and slots that trial 0 found; the cluster file and the calibration that the run was given.
-    cluster_file, machine_file = _Entry("cluster.json"), _Entry("machine.json")
+    """q.yaml as it was read, and the user's command."""
+    cluster_file = _Entry("cluster.json")
+    """The nodes and slots that trial 0 found."""
+    machine_file = _Entry("machine.json")
+    """The cluster file that the run was given."""
     calibration_file = _Entry("calibration.json")
-    # Copies of the schedule files that the search names.
+    """The calibration that the run was given."""
     schedules = _Entry("schedules")
-    # The log of events, a line each.
+    """Copies of the schedule files that the search names."""
     events_file = _Entry("events.jsonl")
-    # Folders of the trials, of their depth proxies, of the drift checks and of the final rounds.
-    trials, depth_proxies = _Entry("trials"), _Entry("cropped")
-    drift_checks, final = _Entry("control"), _Entry("final")
-    # The parity gate's runs, with receipts beside their plans; the weights, which go when the tuner ends.
-    parity, parity_weights = _Entry("parity"), _Entry("parity/weights")
-    # The winner, a shell line that trains with it, and the estimate of what the search missed.
-    best_plan, best_command = _Entry("best/plan.json"), _Entry("best/command.sh")
+    """The log of events, a line each."""
+    trials = _Entry("trials")
+    """The trials' folders."""
+    depth_proxies = _Entry("cropped")
+    """The folders of the trials' depth proxies."""
+    drift_checks = _Entry("control")
+    """The folders of the drift checks."""
+    final = _Entry("final")
+    """The folders of the final rounds' launches."""
+    parity = _Entry("parity")
+    """The parity gate's runs, with receipts beside their plans."""
+    parity_weights = _Entry("parity/weights")
+    """The weights that the parity gate's runs start from; removed when the tuner ends."""
+    best_plan = _Entry("best/plan.json")
+    """The winner."""
+    best_command = _Entry("best/command.sh")
+    """A shell line that trains with the winner."""
     best_regret = _Entry("best/regret.json")
-    # Of a run whose trials have fewer replicas: the launches at full size, and the winner there.
-    full_size = _Entry("full-size")
-    full_plan, full_command = _Entry("best/full-size/plan.json"), _Entry("best/full-size/command.sh")
-    full_prediction = _Entry("best/full-size/prediction.json")
-    # What each axis of the winner gave.
+    """The estimate of the regret."""
     best_axes = _Entry(f"best/{AXES_NAME}")
-    # Throughput against shape, where the search had several shapes.
+    """The gain of each axis of the winner."""
     best_shapes = _Entry(f"best/{SHAPES_NAME}")
+    """Throughput against shape, where the search had several shapes."""
+    full_size = _Entry("full-size")
+    """The launches at full size of a run whose trials have fewer replicas."""
+    full_plan = _Entry("best/full-size/plan.json")
+    """The winner at full size."""
+    full_command = _Entry("best/full-size/command.sh")
+    """A shell line that trains with the winner at full size."""
+    full_prediction = _Entry("best/full-size/prediction.json")
+    """The prediction of the winner at full size, of the user's command, and the speedup."""
 
     @property
     def has_study(self) -> bool:

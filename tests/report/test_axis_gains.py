@@ -1,4 +1,4 @@
-"""What each axis gave, where it is shown."""
+"""The gain of each axis, where it is shown."""
 
 import html
 from dataclasses import replace
@@ -47,7 +47,7 @@ def test_status_and_page_have_it_where_a_plan_won() -> None:
     assert axis_lines(ended)[0] in status_lines(ended)
     assert status_record(ended)["axes"]["gains"][1]["gain"] == 1.214
     text = page(ended, Extras())
-    assert "What each axis gave" in text
+    assert "Gain of each axis" in text
     assert "&lt;zb-h1&gt;" in text
     assert status_record(history())["axes"] is None
 
@@ -75,7 +75,7 @@ NO_MODEL = AxisGains(objective="tokens_per_s", gains=(), why_none="the model <is
 )
 def test_without_gains_one_line_says_why(ended: RunHistory, reason: str, is_in_status: bool) -> None:
     text = page(ended, Extras())
-    section = text.partition("<h2>What each axis gave</h2>")[2].partition("</section>")[0]
+    section = text.partition("<h2>Gain of each axis</h2>")[2].partition("</section>")[0]
     assert section.count("<p") == 1
     assert html.escape(reason[1:], quote=False) in section
     assert "<table" not in section

@@ -20,8 +20,8 @@ from quartet_plugin.report.formatting import SECONDS_HEAD, SPEEDUP_HEAD, bubble_
 from quartet_plugin.report.gantt import timeline
 from quartet_plugin.report.markup import PIECE, breakable
 from quartet_plugin.report.page import Extras, Picture, page
-from quartet_plugin.report.timeline import KIND_NAMES
 from quartet_plugin.report.plan_timeline import flop_costs, simulated_plan
+from quartet_plugin.report.timeline import KIND_NAMES
 from quartet_plugin.schedule import simulate as simulation_module
 from quartet_plugin.schedule.choice import choice_of, generated
 from quartet_plugin.schedule.files import order_texts
@@ -151,7 +151,7 @@ def test_the_page_says_what_was_found() -> None:
     for heading in (
         "Best against baseline",
         "History",
-        "What mattered",
+        "Parameter importance",
         "Predicted against measured",
         "Memory per stage and rank",
         "Timeline of your command",
@@ -159,7 +159,7 @@ def test_the_page_says_what_was_found() -> None:
         "Train with the best plan",
         "Every trial",
         "Refused and failed",
-        "What was left out",
+        "Flags and axes left out",
     ):
         assert heading in text
     assert "rank 1: torch.OutOfMemoryError (1 GiB too much)" in text
