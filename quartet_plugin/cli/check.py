@@ -127,7 +127,7 @@ def keep_receipt(receipt: "Receipt", *, plan: Path, place: Path) -> Path:
 
 def lines(receipt: "Receipt") -> list[str]:
     """A table of the steps, under the tolerances."""
-    against = "the command's own configuration" if receipt.reference == "command" else "stock parallelism"
+    against = "the command's configuration" if receipt.reference == "command" else "stock parallelism"
     allowed = receipt.tolerance
     header = [
         f"against {against}, {receipt.precision}; allowed: loss {allowed.loss:g}, gradient norm "

@@ -1,6 +1,6 @@
 """The `quartet` command: finds the sub-command, runs it, and turns errors into one line and an exit code.
 
-What follows the first literal `--` is the user's own training command. It is split off before anything
+What follows the first literal `--` is the user's training command. It is split off before anything
 is parsed, never edited, and reaches the commands as `Invocation.user_command`.
 
 This module imports next to nothing: what takes time is imported where `entry` has already taken Ctrl-C over.

@@ -66,7 +66,7 @@ class FinalChoice:
 
 @record
 class Comparison:
-    """A plan against the user's own configuration, measured in turns; `speedup` is of the objective.
+    """A plan against the user's configuration, measured in turns; `speedup` is of the objective.
 
     `choice` goes with a winner: how it was chosen among the plans that were measured so. `confidence` is that
     of the speedup's interval; None in files of earlier releases, whose interval is a bootstrap's.
@@ -96,7 +96,7 @@ class Regret:
     """What the search may have missed, relative to the winner's objective (0.02: 2 % more of it).
 
     `gain` is the median of the estimate and its 95 % interval; where the search ended without a winner, over
-    the user's own configuration. `notable` is the probability of more than NOTABLE. `likely` is the untried
+    the user's configuration. `notable` is the probability of more than NOTABLE. `likely` is the untried
     plan that is most often the best, `likely_chance` how often; None where every plan was tried.
     `num_untried` plans were looked at, predicted from `num_measured`; `source` says by what.
     """

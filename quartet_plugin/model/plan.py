@@ -108,7 +108,7 @@ class ScheduleChoice:
 
 @record
 class Baseline:
-    """The user's own configuration, which a plan is compared with; its mapping is the launcher's order."""
+    """The user's configuration, which a plan is compared with; its mapping is the launcher's order."""
 
     layout: Layout
     split: Split

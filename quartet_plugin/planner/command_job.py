@@ -1,4 +1,4 @@
-"""A job to plan for, read from the user's own training command instead of a JOB.yaml's model and batch."""
+"""A job to plan for, read from the user's training command instead of a JOB.yaml's model and batch."""
 
 from argparse import Namespace
 from collections.abc import Mapping

@@ -68,7 +68,7 @@ BARE_STAGES = ("bare_first_stage", "bare_last_stage")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """All plans of a run, made by `build_space`; `baseline` is the user's own configuration.
+    """All plans of a run, made by `build_space`; `baseline` is the user's configuration.
 
     `written` are the schedules of the files that the search names, by file name; `is_planned` and
     `scale_up_devices` are as in `LayoutRules`.
@@ -351,7 +351,7 @@ class Space:
 
 
 def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed: int) -> Plan:
-    """The user's own configuration as a plan; every plan of the run is made for the same job.
+    """The user's configuration as a plan; every plan of the run is made for the same job.
 
     Raises ConfigError for a model that has no split, PlanError where the report contradicts itself.
     """

@@ -1,4 +1,4 @@
-"""Drift checks: the user's own configuration, measured again now and then during a search.
+"""Drift checks: the user's configuration, measured again now and then during a search.
 
 Trials are compared with a baseline that was measured at the start. Where the machine has become slower or
 faster since, by more than its launches scatter, the user reads it, and later measurements are compared with
