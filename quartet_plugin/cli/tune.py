@@ -156,7 +156,7 @@ def tune_command(
     )
     asked = asked.with_options(run=name, trials=trials)
     check_installed(asked.study.sampler)
-    path = run_dir / (asked.run or default_run_name((training.target,)))
+    path = run_dir / (asked.run or default_run_name((training.target,), arguments=training.arguments))
     if is_requeued(path):
         resume, takeover = True, True
     if not resume:

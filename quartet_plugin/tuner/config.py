@@ -6,6 +6,7 @@ with the safe YAML loader and a strict schema; an unknown key or a wrong type is
 
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,8 @@ from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.study.samplers import DEFAULT, SamplerName, check_name
 from quartet_plugin.study.storage import FORMS, SQLITE, check_address, without_password
 
+# Trains a recipe of Megatron-Bridge; its run is named after the recipe.
+_RECIPE_MODULE = "quartet_plugin.bridge.recipe"
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 # The most final rounds, in multiples of `study.rounds`.
@@ -292,11 +295,26 @@ def parse_config(data: Any, *, where: str) -> TuneConfig:
     return validate(TuneConfig, _without_empty_sections(data), where=where)
 
 
-def default_run_name(command: Sequence[str]) -> str:
-    """A run name from the script in the user's command: `pretrain_gpt.py` gives `pretrain_gpt`."""
+def default_run_name(command: Sequence[str], *, arguments: Sequence[str] = ()) -> str:
+    """A run name from the script in the user's command: `pretrain_gpt.py` gives `pretrain_gpt`.
+
+    `arguments` are those of the script. A recipe of Megatron-Bridge gives the recipe's name.
+    """
     script = next((word for word in command if word.endswith(".py")), command[-1] if command else "")
+    if script == _RECIPE_MODULE:
+        script = _recipe_in(arguments) or script
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", Path(script).stem).strip("-._")[:100]
     return name if _RUN_NAME.fullmatch(name) else "run"
+
+
+def _recipe_in(arguments: Sequence[str]) -> str | None:
+    """The value of `--recipe`; None without it."""
+    for word, following in zip_longest(arguments, arguments[1:]):
+        if word == "--recipe":
+            return following
+        if word.startswith("--recipe="):
+            return word.removeprefix("--recipe=")
+    return None
 
 
 def _without_empty_sections(data: dict[Any, Any]) -> dict[Any, Any]:

@@ -177,6 +177,20 @@ def test_a_run_is_named_after_the_script(command: tuple[str, ...], name: str) ->
     assert default_run_name(command) == name
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("--recipe", "llama3_8b", "train.train_iters=10"), "llama3_8b"),
+        (("train.train_iters=10", "--recipe=llama3_8b"), "llama3_8b"),
+        (("--recipe",), "quartet_plugin.bridge"),
+        ((), "quartet_plugin.bridge"),
+    ],
+)
+def test_a_run_of_a_recipe_is_named_after_the_recipe(arguments: tuple[str, ...], name: str) -> None:
+    assert default_run_name(("quartet_plugin.bridge.recipe",), arguments=arguments) == name
+    assert default_run_name(("train.py",), arguments=arguments) == "train"
+
+
 def test_a_run_is_resumed_as_it_was_begun(tmp_path: Path) -> None:
     config = parse_config(
         {"run": "r", "search": {"split": ["6+2", "even"], "scaling": {}}, "study": {"trials": 5}}, where="x"
