@@ -90,9 +90,9 @@ CUDA_GRAPH_MODULES = _PartsKnob(
     words=SETS,
     axis=Axis.OPTIONS,
     change_class="A",
-    rule="a command that captures parts of layers; mlp with dense layers and not beside "
+    rule="a command that captures parts of layers; mlp with dense layers and not with "
     "overlap_moe_expert_parallel_comm, the router without capacity, each not around what is recomputed "
-    "(megatron/core/transformer/transformer_config.py)",
+    "(megatron/core/transformer/transformer_config.py); needs a GPU",
     flag="--cuda-graph-modules",
     destination="cuda_graph_modules",
     needs_gpu=True,

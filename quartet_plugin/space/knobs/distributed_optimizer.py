@@ -35,7 +35,8 @@ DISTRIBUTED_OPTIMIZER = LayoutKnob(
     kind="switch",
     axis=Axis.DEGREES,
     change_class="B",
-    rule="more than one copy; kept where parameters are gathered beside the forward (arguments.py)",
+    rule="more than one copy; kept with overlap_param_gather, FSDP, several optimizer instances, offloading "
+    "of activations or the precision-aware optimizer (megatron/training/arguments.py)",
     flag="--use-distributed-optimizer",
     default="stock",
     framework=MEGATRON.framework,

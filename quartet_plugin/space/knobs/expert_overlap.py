@@ -105,11 +105,11 @@ def _delay_fault(value: Value, context: KnobContext) -> str | None:
 SHARED_EXPERT_OVERLAP = SettingKnob(
     name=SHARED,
     label=SHARED,
-    meaning="the shared expert runs beside the exchange of tokens",
+    meaning="the shared expert runs during the exchange of tokens",
     kind="switch",
     axis=Axis.OPTIONS,
     change_class="B",
-    rule="a shared expert, dispatcher alltoall or flex; not beside overlap_moe_expert_parallel_comm or "
+    rule="a shared expert, dispatcher alltoall or flex; not with overlap_moe_expert_parallel_comm or "
     "recompute of shared_experts (megatron/core/transformer/transformer_config.py); needs a GPU "
     "(megatron/core/transformer/moe/shared_experts.py)",
     flag="--moe-shared-expert-overlap",
@@ -126,12 +126,12 @@ SHARED_EXPERT_OVERLAP = SettingKnob(
 EXPERT_OVERLAP = SettingKnob(
     name=OVERLAP,
     label=OVERLAP,
-    meaning="experts' exchange of tokens of one microbatch runs beside another's computation",
+    meaning="experts' exchange of tokens of one microbatch runs during another's computation",
     kind="switch",
     axis=Axis.OPTIONS,
     change_class="B",
     rule="EP above 1, virtual stages in a pipeline, the framework's schedules, dispatcher alltoall or flex, "
-    "fp16 or bf16, at most one layer of multi-token prediction; not beside moe_shared_expert_overlap, full "
+    "fp16 or bf16, at most one layer of multi-token prediction; not with moe_shared_expert_overlap, full "
     "recompute or recompute of moe (megatron/core/transformer/transformer_config.py); needs a GPU "
     "(megatron/core/pipeline_parallel/combined_1f1b.py)",
     flag="--overlap-moe-expert-parallel-comm",
@@ -148,12 +148,12 @@ EXPERT_OVERLAP = SettingKnob(
 DELAYED_WEIGHT_GRADIENTS = SettingKnob(
     name=DELAY,
     label=DELAY,
-    meaning="weight gradients run beside the exchange of tokens, which does not wait for them",
+    meaning="weight gradients run during the exchange of tokens, which does not wait for them",
     kind="switch",
     axis=Axis.OPTIONS,
     change_class="A",
     rule="with overlap_moe_expert_parallel_comm (megatron/core/transformer/transformer_config.py) and "
-    "Transformer Engine's layers (megatron/training/arguments.py)",
+    "Transformer Engine's layers (megatron/training/arguments.py); needs a GPU",
     flag="--delay-wgrad-compute",
     destination="delay_wgrad_compute",
     needs_gpu=True,

@@ -49,7 +49,7 @@ EXPERT_PARALLEL = LayoutKnob(
     axis=Axis.DEGREES,
     change_class="B",
     rule="divides the experts, and DP x CP (megatron/training/arguments.py, "
-    "megatron/core/parallel_state.py); above 1 beside flex and overlap of expert communication "
+    "megatron/core/parallel_state.py); must be above 1 with flex or overlap of expert communication "
     "(megatron/core/transformer/transformer_config.py)",
     flag="--expert-model-parallel-size",
     offers=_offers,

@@ -36,8 +36,9 @@ MOE_GROUPED_GEMM = SettingKnob(
     axis=Axis.OPTIONS,
     change_class="B",
     rule="Transformer Engine's layers (megatron/core/models/backends.py), without linear biases "
-    "(megatron/core/transformer/moe/experts.py); on beside recompute of moe_act "
-    "(megatron/core/transformer/transformer_config.py)",
+    "(megatron/core/transformer/moe/experts.py); must be on with recompute of moe_act "
+    "(megatron/core/transformer/transformer_config.py); kept with flex, CUDA graphs or offloading of "
+    "activations; needs a GPU",
     flag="--moe-grouped-gemm",
     destination="moe_grouped_gemm",
     needs_gpu=True,

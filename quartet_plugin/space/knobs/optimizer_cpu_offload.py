@@ -32,8 +32,8 @@ OPTIMIZER_CPU_OFFLOAD = SettingKnob(
     axis=Axis.OPTIONS,
     change_class="B",
     rule="a command with --use-precision-aware-optimizer (megatron/training/arguments.py), and "
-    "distributed_optimizer (megatron/core/optimizer/optimizer_config.py); the command's own beside fp8 or "
-    "an offloaded part; needs a GPU (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py)",
+    "distributed_optimizer (megatron/core/optimizer/optimizer_config.py); kept with fp8 or an "
+    "offloaded part; needs a GPU (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py)",
     flag="--optimizer-cpu-offload",
     destination="optimizer_cpu_offload",
     needs_gpu=True,

@@ -72,7 +72,7 @@ RECOMPUTE = LayoutKnob(
     words=MODES,
     axis=Axis.RECOMPUTE,
     change_class="A",
-    rule="not beside offloading or CUDA graphs; not full beside overlap of expert communication "
+    rule="not with offloading or CUDA graphs; not full with overlap of expert communication "
     "(megatron/core/transformer/transformer_config.py)",
     flag="--recompute-granularity",
     default="stock",

@@ -86,7 +86,7 @@ RECOMPUTE_NUM_LAYERS = _WrittenSetting(
     kind="degree",
     axis=Axis.RECOMPUTE,
     change_class="A",
-    rule="with full recompute; 1 with the uniform method beside multi-token prediction "
+    rule="with full recompute; must be 1 with the uniform method and multi-token prediction "
     "(megatron/core/transformer/multi_token_prediction.py)",
     flag="--recompute-num-layers",
     destination="recompute_num_layers",

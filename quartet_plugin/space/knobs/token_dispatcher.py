@@ -41,8 +41,8 @@ TOKEN_DISPATCHER = SettingKnob(
     words=(ALLGATHER, ALLTOALL, FLEX),
     axis=Axis.OPTIONS,
     change_class="B",
-    rule="several devices with experts; the command's own beside flex, overlap of expert communication, "
-    "capacity or CUDA graphs (megatron/core/transformer/transformer_config.py)",
+    rule="several devices with experts; kept with flex, overlap of expert communication or of the shared "
+    "expert, capacity or CUDA graphs (megatron/core/transformer/transformer_config.py)",
     flag="--moe-token-dispatcher-type",
     destination="moe_token_dispatcher_type",
     default="stock",

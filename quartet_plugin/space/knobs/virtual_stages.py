@@ -44,8 +44,8 @@ VIRTUAL_STAGES = LayoutKnob(
     axis=Axis.SCHEDULE,
     change_class="A",
     rule="no stage but the first and the last is empty "
-    "(megatron/core/transformer/pipeline_parallel_layer_layout.py); above 1 beside overlap of expert "
-    "communication (megatron/core/transformer/transformer_config.py)",
+    "(megatron/core/transformer/pipeline_parallel_layer_layout.py); must be above 1 in a pipeline with "
+    "overlap of expert communication (megatron/core/transformer/transformer_config.py)",
     flag="--num-virtual-stages-per-pipeline-rank",
     offers=_offers,
     fault=_fault,
