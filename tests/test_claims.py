@@ -17,31 +17,6 @@ DOCS = ROOT / "docs"
 # A page, a pattern of its figures, and the pattern of the same figures in docs/benchmarks.md.
 SAME = (
     (
-        "planner.md",
-        r"`named` ([\d.]+) \(([\d.]+) to ([\d.]+)",
-        r"ranked and mapped \| ([\d.]+) s \(([\d.]+) to ([\d.]+)\)",
-    ),
-    (
-        "planner.md",
-        r"`searched` ([\d.]+) \(([\d.]+) to ([\d.]+)",
-        r"ten best searched too \| ([\d.]+) s \(([\d.]+) to ([\d.]+)\)",
-    ),
-    (
-        "planner.md",
-        r"`slow-node` ([\d.]+) \(([\d.]+) to ([\d.]+)",
-        r"with one slow node \| ([\d.]+) s \(([\d.]+) to ([\d.]+)\)",
-    ),
-    (
-        "planner.md",
-        r"`partition` ([\d.]+) \(([\d.]+) to ([\d.]+)",
-        r"pair of tensor partitions \| ([\d.]+) s \(([\d.]+) to ([\d.]+)\)",
-    ),
-    (
-        "planner.md",
-        r"On an older machine [^.]*: .*? `deepseek-v3-256` ([\d.]+)\.",
-        r"256 H100, on an older machine \| ([\d.]+) s",
-    ),
-    (
         "cost-model.md",
         r"force-balanced \| (\d+) \| mean ([\d.]+) %, median ([\d.]+) %",
         r"\| (\d+) published configurations of experts[^|]*\| ([\d.]+) %, ([\d.]+) %",
