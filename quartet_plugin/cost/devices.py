@@ -66,12 +66,12 @@ class DeviceSpec:
 
     @property
     def resolved_host_link_bytes_per_s(self) -> float:
-        """Bytes/s of the device's copies to or from its host."""
+        """Bytes/s of the device's copies to or from its host; a usual host's where the file has none."""
         return self.host_link_bytes_per_s or HOST_LINK_BYTES_PER_S
 
     @property
     def resolved_host_memory_bytes_per_s(self) -> float:
-        """Bytes/s of the host's memory that one device has."""
+        """The device's share of the host's memory bandwidth; a usual host's where the file has none."""
         return self.host_memory_bytes_per_s or HOST_MEMORY_BYTES_PER_S
 
     def peak_flops_of(self, precision: Precision) -> float:
