@@ -266,13 +266,11 @@ def with_launcher(
     nodes: int | None = None,
 ) -> TuneConfig:
     """The configuration with the options of the command line. Raises ConfigError in one line."""
-    asked: dict[str, Any] = {"launcher": launcher, "site": site, "nodes": nodes}
-    data = config.model_dump(mode="json", exclude_defaults=True)
-    data |= {name: value for name, value in asked.items() if value is not None}
+    options: dict[str, Any] = {"launcher": launcher, "site": site, "nodes": nodes}
+    asked = {name: value for name, value in options.items() if value is not None}
     if trial_nodes is not None:
-        data["trial"] = {**data.get("trial", {}), "nodes": trial_nodes}
-    is_asked = any(option is not None for option in (launcher, trial_nodes, site, nodes))
-    return parse_config(data, where="options") if is_asked else config
+        asked["trial"] = {**dict(config.trial), "nodes": trial_nodes}
+    return validate(TuneConfig, {**dict(config), **asked}, where="options") if asked else config
 
 
 def placement_of(config: TuneConfig, *, cwd: Path | None = None) -> Placement:

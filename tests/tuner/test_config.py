@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import read_json, write_json_atomic
-from quartet_plugin.tuner.config import TuneConfig, default_run_name, parse_config, read_config
+from quartet_plugin.tuner.config import (
+    TuneConfig,
+    default_run_name,
+    parse_config,
+    read_config,
+    with_launcher,
+)
 from quartet_plugin.tuner.run_folder import create_run, resume_run
 
 
@@ -189,6 +195,22 @@ def test_a_run_is_named_after_the_script(command: tuple[str, ...], name: str) ->
 def test_a_run_of_a_recipe_is_named_after_the_recipe(arguments: tuple[str, ...], name: str) -> None:
     assert default_run_name(("quartet_plugin.bridge.recipe",), arguments=arguments) == name
     assert default_run_name(("train.py",), arguments=arguments) == "train"
+
+
+def test_options_change_nothing_else_of_a_file() -> None:
+    """Neither `auto`, which a file of data has no null for, nor the password that is never written down."""
+    file = {
+        "search": {"recompute": "auto", "sequence_parallel": "auto", "tensor_partition": "auto"},
+        "study": {"storage": "postgresql://u:hunter22@h/d"},
+        "trial": {"crop": "none"},
+    }
+    config = parse_config(file, where="q.yaml")
+    asked = with_launcher(config, launcher="slurm", trial_nodes=2, site="site.yaml", nodes=4)
+    assert (asked.launcher, asked.site, asked.nodes, asked.trial.nodes) == ("slurm", "site.yaml", 4, 2)
+    assert asked.trial == config.trial.model_copy(update={"nodes": 2})
+    assert (asked.search, asked.study) == (config.search, config.study)
+    with pytest.raises(ConfigError, match=r"options: trial\.nodes: 0: should be greater than or equal to 1"):
+        with_launcher(config, launcher=None, trial_nodes=0, site=None)
 
 
 def test_a_run_is_resumed_as_it_was_begun(tmp_path: Path) -> None:
