@@ -8,24 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quartet_plugin.launchers.command import Command
+    from quartet_plugin.launchers.placement import Placement
     from quartet_plugin.tuner.config import TuneConfig
 
 
 def dry_run_record(
-    config: "TuneConfig", *, command: "Command", path: Path, is_resumed: bool
+    config: "TuneConfig", *, command: "Command", placement: "Placement", path: Path, is_resumed: bool
 ) -> dict[str, Any]:
     """What `dry_run_lines` says, as data for other programs; see docs/formats.md."""
     from quartet_plugin.protocol.masking import masked_argv
-    from quartet_plugin.tuner.config import placement_of
+    from quartet_plugin.tuner.run_folder import RunFolder
 
     study, trial = config.study, config.trial
     return {
         "schema_version": 1,
         "run": str(path),
-        "state": "resumed" if is_resumed else "exists" if path.exists() else "new",
+        "state": "resumed" if is_resumed else "exists" if RunFolder(path=path).is_begun else "new",
         "command": masked_argv(command.words),
         "baseline": masked_argv(_baseline_words(command)),
-        "is_local": placement_of(config).is_local,
+        "is_local": placement.is_local,
         "num_trials": study.trials,
         "warmup": [trial.least_warmup, trial.most_warmup],
         "measure": [trial.least_measured, trial.most_measured],
@@ -52,7 +53,9 @@ def _longest_s(config: "TuneConfig") -> float:
     return config.trial.deadline_s * (1 + config.study.trials + config.study.max_final_launches)
 
 
-def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_resumed: bool) -> list[str]:
+def dry_run_lines(
+    config: "TuneConfig", *, command: "Command", placement: "Placement", path: Path, is_resumed: bool
+) -> list[str]:
     """The run folder, the baseline's command, the launches, and the space as far as no launch is needed."""
     from quartet_plugin.protocol.masking import masked_argv
     from quartet_plugin.report.formatting import duration
@@ -60,14 +63,19 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
     from quartet_plugin.tuner.run_folder import RunFolder
 
     study, trial = config.study, config.trial
+    folder = RunFolder(path=path.resolve())
     state = (
-        "would be resumed" if is_resumed else "exists: add --resume" if path.exists() else "would be created"
+        "would be resumed"
+        if is_resumed
+        else "exists: add --resume"
+        if folder.is_begun
+        else "would be created"
     )
     return [
         f"run       {path} {state}",
         f"command   {shlex.join(masked_argv(command.words))}",
         f"baseline  {shlex.join(masked_argv(_baseline_words(command)))}",
-        *_launcher_lines(config, command, folder=RunFolder(path=path.resolve()).trial(0) / f"{PREFIX}1"),
+        *_launcher_lines(config, command, placement, folder=folder.trial(0) / f"{PREFIX}1"),
         f"trials    your command, then at most {study.trials} plans, each "
         f"{_count(trial.least_warmup, trial.most_warmup)} + "
         f"{_count(trial.least_measured, trial.most_measured)} iterations",
@@ -79,13 +87,13 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
     ]
 
 
-def _launcher_lines(config: "TuneConfig", command: "Command", *, folder: Path) -> list[str]:
+def _launcher_lines(
+    config: "TuneConfig", command: "Command", placement: "Placement", *, folder: Path
+) -> list[str]:
     """The words by which a launcher starts trial 0 on its nodes, as the attempt whose folder is given."""
     from quartet_plugin.launchers.protocol import ObjectLauncher
     from quartet_plugin.protocol.masking import masked_argv
-    from quartet_plugin.tuner.config import placement_of
 
-    placement = placement_of(config)
     if placement.is_local:
         return []
     (device_slice,) = placement.slices(at_once=1, device=config.device)

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -142,7 +143,13 @@ def tune_command(
     from quartet_plugin.tuner.history import read_history
     from quartet_plugin.tuner.layer_builder import check_layer_builder
     from quartet_plugin.tuner.proposer import keep_machine, machine_of
-    from quartet_plugin.tuner.run_folder import RunFolder, create_run, prepare_folder, resume_run
+    from quartet_plugin.tuner.run_folder import (
+        RunFolder,
+        begun_run,
+        create_run,
+        prepare_folder,
+        resume_run,
+    )
     from quartet_plugin.tuner.schedule_files import check_schedule_files, keep_schedule_files
     from quartet_plugin.tuner.trial_backend import LocalBackend
     from quartet_plugin.tuner.tune_result import write_best
@@ -151,30 +158,38 @@ def tune_command(
     earlier_folder = None if earlier_run is None else find_run(earlier_run, run_dir=run_dir)
     check_versions()
     training = parse_command(words)
-    asked = with_launcher(
-        read_config(config), launcher=launcher, trial_nodes=trial_nodes, site=site, nodes=nodes
-    )
-    asked = asked.with_options(run=name, trials=trials)
-    check_installed(asked.study.sampler)
+    with_options = partial(with_launcher, launcher=launcher, trial_nodes=trial_nodes, site=site, nodes=nodes)
+    asked = with_options(read_config(config)).with_options(run=name, trials=trials)
     path = run_dir / (asked.run or default_run_name((training.target,), arguments=training.arguments))
+    cwd = Path.cwd()
     if is_requeued(path):
         resume, takeover = True, True
+    if resume:
+        if config is None:
+            begun = begun_run(path, config=None, command=None)
+            asked = with_options(begun.config).with_options(run=None, trials=trials)
+        resumed = begun_run(path, config=asked, command=words)
+        asked, cwd = resumed.config, resumed.cwd
+    check_installed(asked.study.sampler)
+    placement = placement_of(asked, cwd=cwd)
+    training = placement.command(training)
     if not resume:
-        training = placement_of(asked).command(training)
-        check_start(training, cwd=Path.cwd(), environment=os.environ)
-        machine_of(asked.machine, cwd=Path.cwd())
-        check_schedule_files(asked.search, command=training, cwd=Path.cwd())
-        check_layer_builder(asked.search, command=training, cwd=Path.cwd())
+        check_start(training, cwd=cwd, environment=os.environ)
+        machine_of(asked.machine, cwd=cwd)
+        check_schedule_files(asked.search, command=training, cwd=cwd)
+        check_layer_builder(asked.search, command=training, cwd=cwd)
         check_gpu_settings(asked, environment=os.environ)
         slices_of(asked, num_workers=workers, command=training, oversubscribe=oversubscribe)
     if dry_run:
         from quartet_plugin.cli.dry_run import dry_run_lines, dry_run_record
 
         if as_json:
-            content = dry_run_record(asked, command=training, path=path, is_resumed=resume)
+            content = dry_run_record(
+                asked, command=training, placement=placement, path=path, is_resumed=resume
+            )
             typer.echo(json.dumps(content, indent=1))
             return
-        show(*dry_run_lines(asked, command=training, path=path, is_resumed=resume))
+        show(*dry_run_lines(asked, command=training, placement=placement, path=path, is_resumed=resume))
         return
     folder = prepare_folder(path, is_resumed=resume)
     with (
@@ -183,17 +198,11 @@ def tune_command(
         DiskReserve(folder) as kept,
     ):
         if resume:
-            wanted = None if config is None else asked
-            if config is None and trials is not None:
-                begun = resume_run(folder, config=None, command=None).config
-                wanted = begun.with_options(run=None, trials=trials)
-            run = resume_run(folder, config=wanted, command=words)
+            run = resume_run(folder, config=asked, command=words)
         else:
-            keep_machine(asked.machine, cwd=Path.cwd(), folder=RunFolder(path=folder))
-            keep_schedule_files(asked.search, cwd=Path.cwd(), folder=RunFolder(path=folder))
+            keep_machine(asked.machine, cwd=cwd, folder=RunFolder(path=folder))
+            keep_schedule_files(asked.search, cwd=cwd, folder=RunFolder(path=folder))
             run = create_run(folder, config=asked.model_copy(update={"run": path.name}), command=words)
-        placement = placement_of(run.config, cwd=run.cwd)
-        training = placement.command(parse_command(words))
         slices = slices_of(run.config, num_workers=workers, command=training, oversubscribe=oversubscribe)
         first_slice = slices[0] if slices else None
         with (

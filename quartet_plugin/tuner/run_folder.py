@@ -93,6 +93,11 @@ class RunFolder:
         """Whether a study was begun, in the folder or on a server."""
         return any((self.path / name).exists() for name in (SQLITE_NAME, JOURNAL_NAME, STUDY_NAME))
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether a study was begun or the baseline measured; a run that has only failed may begin again."""
+        return self.has_study or any(map(_is_measured, self.trial(0).glob("attempt-*/result.json")))
+
     def trial(self, number: int) -> Path:
         """One trial's folder."""
         return self.trials / f"{number:06d}"
@@ -148,7 +153,7 @@ def prepare_folder(path: Path, *, is_resumed: bool) -> Path:
         if not folder.config_file.is_file():
             raise ConfigError(f"{path}: no run to resume; omit --resume to start one")
         return folder.path
-    if folder.has_study or _has_measured(folder):
+    if folder.is_begun:
         raise ConfigError(f"{path}: the run exists; add --resume to continue it, or choose another `run:`")
     try:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -163,16 +168,13 @@ def prepare_folder(path: Path, *, is_resumed: bool) -> Path:
     return folder.path
 
 
-def _has_measured(folder: RunFolder) -> bool:
-    """Whether the baseline was measured; a run that has only failed may be started again."""
-    for path in folder.trial(0).glob("attempt-*/result.json"):
-        try:
-            result = read_json(path)
-        except ConfigError:
-            continue
-        if isinstance(result, dict) and result.get("outcome") in ("OK", "UNSTABLE"):
-            return True
-    return False
+def _is_measured(path: Path) -> bool:
+    """Whether the result in the file is one of a measured launch."""
+    try:
+        result = read_json(path)
+    except ConfigError:
+        return False
+    return isinstance(result, dict) and result.get("outcome") in ("OK", "UNSTABLE")
 
 
 def create_run(path: Path, *, config: TuneConfig, command: Sequence[str]) -> TuningRun:
@@ -184,11 +186,23 @@ def create_run(path: Path, *, config: TuneConfig, command: Sequence[str]) -> Tun
 
 
 def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] | None) -> TuningRun:
-    """The run in `path` with its configuration and command.
+    """The run of `begun_run`, whose configuration is written down where one is given.
+
+    Whoever gives the command holds the run's lease: what a killed tuner left half-written is removed.
+    """
+    run = begun_run(path, config=config, command=command)
+    if command is not None:
+        _remove_torn(run.folder)
+    if config is not None:
+        _write_config(run)
+    return run
+
+
+def begun_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] | None) -> TuningRun:
+    """The run in `path` with its configuration and command; nothing is written.
 
     `config` and `command`, where given, must be those it was begun with, but for what changes no measurement
     (the number of trials, the final rounds, the deadline). Raises ConfigError with the first difference.
-    Whoever gives the command holds the run's lease: what a killed tuner left half-written is removed.
     """
     folder = RunFolder(path=prepare_folder(path, is_resumed=True))
     data = read_json(folder.config_file)
@@ -204,17 +218,14 @@ def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] 
             f"{path}: the run was started with another command: {difference}; "
             "give the same one, or choose another `run:`"
         )
-    words = tuple(begun_with if command is None else command)
-    if command is not None:
-        _remove_torn(folder)
-    cwd = Path(data["cwd"])
-    if config is None:
-        return TuningRun(folder=folder, config=begun, command=words, cwd=cwd)
-    _refuse_changes(begun, config, path=path)
-    merged = config.model_copy(update={"run": begun.run})
-    run = TuningRun(folder=folder, config=merged, command=words, cwd=cwd)
-    _write_config(run)
-    return run
+    if config is not None:
+        _refuse_changes(begun, config, path=path)
+    return TuningRun(
+        folder=folder,
+        config=begun if config is None else config.model_copy(update={"run": begun.run}),
+        command=tuple(begun_with if command is None else command),
+        cwd=Path(data["cwd"]),
+    )
 
 
 def _remove_torn(folder: RunFolder) -> None:

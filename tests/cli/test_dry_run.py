@@ -9,7 +9,8 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.launchers import nemo_run
 from quartet_plugin.launchers.megatron_words import arguments_in
 from quartet_plugin.model.megatron_arguments import features_of
-from quartet_plugin.tuner.config import TuneConfig
+from quartet_plugin.tuner.config import TuneConfig, parse_config
+from quartet_plugin.tuner.run_folder import create_run
 from tests.cli.tuning import prepare
 
 
@@ -101,6 +102,63 @@ def test_features_are_read_from_flags_alone() -> None:
         "moe",
     ]
     assert features_of(arguments_in(["--lr", "1e-4"])) == []
+
+
+def test_a_run_to_resume_is_told_as_it_was_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, command = prepare(tmp_path)
+    words = ["tune", "--run-dir", str(tmp_path / "runs"), "--name", "fake", "--resume"]
+    assert main([*words, "--dry-run", "--", *command]) == 2
+    assert "no run to resume; omit --resume" in capsys.readouterr().err
+    begun = parse_config({"search": {"tensor_parallel": 1}, "study": {"trials": 7}}, where="q.yaml")
+    create_run(tmp_path / "runs" / "fake", config=begun, command=command)
+    config = (tmp_path / "runs/fake/config.json").read_bytes()
+    for options, num_plans in ([], 7), (["--trials", "9"], 9):
+        assert main([*words, "--dry-run", *options, "--", *command]) == 0
+        text = capsys.readouterr().out
+        assert "would be resumed" in text
+        assert f"at most {num_plans} plans" in text
+        assert "tensor_parallel" in text
+        assert " 1: devices that share each layer" in text
+    assert main([*words, "--dry-run", "--", *command, "--lr", "1"]) == 2
+    assert "another command" in capsys.readouterr().err
+    assert (tmp_path / "runs/fake/config.json").read_bytes() == config
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ["--launcher", "ssh", "--site", "s.yaml", "--trial-nodes", "2"],
+            "trial.nodes: 2; the run was started",
+        ),
+        (["--launcher", "slurm"], "launcher: slurm; the run was started with local"),
+        (["--site", "s.yaml"], "site: s.yaml; the run was started with None"),
+        (["--nodes", "4"], "nodes: 4; the run was started with None"),
+    ],
+)
+@pytest.mark.parametrize("start", [["--dry-run"], []])
+def test_options_that_a_run_was_not_begun_with_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], says: str, start: list[str]
+) -> None:
+    _, command = prepare(tmp_path)
+    create_run(tmp_path / "runs" / "fake", config=TuneConfig(), command=command)
+    words = ["tune", "--run-dir", str(tmp_path / "runs"), "--name", "fake", "--resume", *start]
+    assert main([*words, *options, "--", *command]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_only_a_run_with_measurements_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One whose baseline has only failed begins anew, as the search itself says."""
+    folder = tmp_path / "runs" / "fake"
+    attempt = folder / "trials" / "000000" / "attempt-1"
+    attempt.mkdir(parents=True)
+    for outcome, state, words in ("CRASH", "new", "would be created"), ("OK", "exists", "add --resume"):
+        (attempt / "result.json").write_text(json.dumps({"outcome": outcome}))
+        assert dry_run(tmp_path) == 0
+        assert words in capsys.readouterr().out
+        assert dry_run(tmp_path, options=("--json",)) == 0
+        assert json.loads(capsys.readouterr().out)["state"] == state
 
 
 def test_what_a_search_refuses_a_dry_run_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
