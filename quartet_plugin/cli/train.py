@@ -15,6 +15,7 @@ from quartet_plugin.cli.command import (
     AcceptChangedSource,
     Device,
     DeviceName,
+    check_range,
     pass_on_changed_source,
     user_command,
 )
@@ -83,6 +84,8 @@ def train_command(
     training = parse_command(user_command(ctx))
     if launcher is None and (nodes, site) != (None, None):
         raise UsageError("quartet train: --nodes and --site work only with --launcher; add it, or omit them")
+    if nodes is not None:
+        check_range("--nodes", nodes, most=10_000)
     if launcher is not None:
         return _on_nodes(
             training,

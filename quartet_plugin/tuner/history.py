@@ -182,7 +182,15 @@ class _Reader:
     def _launch_seconds(self) -> tuple[float, LaunchSeconds]:
         """The seconds of every finished, readable launch, by phase."""
         folder, launch_s, parts = self._run.folder, 0.0, LaunchSeconds()
-        for place in (folder.trials, folder.depth_proxies, folder.drift_checks, folder.final, folder.parity):
+        places = (
+            folder.trials,
+            folder.depth_proxies,
+            folder.drift_checks,
+            folder.final,
+            folder.full_size,
+            folder.parity,
+        )
+        for place in places:
             for attempt in place.glob(f"*/{PREFIX}*"):
                 with contextlib.suppress(QuartetError):
                     result = read_result(attempt)

@@ -112,6 +112,13 @@ def test_an_unknown_device_and_a_missing_command_are_refused(capsys: pytest.Capt
     assert len(capsys.readouterr().err.strip().splitlines()) == 2
 
 
+@pytest.mark.parametrize("nodes", ["0", "-1", "10001"])
+def test_a_training_has_nodes(capsys: pytest.CaptureFixture[str], nodes: str) -> None:
+    words = ["train", "--launcher", "slurm", "--nodes", nodes, "--", "torchrun", "x.py"]
+    assert main(words) == 2
+    assert f"--nodes {nodes}: must be from 1 to 10000" in capsys.readouterr().err
+
+
 def test_the_ranks_own_error_gives_the_exit_code(tmp_path: Path) -> None:
     def write(rank: int, **content: object) -> None:
         failure = {

@@ -97,6 +97,11 @@ def test_a_script_that_fails_by_itself_is_shown(tmp_path: Path, capfd: pytest.Ca
         (["tune", "--resume", "--run-dir", "nowhere", "--", "python", "x.py"], 2, "no run to resume"),
         (["tune", "--max-minutes", "soon", "--", "python", "x.py"], 2, "max-minutes"),
         (["tune", "--max-minutes", "nan", "--", "python", "x.py"], 2, "max-minutes"),
+        (
+            ["tune", "--max-minutes", "0.05", "--", "python", "x.py"],
+            2,
+            "0.05: must be from 0.1 to 1e+06 minutes",
+        ),
         (["check", "plan.json", "--deadline", "nan", "--", "python", "x.py"], 2, "--deadline nan"),
     ],
 )

@@ -1,5 +1,6 @@
 """The expense of a search: one figure in the closing lines, the status, its JSON and the report."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +94,11 @@ def test_a_run_counts_every_launch_of_its_folder(tmp_path: Path) -> None:
     assert expense_of(run).device_hours == pytest.approx(2 * run.launch_s / 3600.0)
     assert 0.0 < run.launch_parts.measured_s < run.launch_s
     assert run.launch_parts.gate_s == 0.0
+    final, full_size = (tmp_path / "r" / name for name in ("final", "full-size"))
+    shutil.copytree(final, full_size)
+    num_more = len(list(full_size.glob("*/attempt-*")))
+    assert num_more
+    assert read_history(tmp_path / "r").launch_s == pytest.approx(run.launch_s + 90.0 * num_more)
 
 
 def test_unstable_launches_are_counted_and_a_busy_machine_is_said() -> None:
