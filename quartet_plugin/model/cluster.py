@@ -4,6 +4,7 @@ Bandwidths are bytes/s that one device sends in one direction while all devices 
 latency is that of one message, in seconds. A slot is one device's place; slots are numbered node by node.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -117,8 +118,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         names = [node.name for node in self.nodes]
-        twice = next((name for index, name in enumerate(names) if name in set(names[:index])), None)
-        if twice is not None and len(set(names)) != len(names):
+        if len(set(names)) != len(names):
+            twice = next(name for name, count in Counter(names).items() if count > 1)
             raise ConfigError(f"nodes: {twice!r} appears twice; give every node a unique name")
         if self.num_slots > MAX_SLOTS:
             raise ConfigError(f"nodes: {self.num_slots} devices together; must be at most {MAX_SLOTS}")

@@ -148,7 +148,7 @@ def write_bytes_atomic(path: str | os.PathLike[str], content: bytes) -> None:
 
 def field_path(parts: Sequence[str | int]) -> str:
     """A place in a JSON value the way one writes it: `layers[3].forward_s`."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{_inline(part)}" for part in parts)
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{_inline(str(part))}" for part in parts)
     return text.removeprefix(".")
 
 

@@ -1,6 +1,7 @@
 """Cluster files: read strictly, written as they are read."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,26 @@ def test_what_a_cluster_may_not_say(path: str, value: Any, words: str) -> None:
         parse_cluster(changed(path, value), where="cluster.json")
     assert str(caught.value).startswith("cluster.json")
     assert "\n" not in str(caught.value)
+
+
+def test_a_null_key_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="c: None: 1: unknown key"):
+        parse_cluster(make_cluster() | {None: 1}, where="c")
+
+
+def test_many_nodes_are_told_apart_in_one_pass() -> None:
+    class Name(str):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            hashed.append(self)
+            return super().__hash__()
+
+    hashed: list[str] = []
+    cluster = parse_cluster(make_cluster(num_nodes=200, per_node=1), where="c")
+    nodes = tuple(replace(node, name=Name(node.name)) for node in cluster.nodes)
+    assert replace(cluster, nodes=nodes).num_slots == 200
+    assert 200 <= len(hashed) <= 10 * 200
 
 
 def test_a_runs_own_list_of_nodes_is_named_as_such() -> None:
