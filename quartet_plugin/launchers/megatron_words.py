@@ -56,6 +56,20 @@ NUMBERS: dict[str, int | None] = {
     "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128,
 }
+# Those of which 0 is a value: nothing of the kind, or a first or last stage without layers.
+MAY_BE_ZERO = frozenset(
+    {
+        "train_iters",
+        "train_samples",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "num_experts",
+        "mtp_num_layers",
+        "ddp_bucket_size",
+        "recompute_num_layers",
+        "moe_shared_expert_intermediate_size",
+    }
+)
 TEXTS: dict[str, str | int | None] = {
     "position_embedding_type": "learned_absolute",
     "pipeline_model_parallel_layout": None,
@@ -169,7 +183,7 @@ def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
         elif dest in SWITCHES:
             values[dest] = True
         elif dest in NUMBERS:
-            values[dest] = _number(flag, given)
+            values[dest] = _number(flag, given, least=0 if dest in MAY_BE_ZERO else 1)
         elif dest in TEXTS:
             values[dest] = _value(flag, given)
         elif dest in LISTS:
@@ -197,10 +211,11 @@ def _value(flag: str, given: Sequence[str]) -> str:
     return given[0]
 
 
-def _number(flag: str, given: Sequence[str]) -> int:
+def _number(flag: str, given: Sequence[str], *, least: int) -> int:
     text = _value(flag, given)
-    if not re.fullmatch(r"[0-9]{1,15}", text, re.ASCII):
-        raise ConfigError(f"{flag}: {text[:60]!r}; must be a whole number")
+    if not re.fullmatch(r"[0-9]{1,15}", text, re.ASCII) or int(text) < least:
+        above = " above 0" if least else ""
+        raise ConfigError(f"{flag}: {text[:60]!r}; must be a whole number{above}")
     return int(text)
 
 

@@ -5,6 +5,7 @@ import pytest
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.megatron_words import (
     LISTS,
+    MAY_BE_ZERO,
     NUMBERS,
     SWITCHES,
     TEXTS,
@@ -68,6 +69,17 @@ def test_another_expression_is_refused(text: str) -> None:
     [
         (["--num-layers", "many"], "--num-layers: 'many'"),
         (["--hidden-size"], "--hidden-size: its value is missing"),
+        *(
+            ([flag, "0"], f"{flag}: '0'; must be a whole number above 0")
+            for flag in (
+                "--tensor-model-parallel-size",
+                "--pipeline-model-parallel-size",
+                "--context-parallel-size",
+                "--num-attention-heads",
+                "--make-vocab-size-divisible-by",
+                "--num-layers-per-virtual-pipeline-stage",
+            )
+        ),
         (
             ["--cpu-offloading-num-layers", "2"],
             "--cpu-offloading-num-layers: the cost model does not support",
@@ -80,6 +92,12 @@ def test_what_cannot_be_read_is_refused_by_the_flags_name(words: list[str], says
     with pytest.raises(ConfigError) as error:
         read_arguments(words)
     assert says in str(error.value)
+
+
+def test_zero_is_a_number_of_experts_and_of_layers_on_an_end() -> None:
+    words = [word for dest in MAY_BE_ZERO for word in (flag_of(dest), "0")]
+    args, _ = read_arguments(words)
+    assert {getattr(args, dest) for dest in MAY_BE_ZERO} == {0}
 
 
 def test_a_flag_that_is_switched_off_is_no_refusal() -> None:
