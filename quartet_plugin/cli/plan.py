@@ -133,7 +133,6 @@ def plan_command(
         job, model=model, seq_length=seq_length, cluster=cluster, batch=batch, tokens=tokens, price=price
     )
     library = devices_of(hardware)
-    folder = None if job is None else job.parent
     words = invocation(ctx).user_command
     user: CommandJob | None = None
     if vocab_size is not None and words is None:
@@ -141,7 +140,7 @@ def plan_command(
     if words is None:
         request = _request(job, sections, counts=counts, devices=library)
     else:
-        user = _command_job(words, sections, vocab_size=vocab_size, devices=library, folder=folder)
+        user = _command_job(words, sections, vocab_size=vocab_size, devices=library, job=job)
         request = user.request
     if price is not None and request.cost.tokens is None:
         raise UsageError("--price: the cost of a job needs its length; add --tokens N")
@@ -302,7 +301,9 @@ def _release(asked: str | None, words: "Sequence[str] | None") -> str:
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
-    """The numbers of `--devices`. Raises UsageError if the text is not a list of numbers."""
+    """The numbers of `--devices`. Raises UsageError if the text is not a list of numbers in range."""
+    from quartet_plugin.model.plan import MAX_RANKS
+
     if text is None:
         return ()
     parts = text.split(",")
@@ -310,7 +311,10 @@ def _counts(text: str | None) -> tuple[int, ...]:
         part.isascii() and part.isdigit() and len(part) < 8 for part in parts
     ):
         raise UsageError(f"--devices {text[:60]}: must be numbers of devices, such as 64,128,256")
-    return tuple(dict.fromkeys(int(part) for part in parts))
+    counts = tuple(dict.fromkeys(map(int, parts)))
+    for count in counts:
+        check_range("--devices", count, most=MAX_RANKS)
+    return counts
 
 
 def _sections(
@@ -386,10 +390,10 @@ def _request(
     if isinstance(named, str):
         if not counts:
             raise UsageError(f"--cluster {named}: the number of devices is missing; add --devices N")
-        per_node = min(device_named(named, extra=devices).devices_per_node, counts[0])
+        per_node = min(device_named(named, extra=devices).devices_per_node, max(counts))
         sections["cluster"] = {
             "device": named,
-            "num_nodes": max(1, counts[0] // per_node),
+            "num_nodes": max(counts) // per_node,
             "devices_per_node": per_node,
         }
     where = "options" if job is None else str(job)
@@ -402,11 +406,22 @@ def _command_job(
     *,
     vocab_size: int | None,
     devices: "Mapping[str, DeviceSpec] | None",
-    folder: Path | None,
+    job: Path | None,
 ) -> "CommandJob":
     from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.model.files import field_path, shown
+    from quartet_plugin.model.schema import unknown_key
     from quartet_plugin.planner.command_job import job_of_command
+    from quartet_plugin.tuner.config import TuneConfig
 
+    known = ["model", "cluster", "batch", "search", "cost", *TuneConfig.model_fields]
+    for key, value in sections.items():
+        if key not in known:
+            raise ConfigError(f"{job}: {field_path([key])}: {shown(value)}: {unknown_key(key, known=known)}")
     return job_of_command(
-        parse_command(words), sections=sections, vocab_size=vocab_size, devices=devices, folder=folder
+        parse_command(words),
+        sections=sections,
+        vocab_size=vocab_size,
+        devices=devices,
+        folder=None if job is None else job.parent,
     )

@@ -255,6 +255,16 @@ def test_several_numbers_of_devices_side_by_side(tmp_path: Path, capsys: pytest.
     assert read_plan(tmp_path / "plan.json").made_for.world_size == 8
 
 
+def test_the_order_of_numbers_of_devices_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nodes are as large as the device's name says, where the largest number fills them."""
+    options = ["--model", "llama3-8b", "--cluster", "H100", "--seq-length", "2048", "--global-batch", "64"]
+    tables = []
+    for numbers in ("4,16", "16,4"):
+        assert main(["plan", *options, "--devices", numbers, "--json"]) == 0
+        tables.append(json.loads(capsys.readouterr().out)["devices_frontier"])
+    assert tables[0] == tables[1]
+
+
 def test_time_against_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", write_job(tmp_path), "--frontier", "memory", "--json"]) == 0
     points = json.loads(capsys.readouterr().out)["memory_frontier"]
@@ -271,6 +281,8 @@ def test_time_against_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     [
         (("--devices", "many"), "--devices many: must be numbers"),
         (("--devices", "6"), "nearest: 4 or 8"),
+        (("--devices", "0"), "--devices 0: must be from 1 to 65536"),
+        (("--model", "llama3-8b", "--devices", "4,0"), "--devices 0: must be from 1 to 65536"),
         (("--devices", "4,8", "-o", "plan.json"), "-o, --top, --refused and --exhaustive are for one plan"),
         (("--price", "2"), "needs its length; add --tokens N"),
         (("--tokens", "-1"), "cost.tokens: -1.0"),

@@ -229,6 +229,11 @@ def test_a_cluster_file_and_a_job_files_search_are_taken(
         (words(without="--hidden-size 1024"), (), "--hidden-size: not given"),
         (words(without="--micro-batch-size 2"), (), "--micro-batch-size: not given"),
         (words("--hidden-size 1,024"), (), "--hidden-size: '1,024'"),
+        (
+            words("--context-parallel-size 0"),
+            (),
+            "--context-parallel-size: '0'; must be a whole number above",
+        ),
         (words("--expert-tensor-parallel-size 4"), (), "--expert-tensor-parallel-size: 4; must be 1, or"),
         (
             words("--num-experts 8 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"),
@@ -252,6 +257,21 @@ def test_what_cannot_be_read_is_refused_by_name(
     error = capsys.readouterr().err
     assert says in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_a_key_that_nothing_reads_is_refused_beside_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A q.yaml has keys that the planner leaves to the tuner."""
+    monkeypatch.chdir(tmp_path)
+    command = ["--cluster", "H100", "--json", "--", *words()]
+    (tmp_path / "job.yaml").write_text("serach: {tensor_parallel: 4}\n")
+    assert main(["plan", "job.yaml", *command]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "job.yaml: serach: {'tensor_parallel': 4}: unknown key; did you mean search?" in line
+    (tmp_path / "q.yaml").write_text("run: r\nstudy: {trials: 5}\nsearch: {tensor_parallel: 1}\n")
+    assert main(["plan", "q.yaml", *command]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["layout"]["tensor_parallel"] == 1
 
 
 def test_no_devices_and_other_devices_are_refused(
