@@ -86,23 +86,27 @@ def order_named(
     if name == STOCK:
         return _order(STOCK, slots)
     if name[:1].isdigit():
-        indices = [int(word) for word in name.split(",")]
-        if sorted(indices) != list(range(len(slots))):
-            raise PlanError(f"mapping: {name!r}; each of the slots 0 to {len(slots) - 1} once is needed")
-        candidate = tuple(slots[index] for index in indices)
-        if not is_legal(candidate, layout=layout):
-            raise PlanError(
-                f"mapping: {name!r}; RANK 0 must stay on node 0, and every TP group of {layout.label} "
-                "on one node"
-            )
-        if fault := rules.fault(candidate, layout=layout):
-            raise PlanError(f"mapping: {name!r}; an order of {layout.label} must {fault}")
-        return _order(name, candidate)
-    for rule, candidate in _named(layout, slots=slots):
-        if rule == name and is_legal(candidate, layout=layout, rules=rules):
-            return _order(name, candidate)
-    known = ", ".join([STOCK, *_RULES])
-    raise PlanError(f"mapping: {name!r}; not an order that {layout.label} can have; known: {known}")
+        candidate = listed_slots(name, nodes=nodes)
+    elif name in _RULES:
+        candidate = _by_rule(name, layout=layout, slots=slots)
+    else:
+        raise PlanError(f"mapping: {name!r}; not the name of an order; known: {', '.join(ORDER_NAMES)}")
+    if not is_legal(candidate, layout=layout):
+        raise PlanError(
+            f"mapping: {name!r}; RANK 0 must stay on node 0, and every TP group of {layout.label} on one node"
+        )
+    if fault := rules.fault(candidate, layout=layout):
+        raise PlanError(f"mapping: {name!r}; an order of {layout.label} must {fault}")
+    return _order(name, candidate)
+
+
+def listed_slots(text: str, *, nodes: Sequence[NodeInfo]) -> tuple[Slot, ...]:
+    """The slot of every rank in a list such as "1,0". Raises PlanError unless it has each slot once."""
+    slots = slots_of(nodes)
+    indices = [int(word) for word in text.split(",")]
+    if sorted(indices) != list(range(len(slots))):
+        raise PlanError(f"mapping: {text!r}; each of the slots 0 to {len(slots) - 1} once is needed")
+    return tuple(slots[index] for index in indices)
 
 
 def first_equal(slots: Sequence[Slot], *, layout: Layout) -> tuple[Slot, ...]:
@@ -188,11 +192,13 @@ def _permutations(slots: Sequence[Slot]) -> list[_Named]:
 
 def _named(layout: Layout, *, slots: Sequence[Slot]) -> list[_Named]:
     """The named orders; the slot of a rank is the stock slot of the rank that `rule` names."""
-    named: list[_Named] = [(STOCK, tuple(slots))]
+    named = ((name, _by_rule(name, layout=layout, slots=slots)) for name in _RULES)
+    return [(STOCK, tuple(slots)), *named]
+
+
+def _by_rule(name: str, *, layout: Layout, slots: Sequence[Slot]) -> tuple[Slot, ...]:
     ranks = coordinates(np.arange(layout.world_size), layout=layout)
-    for name, rule in _RULES.items():
-        named.append((name, tuple(slots[index] for index in rule(layout, *ranks).tolist())))
-    return named
+    return tuple(slots[index] for index in _RULES[name](layout, *ranks).tolist())
 
 
 # The rank whose stock slot each rank takes, by the ranks' coordinates.
@@ -223,3 +229,6 @@ _RULES: dict[str, _Rule] = {
     "pipeline-rotated-1": _rotated(1),
     "pipeline-rotated-minus-1": _rotated(-1),
 }
+
+# Names that a request may have beside the slots of every rank.
+ORDER_NAMES = (STOCK, *_RULES)

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.mapping.orders import ORDER_NAMES
 from quartet_plugin.model.plan import STOCK
 from quartet_plugin.model.schema import nearest_word
 from quartet_plugin.model.sections import Section
@@ -50,7 +51,7 @@ TABLE_SCHEDULES = (*STOCK_NAMES, *(name for name in CUSTOM_NAMES if name != SEAR
 SCHEDULE_NAMES = ("stock", *STOCK_NAMES, *CUSTOM_NAMES)
 
 _SPLIT = re.compile(r"auto|stock|even|\d{1,4}(\+\d{1,4}){0,1023}")
-_ORDER = re.compile(r"auto|stock|[a-z][a-z0-9-]{0,39}|\d{1,5}(,\d{1,5}){0,65535}")
+_ORDER = re.compile(rf"{'|'.join(map(re.escape, ORDER_NAMES))}|\d{{1,5}}(,\d{{1,5}}){{0,65535}}")
 _SHAPE = re.compile(r"\d{1,6}x\d{1,7}")
 _SCHEDULE = re.compile("|".join(map(re.escape, SCHEDULE_NAMES)))
 _SCHEDULE_OR_FILE = re.compile(rf"{_SCHEDULE.pattern}|[^\x00]{{1,4091}}\.json")
@@ -121,7 +122,9 @@ def _form_of(knob: Knob, *, takes_stock: bool, is_rule: bool) -> Any:
         if is_rule
         else _matching(_SCHEDULE_OR_FILE, f"{names}, or a SCHEDULE.json", words=SCHEDULE_NAMES),
         "split": _matching(_SPLIT, "auto, stock, even, or counts like 6+2", words=("auto", "stock", "even")),
-        "order": _matching(_ORDER, "auto, stock, the name of an order, or slots like 1,0"),
+        "order": _matching(
+            _ORDER, f"auto, {', '.join(ORDER_NAMES)}, or slots like 1,0", words=("auto", *ORDER_NAMES)
+        ),
         "shape": _matching(_SHAPE, "layers x hidden size, like 24x2048"),
     }
     if knob.kind in patterns:

@@ -362,4 +362,22 @@ def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: Lay
                 return f"{name}; the framework did not report the command's own value"
             able = [context for context in contexts if knob.applies(context.layout)]
             return f"{name}; {_first_fault(knob, wanted[0], able or _with_free(knob, layouts, rules))}"
-    return None
+    return _unused_group(layouts, rules=rules)
+
+
+def _unused_group(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: LayoutRules) -> str | None:
+    """That no interleaved layout has any of the requested groups; None where one has."""
+
+    def offered(layouts: Mapping[ModelShape, Sequence[Layout]], rules: LayoutRules) -> Iterator[int]:
+        for kept in layouts.values():
+            for layout in kept:
+                if layout.virtual_stages > 1:
+                    yield from requested_groups(layout, rules=rules)
+
+    asked = rules.search.group
+    if not asked or Axis.SCHEDULE in rules.locked or any(offered(layouts, rules)):
+        return None
+    free = replace(rules, search=rules.search.model_copy(update={"group": None}))
+    legal = set(offered({shape: legal_layouts(shape, rules=free) for shape in layouts}, free))
+    words = nearest_words(asked[0], sorted(legal)) or ": none is interleaved"
+    return f"search.group: {asked[0]}; no layout of the search has this group{words}"

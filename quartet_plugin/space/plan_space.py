@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 from quartet_plugin import __version__
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.mapping.order_rules import OrderRules
-from quartet_plugin.mapping.orders import STOCK, RankOrder, legal_orders, order_named, slots_of
+from quartet_plugin.mapping.orders import (
+    STOCK,
+    RankOrder,
+    legal_orders,
+    listed_slots,
+    order_named,
+    slots_of,
+)
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import (
     Baseline,
@@ -430,6 +437,8 @@ def build_space(
         is_planned=is_planned,
         scale_up_devices=scale_up_devices,
     )
+    _check_splits(draft)
+    _check_orders(draft)
     rules = draft.rules()
     layouts = {}
     for shape in shapes:
@@ -453,7 +462,8 @@ def build_space(
             f"global batch size {job.global_batch_size} and {job.shape.num_layers} layers "
             f"fits what is asked{nearest}; set more axes to auto, or forbid less"
         )
-    unused = unused_request(layouts, rules=rules)
+    unused = unused_request(layouts, rules=rules) or _unused_split(draft, layouts)
+    unused = unused or _unused_order(draft, layouts)
     if unused is not None:
         raise ConfigError(unused)
     return replace(draft, shapes=tuple(layouts), layouts=layouts, _groups={})
@@ -480,6 +490,66 @@ def check_written(space: Space, layouts: MappingABC[ModelShape, Sequence[Layout]
         nearest = min(faults, key=len, default=[])
         rule = nearest[0] if nearest else "its layouts or its split are ruled out by the other keys of search"
         raise ConfigError(f"search.schedule: {name}: {rule}")
+
+
+def _check_splits(space: Space) -> None:
+    """Raises ConfigError for a split by numbers that no shape can have, on any number of stages."""
+    sums = sorted({shape.num_layers for shape in space.shapes})
+    for name, counts in _written_splits(space).items():
+        rule = None
+        if sum(counts) not in sums:
+            rule = f"must sum to the layers ({' or '.join(map(str, sums))}), not {sum(counts)}"
+        elif 0 in counts[1:-1]:
+            rule = "every stage between the first and the last needs a layer"
+        if rule is not None:
+            raise ConfigError(f"search.split: {name}; {rule}")
+
+
+def _unused_split(space: Space, layouts: MappingABC[ModelShape, Sequence[Layout]]) -> str | None:
+    """That no layout has the stages of any requested split; None where one has, or a split goes by name."""
+    written = _written_splits(space)
+    if not written or len(written) < len(space.search.split):
+        return None
+    offered = {(shape.num_layers, layout.num_stages) for shape, kept in layouts.items() for layout in kept}
+    if any((sum(counts), len(counts)) in offered for counts in written.values()):
+        return None
+    name, counts = next(iter(written.items()))
+    return f"search.split: {name}; no layout of the search has {len(counts)} stages for {sum(counts)} layers"
+
+
+def _written_splits(space: Space) -> dict[str, tuple[int, ...]]:
+    """The requested splits by numbers; none where the split is kept."""
+    names = () if Axis.SPLIT in space.locked else space.search.split or ()
+    return {name: tuple(map(int, name.split("+"))) for name in names if name not in (STOCK, "even")}
+
+
+def _check_orders(space: Space) -> None:
+    """Raises ConfigError for a list of slots that are not those of the nodes."""
+    for name in space.search.mapping or ():
+        if name[0].isdigit() and Axis.MAPPING not in space.locked:
+            try:
+                listed_slots(name, nodes=space.nodes)
+            except PlanError as error:
+                raise ConfigError(f"search.{error}") from error
+
+
+def _unused_order(space: Space, layouts: MappingABC[ModelShape, Sequence[Layout]]) -> str | None:
+    """The rule by which no layout has any of the requested orders; None where one has."""
+    if Axis.MAPPING in space.locked:
+        return None
+    fault = None
+    distinct = {
+        (layout.degrees, layout.expert_parallel): layout for kept in layouts.values() for layout in kept
+    }
+    for name in space.search.mapping or ():
+        for layout in distinct.values():
+            try:
+                order_named(name, layout=layout, nodes=space.nodes, rules=space.order_rules)
+            except PlanError as error:
+                fault = fault or f"search.{error}"
+            else:
+                return None
+    return fault
 
 
 def _degree_labels(layouts: Sequence[Layout]) -> tuple[str, ...]:

@@ -171,7 +171,6 @@ def test_a_list_is_searched() -> None:
 @pytest.mark.parametrize(
     "search",
     [
-        {"split": "9+9", "pipeline_parallel": 2},
         {"micro_batch_size": 5},
         {"schedule": "interleaved", "pipeline_parallel": 1},
         {"group": 3, "virtual_stages": 2, "pipeline_parallel": 2, "micro_batch_size": 16},
@@ -192,11 +191,50 @@ def test_a_wish_that_leaves_nothing_is_refused(search: dict[str, object]) -> Non
         ({"micro_batch_size": 5}, r"fits what is asked; nearest: micro_batch_size 4 or 8; set more"),
         ({"virtual_stages": 9, "pipeline_parallel": 2}, r"nearest: virtual_stages 4; set more"),
         ({"data_parallel": [4, 8]}, r"search\.data_parallel: \[4, 8\]; must divide the 2 devices"),
+        (
+            {"split": "9+9", "pipeline_parallel": 2},
+            r"search\.split: 9\+9; must sum to the layers \(8\), not 18",
+        ),
+        ({"split": ["4+4", "4+3"]}, r"search\.split: 4\+3; must sum to the layers \(8\), not 7"),
+        ({"split": ["even", "4+0+4"]}, r"search\.split: 4\+0\+4; every stage between the first and the last"),
+        ({"split": "2+2+2+2", "virtual_stages": 1}, r"search\.split: 2\+2\+2\+2; no layout .* 4 stages"),
+        ({"split": "4+4", "pipeline_parallel": 1}, r"search\.split: 4\+4; no layout .* has 2 stages"),
+        ({"group": 999}, r"search\.group: 999; no layout of the search has this group; nearest: 32"),
+        ({"group": 2, "pipeline_parallel": 1}, r"search\.group: 2; .* has this group: none is interleaved"),
+        ({"mapping": "1,0,2"}, r"search\.mapping: '1,0,2'; each of the slots 0 to 1 once is needed"),
+        ({"mapping": ["stock", "1,2"]}, r"search\.mapping: '1,2'; each of the slots 0 to 1 once is needed"),
     ],
 )
-def test_a_degree_that_cannot_be_had_is_named(search: dict[str, object], words: str) -> None:
+def test_a_request_that_cannot_be_had_is_named(search: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         space_of(search)
+
+
+@pytest.mark.parametrize(
+    "search",
+    [
+        {"split": ["4+4", "2+2+2+2"], "virtual_stages": 1},
+        {"split": ["2+2+2+2", "stock"], "pipeline_parallel": 1},
+        {"group": [2, 999], "pipeline_parallel": 2},
+        {"mapping": ["1,0", "stock", "tp-pp-dp"]},
+        {"mapping": "pipeline-reversed", "pipeline_parallel": 1},
+    ],
+)
+def test_a_request_that_some_layout_has_is_taken(search: dict[str, object]) -> None:
+    assert space_of(search).layouts
+
+
+def test_an_order_that_its_job_rules_out_is_named() -> None:
+    """Two stages on two nodes: the first stays on the first; beside another name the order is left out."""
+    job, nodes = make_job(layout=make_layout(pipeline_parallel=2)), make_nodes(1, 1)
+    alone = SearchConfig.model_validate({"mapping": "pipeline-reversed", "pipeline_parallel": 2})
+    with pytest.raises(ConfigError, match=r"mapping: 'pipeline-reversed'; RANK 0 must stay on node 0"):
+        build_space(job, nodes=nodes, search=alone, run="r", seed=0)
+    beside = alone.model_copy(update={"mapping": ("tp-pp-dp", "pipeline-reversed")})
+    space = build_space(job, nodes=nodes, search=beside, run="r", seed=0)
+    assert {order.name for layout in space.layouts[job.shape] for order in space.orders_of(layout)} == {
+        "stock"
+    }
 
 
 def test_a_tensor_parallel_size_that_the_model_rules_out_is_named() -> None:

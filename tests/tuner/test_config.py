@@ -103,6 +103,8 @@ def test_scaling_is_asked_for_by_its_name_alone(tmp_path: Path, text: str) -> No
         ("search: {split: [auto, even]}", "counts like 6+2"),
         ("search: {schedule: dualpipe}", "search.schedule"),
         ("search: {mapping: '1;0'}", "slots like 1,0"),
+        ("search: {mapping: [tp-pp-dp, tp-dp-pp]}", "or slots like 1,0; did you mean tp-pp-dp?"),
+        ("search: {forbid: {mapping: nonsense}}", "pipeline-reversed"),
         ("search: {scaling: {budget: time}}", "search.scaling.budget"),
         ("search: {scaling: {tolerance: .nan}}", "search.scaling.tolerance"),
         ("search: 3", "search"),
