@@ -103,8 +103,12 @@ class LayoutTable:
         return tuple(sorted(requested_groups(self.layout(row), rules=self.rules)))
 
 
-def layout_table_of(job: PlanRequest, shape: ModelShape) -> LayoutTable:
-    """All layouts and schedules of `shape` that run on Megatron and the job allows, in a fixed order."""
+def layout_table_of(job: PlanRequest, shape: ModelShape, *, is_checked: bool = True) -> LayoutTable:
+    """All layouts and schedules of `shape` that run on Megatron and the job allows, in a fixed order.
+
+    Raises ConfigError for a setting if no layout may have any of its requested values, unless `is_checked` is
+    False: then layouts keep its usual value.
+    """
     rules = rules_of(job)
     sharding = OPTIMIZER if OPTIMIZER.is_of(rules.job.framework) else ZERO_STAGE
     rows, sequence_parallel = [], set()
@@ -118,7 +122,9 @@ def layout_table_of(job: PlanRequest, shape: ModelShape) -> LayoutTable:
     columns = np.column_stack([columns[kept], kinds])
     forbidden = forbidden_rows(job.search.forbid, _axes(columns), num_rows=len(columns))
     columns, partitions = _with_partitions(rules, shape, columns[~forbidden])
-    columns, options = _with_options(rules, shape, columns, frozenset(sequence_parallel))
+    columns, options = _with_options(
+        rules, shape, columns, frozenset(sequence_parallel), is_checked=is_checked
+    )
     return LayoutTable(
         columns=columns,
         rules=rules,
@@ -170,11 +176,17 @@ def _with_partitions(
 
 
 def _with_options(
-    rules: LayoutRules, shape: ModelShape, columns: IntArray, sequence_parallel: frozenset[tuple[int, int]]
+    rules: LayoutRules,
+    shape: ModelShape,
+    columns: IntArray,
+    sequence_parallel: frozenset[tuple[int, int]],
+    *,
+    is_checked: bool,
 ) -> tuple[IntArray, tuple[LayoutOptions, ...]]:
     """The rows once for each choice of sequence parallelism and settings that the search leaves them.
 
-    Raises ConfigError for a setting if no row may have any of its requested values.
+    Those with a partition of their layers have sequence parallelism. Where it `is_checked`, ConfigError is
+    raised for a setting if no row may have any of its requested values.
     """
     knobs: list[LayoutKnob] = [
         knob for knob in (SEQUENCE_PARALLEL, *SETTINGS) if rules.search.requested(knob.name) != (STOCK,)
@@ -183,19 +195,16 @@ def _with_options(
         return columns, (STOCK_OPTIONS,)
     is_custom = np.array([kind.is_custom for kind in KINDS])[columns[:, SCHEDULE]]
     degrees = columns[:, [TP, CP, PP, DP, VIRTUAL, EP, MODE, SHARDED]]
-    keys, _, inverse = unique_rows(np.column_stack([degrees, is_custom]))
+    keys, _, inverse = unique_rows(np.column_stack([degrees, columns[:, PARTITION] > 0, is_custom]))
     offered = []
-    for tp, cp, pp, dp, virtual, ep, mode, sharded, custom in keys.tolist():
+    for tp, cp, pp, dp, virtual, ep, mode, sharded, is_cut, custom in keys.tolist():
         layout = layout_of(tp, cp, pp, dp, 1, virtual, mode, sharded, ep=ep)
         layout = replace(layout, sequence_parallel=(tp, cp) in sequence_parallel)
-        offered.append(chosen_layouts([layout], knobs, shape, rules, is_custom=bool(custom)))
-    check_offered(
-        knobs,
-        [layout for layouts in offered for layout in layouts],
-        shape=shape,
-        rules=rules,
-        is_custom=bool(is_custom.all()),
-    )
+        layouts = chosen_layouts([layout], knobs, shape, rules, is_custom=bool(custom))
+        offered.append([layout for layout in layouts if layout.sequence_parallel or not is_cut])
+    if is_checked:
+        every = [layout for layouts in offered for layout in layouts]
+        check_offered(knobs, every, shape=shape, rules=rules, is_custom=bool(is_custom.all()))
     each = [[(layout.sequence_parallel, layout.settings) for layout in layouts] for layouts in offered]
     options = tuple(dict.fromkeys(option for choices in each for option in choices))
     number = {option: index for index, option in enumerate(options)}

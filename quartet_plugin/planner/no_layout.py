@@ -71,7 +71,7 @@ def _fault_of_request(job: PlanRequest, name: str) -> str | None:
     if name not in job.search.model_fields_set or not getattr(job.search, name):
         return None
     free = replace(job, search=job.search.model_copy(update={name: None}))
-    columns = layout_table_of(free, job.shape).columns
+    columns = layout_table_of(free, job.shape, is_checked=False).columns
     if not len(columns):
         return None
     legal = sorted(set(columns[:, _NUMBERS[name]].tolist())) if name in _NUMBERS else []

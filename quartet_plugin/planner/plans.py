@@ -56,7 +56,8 @@ def plain_layout(
     }
     plain = replace(job, search=job.search.model_copy(update=axes))
     used = constants or fitted()
-    table = layout_table_of(plain, job.shape)
+    # A setting that the job asks for may need what a plain layout leaves out.
+    table = layout_table_of(plain, job.shape, is_checked=False)
     layouts = [table.layout(row) for row in range(len(table))]
     layouts.sort(
         key=lambda x: (

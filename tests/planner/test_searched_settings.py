@@ -133,6 +133,19 @@ def test_a_study_has_the_same_settings_and_begins_with_the_plans(seed: int) -> N
     assert [plan.layout for _, plan in first_plans(space, job, top=5)] == [ranked.layout for ranked in best]
 
 
+def test_the_plain_layout_lacks_a_setting_that_needs_what_it_leaves_out() -> None:
+    """Overlap of expert communication needs virtual stages in a pipeline; a plain layout has none."""
+    search = {"pipeline_parallel": 2, "expert_parallel": 4, "virtual_stages": 2, "schedule": "stock"}
+    search |= {"overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher": "alltoall"}
+    job = parse_job(job_data(model={"num_experts": 8, "gated_ffn": True}, search=search), where="job")
+    plain = plain_layout(job)
+    assert (plain.layout.pipeline_parallel, plain.layout.virtual_stages) == (2, 1)
+    assert "overlap_moe_expert_parallel_comm" not in values_of(plain.layout)
+    best = rank(job).best[0]
+    assert best.layout.setting("overlap_moe_expert_parallel_comm") is True
+    assert first_plans(space_of(job), job, top=1)[0][1].layout == best.layout
+
+
 def test_a_written_plan_states_the_settings_that_were_searched() -> None:
     search = {"overlap_grad_reduce": [True, False], "recompute_modules": ["core_attn", "mlp"]}
     search |= {"recompute": "selective", "tensor_parallel": 1, "pipeline_parallel": 1}

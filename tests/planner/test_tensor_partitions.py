@@ -15,6 +15,7 @@ from quartet_plugin.cost.predict import predict
 from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.model.plan import read_plan
 from quartet_plugin.planner.bounds import bounds_of
+from quartet_plugin.planner.described_space import space_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.ranking import rank
@@ -97,6 +98,22 @@ def test_pruning_keeps_the_optimum(device: str) -> None:
         for run in runs_of(job, table, row, split):
             assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, run.layout
             assert bounds.memory_bytes[row] <= peak_memory(run).total_bytes, run.layout
+
+
+@pytest.mark.parametrize("switches", [[True, False], "auto"])
+def test_a_partition_goes_with_sequence_parallelism_where_that_is_searched(switches: Any) -> None:
+    search = {"tensor_partition": ["stock", "rings"], "sequence_parallel": switches}
+    job = job_of(search={**search, "micro_batch_size": 1, "schedule": "stock"})
+    table, space = layout_table_of(job, job.shape), space_of(job)
+    planned = [table.layout(row) for row in range(len(table))]
+    assert len(set(planned)) == len(planned)
+    assert set(planned) == set(space.layouts[job.shape])
+    assert {(layout.tensor_partition is None, layout.sequence_parallel) for layout in planned} == {
+        (True, True),
+        (True, False),
+        (False, True),
+    }
+    assert rank(job, top=5).best == rank(job, top=5, exhaustive=True).best
 
 
 def test_a_plan_with_a_partition_is_written_shown_explained_and_exported(
