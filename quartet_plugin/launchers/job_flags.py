@@ -4,7 +4,7 @@ A plan of a run is added to the user's command, which has these flags; a plan wi
 beside it, so all of them are written out.
 """
 
-from quartet_plugin.model.job_description import Experts, LatentAttention
+from quartet_plugin.model.job_description import Experts, JobDescription, LatentAttention
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import ModelShape
 
@@ -21,11 +21,24 @@ def flags_of_job(plan: Plan) -> FlagValues:
     flags |= {f"--{job.precision}": True} if job.precision in ("bf16", "fp16") else {}
     if job.experts is not None:
         flags |= _flags_of_experts(job.experts, num_layers=plan.shape.num_layers)
+    if "no_linear_bias" in (job.features or ()):
+        flags["--disable-bias-linear"] = True
+    if job.experts is not None and _has_grouped_products(plan, job):
+        flags["--moe-grouped-gemm"] = True
     if job.latent_attention is not None:
         flags |= _flags_of_latent_attention(job.latent_attention)
     if plan.made_for.mtp_layers:
         flags["--mtp-num-layers"] = plan.made_for.mtp_layers
     return flags
+
+
+def _has_grouped_products(plan: Plan, job: JobDescription) -> bool:
+    """Whether the products of experts are grouped: by the plan, else by the job's setting or feature."""
+    stated = plan.layout.setting("moe_grouped_gemm")
+    if stated is None:
+        values = {setting.name: setting.value for setting in job.settings or ()}
+        stated = values.get("moe_grouped_gemm")
+    return "moe_grouped_gemm" in (job.features or ()) if stated is None else stated is True
 
 
 def _flags_of_kind(shape: ModelShape) -> FlagValues:

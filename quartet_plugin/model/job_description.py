@@ -86,8 +86,8 @@ class JobDescription:
     `price_per_device_hour` is in the user's currency, `num_tokens` are those that the whole job trains on.
     The hardware is `devices` where all are equal, `cluster` where it is described in full. `vocab_size` is
     the vocabulary as the file has it, where the plan's is padded for every tensor-parallel size. `features`
-    and `settings` are those of a command that its plans are limited or predicted by. Raises ConfigError where
-    the hardware is neither or both.
+    and `settings` are those of a command, or of recipes where there is none, that its plans are limited or
+    predicted by. Raises ConfigError where the hardware is neither or both.
     """
 
     precision: JobPrecision

@@ -54,6 +54,7 @@ from quartet_plugin.space.forbidden import check_table_rules
 from quartet_plugin.space.knobs.knob import SettingKnob
 from quartet_plugin.space.knobs.overlap_grad_reduce import OVERLAP_GRAD_REDUCE
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS, SETTINGS
+from quartet_plugin.space.knobs.token_dispatcher import ALLGATHER, TOKEN_DISPATCHER
 from quartet_plugin.space.rules import LayoutRules
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
@@ -63,6 +64,8 @@ Bandwidth = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
 VOCABULARY_MULTIPLE = 128
 # Generations of devices that are no accelerators, or unknown.
 PROCESSORS = ("cpu", "plain")
+# GPUs on which Megatron refuses grouped products of experts (megatron/training/arguments.py).
+WITHOUT_GROUPED_GEMM = ("volta",)
 SCHEDULES = ("stock", *TABLE_SCHEDULES, SEARCHED)
 
 
@@ -176,7 +179,8 @@ class PlanRequest:
 
     `machines` are equal devices; where `cluster` is given they have its fastest device and slowest link.
     `rules` are those of a study's space, None for a job that is described and not run. `features`
-    and `settings` are those of a command that limit its plans or are priced, and that no other field has.
+    and `settings` are those of a command, or of recipes where there is none, that limit its plans or are
+    priced, and that no other field has.
     """
 
     shape: ModelShape
@@ -206,7 +210,7 @@ class PlanRequest:
         return self._software_with(self.values_in(None))
 
     def _software_with(self, values: Mapping[str, SettingValue]) -> Software:
-        on_cpu = self.precision == "fp32" and self.machines.device.generation in PROCESSORS
+        on_cpu = _is_on_processors(self.precision, self.machines.device)
         software = with_features(ON_CPU if on_cpu else Software(), self.features)
         return with_settings(software, values)
 
@@ -325,7 +329,7 @@ def parse_job(
             cost=file.cost,
             vocab_size=file.model.vocab_size,
             mtp_layers=file.model.mtp_layers,
-            features=_usual_features(file),
+            features=_usual_features(file, machines.device),
             settings=_usual_settings(file.search),
         )
     except ConfigError as error:
@@ -389,23 +393,34 @@ def _usual_settings(search: PlanSearch) -> tuple[Setting, ...]:
     """What a job without a command has of the settings that it searches: Megatron's without their flags.
 
     Gradients are reduced beside the backward, which buckets and gathered parameters need, unless that is
-    searched.
+    searched. Parts of layers in CUDA graphs have no value: nothing captures graphs.
     """
     asked = searched_settings(search)
     values: dict[str, SettingValue] = {OVERLAP_GRAD_REDUCE.name: True} if asked else {}
     for knob in asked:
-        values[knob.name] = knob.words[0] if knob.without_flag is None else knob.without_flag
+        usual = ALLGATHER if knob is TOKEN_DISPATCHER else knob.without_flag
+        if usual is not None:
+            values[knob.name] = usual
     return tuple(Setting(name=name, value=value) for name, value in sorted(values.items()))
 
 
-def _usual_features(file: _JobFile) -> tuple[str, ...]:
-    """The features by which settings of a job without a command are legal: those that recipes turn on."""
+def _usual_features(file: _JobFile, device: DeviceSpec) -> tuple[str, ...]:
+    """The features that a job without a command is predicted with, or by which its settings are legal.
+
+    They are those that recipes turn on, and a plan's flags say them.
+    """
     model = file.model
-    if not searched_settings(file.search):
-        return ()
     has_experts = model.num_experts is not None
-    present = {"moe_grouped_gemm": has_experts, "no_linear_bias": has_experts or model.gated_ffn}
+    is_grouped = has_experts and not (
+        _is_on_processors(model.precision, device) or device.generation in WITHOUT_GROUPED_GEMM
+    )
+    is_bare = bool(searched_settings(file.search)) and (has_experts or model.gated_ffn)
+    present = {"moe_grouped_gemm": is_grouped, "no_linear_bias": is_bare}
     return tuple(name for name, is_on in present.items() if is_on)
+
+
+def _is_on_processors(precision: JobPrecision, device: DeviceSpec) -> bool:
+    return precision == "fp32" and device.generation in PROCESSORS
 
 
 def _experts(model: ModelSection) -> Experts | None:

@@ -326,7 +326,7 @@ def check_offered(
         )
         words = _first_fault(knob, wanted[0], contexts)
         if commands == {None}:
-            words = "the command's own value is not known"
+            words = knob.kept(rules) or "the command's own value is not known"
         raise ConfigError(f"search.{knob.name}: {knob.request_text(wanted[0])}; {words}")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quartet_plugin.cli.export import flags_of
 from quartet_plugin.cli.main import main
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.layout import Setting
@@ -16,6 +17,8 @@ from quartet_plugin.planner.command_job import job_of_command
 from quartet_plugin.planner.described_job import request_of
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import parse_job
+from quartet_plugin.planner.plans import plain_layout, plan_of
+from quartet_plugin.planner.ranking import rank
 from tests.model.clusters import make_cluster
 
 FLAGS = (
@@ -54,9 +57,10 @@ def test_the_request_is_the_one_of_a_job_file() -> None:
     }
     cost = {"tokens": 100 * 16 * 1024.0}
     job = {"model": model, "cluster": CLUSTER, "batch": {"global_batch_size": 16}, "cost": cost}
-    # The command's own padding is the plan's, and so are its settings of experts.
-    settings = read.request.settings
-    assert read.request == replace(parse_job(job, where="job"), vocab_size=None, settings=settings)
+    # The command's own padding is the plan's, and so are its settings of experts: no grouped products.
+    settings, described = read.request.settings, parse_job(job, where="job")
+    assert described.features == ("moe_grouped_gemm",)
+    assert read.request == replace(described, vocab_size=None, settings=settings, features=())
     assert {setting.name: setting.value for setting in settings} == {
         "expert_tensor_parallel": 0,
         "moe_token_dispatcher": "allgather",
@@ -76,6 +80,31 @@ def test_grouped_products_are_read_where_the_model_has_experts() -> None:
     read = job_of_command(parse_command(words(flags)), sections={"cluster": "H100"})
     assert Setting(name="moe_grouped_gemm", value=True) in read.request.settings
     assert "--moe-grouped-gemm" not in read.unread
+
+
+@pytest.mark.parametrize(
+    ("more", "search"),
+    [
+        ("--num-experts 4 --moe-ffn-hidden-size 512", {}),
+        ("--num-experts 4 --moe-ffn-hidden-size 512 --moe-grouped-gemm", {}),
+        (
+            "--num-experts 4 --moe-ffn-hidden-size 512 --moe-grouped-gemm --disable-bias-linear",
+            {"recompute": "selective", "recompute_modules": "moe_act"},
+        ),
+        ("--disable-bias-linear", {"recompute": "selective", "recompute_modules": "mlp"}),
+    ],
+)
+def test_the_flags_of_a_plan_are_a_command_of_the_same_job(more: str, search: dict[str, Any]) -> None:
+    sections = {"cluster": "H100", "search": {"schedule": "stock", "tensor_parallel": 2, **search}}
+    request = job_of_command(parse_command(words(more)), sections=sections).request
+    best = rank(request).best[0]
+    plan = plan_of(request, best, plain=plain_layout(request, best=best), name="plan", place=1)
+    command = shlex.split(START)
+    for flag, value in flags_of(plan).items():
+        command += [flag, *(value if isinstance(value, list) else [] if value is True else [str(value)])]
+    again = job_of_command(parse_command(command), sections=sections).request
+    assert again.features == request.features
+    assert again.values_in(None) == request.values_in(plan.layout.settings)
 
 
 @pytest.mark.parametrize(("dispatcher", "is_limited"), [("alltoall", False), ("flex", True)])

@@ -12,7 +12,7 @@ from quartet_plugin.model.megatron_arguments import model_words
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.planner.job import parse_job
 from quartet_plugin.planner.plans import plain_layout, plan_of
-from quartet_plugin.planner.ranking import best_plans
+from quartet_plugin.planner.ranking import best_plans, rank
 from tests.megatron.native import native_flags
 from tests.planner.planning import job_data
 
@@ -59,6 +59,33 @@ def test_megatron_reads_the_exported_flags_as_the_job(tmp_path: Path, precision:
     assert model_words(args) == plan.made_for.job.model_words
     check_fit(plan, args, version="0.19.2", world_size=8)
     assert args.expert_model_parallel_size == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "search", "is_grouped", "has_bias"),
+    [
+        (EXPERTS, {}, True, False),
+        (EXPERTS, {"recompute_modules": "moe_act"}, True, False),
+        (EXPERTS, {"moe_grouped_gemm": [True, False]}, True, False),
+        (EXPERTS, {"moe_grouped_gemm": False}, False, False),
+        ({}, {}, False, True),
+        ({}, {"recompute_modules": "mlp"}, False, False),
+    ],
+)
+def test_the_flags_say_what_settings_are_legal_and_predicted_by(
+    model: dict[str, Any], search: dict[str, Any], is_grouped: bool, has_bias: bool
+) -> None:
+    """Recompute of moe_act is refused without grouped products; that of mlp does not train with biases."""
+    search = {"recompute": "selective", "tensor_parallel": 1, "schedule": "stock", **search}
+    job = parse_job(job_data(model={"gated_ffn": True, **model}, search=search), where="job")
+    best = rank(job).best[0]
+    plan = plan_of(job, best, plain=plain_layout(job, best=best), name="job", place=1)
+    args = native_flags().values(words_of(plan))
+    assert (args.moe_grouped_gemm, args.add_bias_linear) == (is_grouped, has_bias)
+
+
+def test_megatron_has_no_grouped_products_on_volta(tmp_path: Path) -> None:
+    assert "--moe-grouped-gemm" not in flags_of(planned(tmp_path, device="V100-SXM2-32GB", precision="fp16"))
 
 
 @pytest.mark.parametrize(

@@ -174,12 +174,23 @@ def test_a_commands_settings_are_searched_beside_its_own() -> None:
     assert rank(request).best[0].layout.setting("overlap_grad_reduce") is None
 
 
+def test_no_plan_has_parts_in_graphs_that_nothing_captures() -> None:
+    search = {"overlap_grad_reduce": [True], "pipeline_parallel": 1, "tensor_parallel": 1}
+    free = {**search, "cuda_graph_modules": "auto"}
+    best, other = (rank(parse_job(job_data(search=asked), where="job")).best for asked in (search, free))
+    assert other == best
+    job = parse_job(job_data(search=free), where="job")
+    plan = plan_of(job, other[0], plain=plain_layout(job, best=other[0]), name="plan", place=1)
+    assert values_of(plan.layout) == {"overlap_grad_reduce": True}
+
+
 @pytest.mark.parametrize(
     ("search", "words"),
     [
         ({"zero_stage": 1}, "search.zero_stage: 1; a plan without a run is for Megatron"),
         ({"moe_token_dispatcher": ["alltoall"]}, "search.moe_token_dispatcher: alltoall; must be the comm"),
         ({"recompute_modules": "mlp", "recompute": "selective"}, "needs --disable-bias-linear"),
+        ({"cuda_graph_modules": "attn"}, "search.cuda_graph_modules: attn; the command captures no graphs"),
         ({"ddp_bucket_size": 4, "overlap_grad_reduce": False}, "search.ddp_bucket_size: 4; needs overlap"),
     ],
 )
