@@ -96,6 +96,11 @@ class KnownMachine:
         return None if self.calibration is None else self.calibration.constants
 
     @property
+    def scale_up_devices(self) -> int | None:
+        """The consecutive devices that fast links join by the cluster file; None where it does not say it."""
+        return None if self.cluster is None else self.cluster.links.scale_up_devices
+
+    @property
     def memory_limit_bytes(self) -> int | None:
         """The least `memory_bytes` that the cluster file gives a device of its nodes; None without one."""
         if self.cluster is None:

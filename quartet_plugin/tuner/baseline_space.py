@@ -40,7 +40,6 @@ def open_space(context: TuningContext, result: TrialResult) -> Space:
     nodes = context.backend.nodes(result)
     content = {"schema_version": 1, "nodes": [dump(node) for node in nodes]}
     write_json_atomic(run.folder.cluster_file, content)
-    cluster = kept_machine(run.folder).cluster
     space = build_space(
         job,
         nodes=nodes,
@@ -48,7 +47,7 @@ def open_space(context: TuningContext, result: TrialResult) -> Space:
         run=run.name,
         seed=run.config.study.seed,
         written=kept_schedules(run.config.search, folder=run.folder),
-        scale_up_devices=None if cluster is None else cluster.links.scale_up_devices,
+        scale_up_devices=kept_machine(run.folder).scale_up_devices,
     )
     _show_limits(context, space, job)
     return space

@@ -8,6 +8,7 @@ from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.attempts import read_launch
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.history import open_run
+from quartet_plugin.tuner.proposer import kept_machine
 from quartet_plugin.tuner.schedule_files import kept_schedules
 from quartet_plugin.tuner.trial_backend import nodes_of
 
@@ -26,4 +27,5 @@ def space_of_run(path: Path) -> Space:
         run=run.name,
         seed=run.config.study.seed,
         written=kept_schedules(run.config.search, folder=run.folder),
+        scale_up_devices=kept_machine(run.folder).scale_up_devices,
     )

@@ -1,5 +1,6 @@
 """What a run's trials taught, read from its folder and study."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.study.view import StudyView, read_study
 from quartet_plugin.tuner.history import open_run, read_history
 from quartet_plugin.tuner.learned_run import learned_run
+from quartet_plugin.tuner.run_space import space_of_run
+from tests.model.clusters import make_cluster
 
 RUN = Path(__file__).parents[1] / "golden" / "run_0.1.0"
 
@@ -49,6 +52,14 @@ def test_a_trial_whose_plan_is_lost_teaches_nothing(run: Path) -> None:
     learned = learned_run(run, history=history, study=study)
     assert learned is not None
     assert lost not in learned.predictor.measured
+
+
+def test_the_space_of_a_run_keeps_the_domains_of_its_cluster_file(run: Path) -> None:
+    assert space_of_run(run).rules().joined_devices == 2
+    domains = {"scale_up_devices": 1, "node": {"bandwidth_bytes_per_s": 5e10, "latency_s": 5e-6}}
+    cluster = make_cluster(num_nodes=1, per_node=2, links=domains)
+    open_run(run).folder.machine_file.write_text(json.dumps(cluster), encoding="utf-8")
+    assert space_of_run(run).rules().joined_devices == 1
 
 
 def test_a_run_without_a_baseline_is_refused(run: Path) -> None:
