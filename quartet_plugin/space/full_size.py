@@ -1,6 +1,6 @@
 """Gives a trial's plan the training's size: more replicas, or more stages of as many layers."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from quartet_plugin.errors import PlanError
@@ -8,9 +8,11 @@ from quartet_plugin.mapping.order_rules import NO_RULES, OrderRules
 from quartet_plugin.mapping.orders import coordinates, rank_of, slots_of
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, NodeInfo, Plan, ScheduleChoice, Slot, Split
+from quartet_plugin.schedule.search.limits import FREE, FamilyLimits
 from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.space.layouts import is_legal_group, stock_choice
 from quartet_plugin.space.schedules import custom_order
+from quartet_plugin.space.written_schedules import WrittenSchedule, written_order
 from quartet_plugin.split.layers import even_split
 
 
@@ -31,25 +33,33 @@ def at_full_size(
     stage_factor: int = 1,
     nodes: Sequence[NodeInfo],
     rules: OrderRules = NO_RULES,
+    limits: FamilyLimits = FREE,
+    written: Collection[WrittenSchedule] = (),
 ) -> Plan:
     """The plan on `nodes`, which are `factor` times as many as those of its trial.
 
     It has `stage_factor` times the stages and, for the rest of the factor, more replicas. `rules` are those
-    of the job's orders of ranks. Raises PlanError where the schedule of the plan's name does not run that
-    number of stages.
+    of the job's orders of ranks, `limits` those of its searched orders, `written` its schedules of files.
+    Raises PlanError where the plan's schedule does not run that number of stages.
     """
     if stage_factor == 1:
         return with_all_replicas(plan, factor=factor, nodes=nodes, rules=rules)
-    whole = with_all_stages(plan, factor=stage_factor)
+    whole = with_all_stages(plan, factor=stage_factor, limits=limits, written=written)
     return with_all_replicas(whole, factor=factor // stage_factor, nodes=nodes, rules=rules)
 
 
-def with_all_stages(plan: Plan, *, factor: int) -> Plan:
+def with_all_stages(
+    plan: Plan,
+    *,
+    factor: int,
+    limits: FamilyLimits = FREE,
+    written: Collection[WrittenSchedule] = (),
+) -> Plan:
     """The plan with `factor` times the stages and layers, on as many times the nodes.
 
     The first and the last stage keep their layers, and those between share the others evenly. The ranks are
-    in the stock order. Raises PlanError where the schedule of the plan's name does not run that number of
-    stages.
+    in the stock order. A searched order is searched again under the `limits`. Raises PlanError where the
+    schedule of the plan's name does not run that number of stages, or is the order of a file in `written`.
     """
     made_for, baseline = plan.made_for, plan.made_for.baseline
     nodes = full_nodes(made_for.nodes, factor=factor)
@@ -61,6 +71,7 @@ def with_all_stages(plan: Plan, *, factor: int) -> Plan:
     if schedule.custom is None:
         schedule = _with_group(schedule, layout, factor=factor, num_microbatches=plan.num_microbatches)
     else:
+        _check_not_written(plan, written)
         order = custom_order(
             schedule.custom.named or SEARCHED,
             shape=shape,
@@ -70,6 +81,7 @@ def with_all_stages(plan: Plan, *, factor: int) -> Plan:
             end_loads=None,
             split=split.transformer_layers_per_stage,
             mtp_layers=made_for.mtp_layers,
+            limits=limits,
         )
         schedule = replace(schedule, custom=order.custom)
     return replace(
@@ -96,6 +108,18 @@ def with_all_stages(plan: Plan, *, factor: int) -> Plan:
         prediction=None,
         measurement=None,
     )
+
+
+def _check_not_written(plan: Plan, written: Collection[WrittenSchedule]) -> None:
+    """Raise PlanError for the order of a file, which has a number of stages; one with a name is made anew."""
+    custom = plan.schedule.custom
+    if custom is None or custom.named is not None:
+        return
+    for file in written:
+        fits = file.split(plan.shape.num_layers) == plan.split.transformer_layers_per_stage
+        order = written_order(file, shape=plan.shape, mtp_layers=plan.made_for.mtp_layers) if fits else None
+        if order is not None and order.custom == custom:
+            raise PlanError(f"schedule {plan.schedule.label}: the order of a file has no other stages")
 
 
 def _with_stages(layout: Layout, *, factor: int) -> Layout:

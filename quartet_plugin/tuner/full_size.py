@@ -152,6 +152,8 @@ class FullSizeStudy:
             stage_factor=self.stage_factor,
             nodes=full_nodes(plan.made_for.nodes, factor=self.factor),
             rules=self.space.order_rules,
+            limits=self.space.search.family_limits,
+            written=self.space.written.values(),
         )
 
     def _fitting(self, plan: Plan) -> Plan:

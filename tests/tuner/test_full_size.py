@@ -1,5 +1,6 @@
 """Tuning runs whose trials have fewer replicas: what is handed over, and the comparison at full size."""
 
+import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,17 +11,21 @@ import pytest
 
 from quartet_plugin.calibration.feasibility import FeasibilityModel
 from quartet_plugin.cli.full_size import full_size_lines, full_size_nodes
-from quartet_plugin.errors import ConfigError
+from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.launchers.slurm_batch import SlurmBatchEngine
 from quartet_plugin.model.full_size import Confirmation, FullSize, read_full_size
 from quartet_plugin.model.measurement import Interval
 from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.model.training_job import TrainingJob
+from quartet_plugin.schedule.named import named
 from quartet_plugin.space.features import FEWER_STAGES
 from quartet_plugin.space.full_size import full_nodes
+from quartet_plugin.space.param_sources import RandomParams
+from quartet_plugin.space.plan_space import build_space
+from quartet_plugin.space.written_schedules import WrittenSchedule
 from quartet_plugin.tuner.config import parse_config, placement_of, with_launcher
-from quartet_plugin.tuner.full_size import RULE, FullSizeNodes
+from quartet_plugin.tuner.full_size import RULE, FullSizeNodes, FullSizeStudy
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.trial_backend import TrialBackend
 from quartet_plugin.tuner.tune_result import TuneResult, write_best
@@ -82,6 +87,37 @@ def run_and_tune(
     )
     machine = FakeMachine(job=job or make_job(), cluster=NODES, seconds=seconds)
     return run, tune(run, machine, observer=watching, **options), watching
+
+
+def at_full_size(search: dict[str, Any], *, written: dict[str, WrittenSchedule] | None = None) -> Plan:
+    """A plan of two devices with the search's schedule, and four stages a device pair at full size."""
+    job = replace(
+        make_job(layout=make_layout(pipeline_parallel=2)), features=(FEWER_STAGES,), stage_divisor=2
+    )
+    config = parse_config({"search": search}, where="test").search
+    space = build_space(job, nodes=NODES, search=config, run="r", seed=0, written=written)
+    study: Any = FullSizeStudy(context=None, space=space, factor=2, predictor=None, nodes="")  # type: ignore[arg-type]
+    plan = space.decode(RandomParams(random.Random(0)), trial=0)
+    assert plan.schedule.custom is not None
+    full: Plan = study._full(plan)
+    return full
+
+
+def test_a_searched_order_keeps_the_limits_of_its_family_at_full_size() -> None:
+    search = {"schedule": "searched", "virtual_stages": 2, "schedule_family": {"placement": "loop"}}
+    full = at_full_size(search)
+    assert full.schedule.custom is not None
+    assert full.schedule.custom.placement == (0, 1, 2, 3, 0, 1, 2, 3)
+
+
+def test_the_order_of_a_file_has_no_form_at_full_size() -> None:
+    made = named("zb-h1", num_devices=2, num_microbatches=4)
+    known = WrittenSchedule(schedule=replace(made, layers_per_stage=(4, 6)))
+    other = WrittenSchedule(schedule=replace(known.schedule, origin={}))
+    search = {"schedule": "mine.json"}
+    assert at_full_size(search, written={"mine.json": known}).schedule.label == "zb-h1"
+    with pytest.raises(PlanError, match="the order of a file"):
+        at_full_size(search, written={"mine.json": other})
 
 
 def test_the_winner_is_handed_over_with_all_replicas(tmp_path: Path) -> None:
