@@ -14,7 +14,7 @@ from quartet_plugin.space.param_sources import (
 )
 from quartet_plugin.space.plan_space import Space, schedule_param
 from quartet_plugin.space.searched_orders import ORDER, order_text
-from quartet_plugin.space.split_shifts import decoded_end_loads, origin_split, shift_params
+from quartet_plugin.space.split_shifts import SPLIT_OF_TWO, decoded_end_loads, origin_split, shift_params
 from quartet_plugin.split.layers import end_loads_for_split
 from quartet_plugin.split.shifts import shifts_between
 
@@ -89,16 +89,19 @@ def _move_layers(
         return False  # a file says the split
     num_layers, layout = plan.shape.num_layers, plan.layout
     if layout.num_stages == 2:
+        is_custom = schedule is not None or plan.schedule.custom is not None
         end_loads = end_loads_for_split(
             split, num_devices=layout.pipeline_parallel, num_chunks=layout.virtual_stages
         )
-        if end_loads is None:
-            return False
-        params[SPLIT_EMBEDDING], params[SPLIT_HEAD] = (
-            end_loads.embedding / num_layers,
-            end_loads.head / num_layers,
-        )
-        return True
+        if end_loads is not None:
+            params[SPLIT_EMBEDDING], params[SPLIT_HEAD] = (
+                end_loads.embedding / num_layers,
+                end_loads.head / num_layers,
+            )
+        if is_custom:
+            # Without it the split would be chosen together with the order.
+            params[SPLIT_OF_TWO] = "+".join(map(str, split))
+        return is_custom or end_loads is not None
     end_loads = decoded_end_loads((float(params[SPLIT_EMBEDDING]), float(params[SPLIT_HEAD])), num_layers)
     if schedule is not None:
         end_loads = end_loads.rounded()

@@ -15,9 +15,10 @@ from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, OPTIONS
 from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
 from quartet_plugin.space.order_exchanges import EXCHANGES, NO_RUN, RUN, EncodedOrder, encoded_order
 from quartet_plugin.space.schedules import end_load_candidates
-from quartet_plugin.space.searched_orders import order_text
+from quartet_plugin.space.searched_orders import ORDER, order_text
 from quartet_plugin.space.split_shifts import (
     SHIFT,
+    SPLIT_OF_TWO,
     Shifts,
     encoded_custom_split,
     encoded_shifts,
@@ -94,8 +95,8 @@ class ParamEncoder:
     """The parameters that lead to `plan`, recorded as they are requested.
 
     `order` is how the space makes the plan's mapping, None where it does not. `schedule` is the schedule's
-    name in the space, `end_loads` is None where they are not known, `shifts` are those of the stage
-    boundaries, None where none is shifted.
+    name in the space, `end_loads` the end loads where they are known, `shifts` those of the stage boundaries, None
+    where none is shifted. `says_split`: a text says the split of two stages.
     """
 
     def __init__(
@@ -106,12 +107,14 @@ class ParamEncoder:
         schedule: str,
         end_loads: EndLoads | None = None,
         shifts: Shifts | None = None,
+        says_split: bool = False,
     ) -> None:
         self._plan = plan
         self._order = order
         self._schedule = schedule
         self._end_loads = end_loads
         self._shifts = shifts
+        self._says_split = says_split
         self.params: dict[str, str | int | float] = {}
 
     def category(self, name: str, choices: Sequence[str]) -> str:
@@ -142,10 +145,14 @@ class ParamEncoder:
         return value
 
     def attribute(self, name: str) -> str | None:
-        """The plan's order as the study keeps it; None for a schedule that its name makes."""
-        if self._schedule != SEARCHED or self._plan.schedule.custom is None:
-            return None
-        self.params[name] = text = order_text(self._plan.schedule.custom)
+        """The split of two stages, or the plan's order; None where the parameters alone lead to it."""
+        custom, text = self._plan.schedule.custom, None
+        if name == SPLIT_OF_TWO and self._says_split:
+            text = self._plan.split.label
+        elif name == ORDER and self._schedule == SEARCHED and custom is not None:
+            text = order_text(custom)
+        if text is not None:
+            self.params[name] = text
         return text
 
     def _number(self, name: str) -> int:
@@ -210,18 +217,23 @@ def param_encoders(
         guesses = end_load_candidates(plan)
         for guess in (*guesses, None):
             yield ParamEncoder(plan, order=order, schedule=custom.named, end_loads=guess)
-        for guess in guesses if layout.num_stages > 2 else ():
-            yield ParamEncoder(
-                plan,
-                order=order,
-                schedule=custom.named,
-                end_loads=guess,
-                shifts=encoded_shifts(plan, schedule=custom.named, end_loads=guess),
-            )
+        for guess in guesses:
+            if layout.num_stages == 2:
+                yield ParamEncoder(plan, order=order, schedule=custom.named, end_loads=guess, says_split=True)
+                continue
+            shifts = encoded_shifts(plan, schedule=custom.named, end_loads=guess)
+            yield ParamEncoder(plan, order=order, schedule=custom.named, end_loads=guess, shifts=shifts)
     for name in written:
         yield ParamEncoder(plan, order=order, schedule=name)
     balanced, shifts = encoded_custom_split(plan, schedule=SEARCHED)
-    yield ParamEncoder(plan, order=order, schedule=SEARCHED, end_loads=balanced, shifts=shifts)
+    yield ParamEncoder(
+        plan,
+        order=order,
+        schedule=SEARCHED,
+        end_loads=balanced,
+        shifts=shifts,
+        says_split=layout.num_stages == 2,
+    )
 
 
 @lru_cache(maxsize=65_536)

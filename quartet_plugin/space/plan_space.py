@@ -65,7 +65,7 @@ from quartet_plugin.space.param_sources import (
 from quartet_plugin.space.rules import LayoutRules
 from quartet_plugin.space.schedules import CustomOrder, custom_order, placement_of
 from quartet_plugin.space.searched_orders import ORDER, stored_order
-from quartet_plugin.space.split_shifts import choose_split, decoded_end_loads
+from quartet_plugin.space.split_shifts import choose_split, decoded_end_loads, stated_split
 from quartet_plugin.space.written_schedules import WrittenSchedule, written_order
 from quartet_plugin.split.layers import EndLoads, even_split, is_legal_split, split_for_end_loads
 
@@ -288,8 +288,8 @@ class Space:
     ) -> CustomOrder:
         """The custom order of a schedule; where the split is tuned, both are for the source's end loads.
 
-        Of a split with shifted boundaries only the order is. A file says both. A searched order that the
-        source has is taken as it is.
+        Of a split with shifted boundaries, or of one that the source has, only the order is. A file says
+        both. A searched order that the source has is taken as it is.
         """
         if name in self.written:
             return written_order(self.written[name], shape=shape, mtp_layers=self.job.mtp_layers)
@@ -307,6 +307,8 @@ class Space:
                 placement=placement,
             )
             split = choose_split(source, origin)
+            if len(origin) == 2:
+                split = stated_split(source, shape.num_layers)
         num_microbatches = layout.num_microbatches(self.job.global_batch_size)
         text = source.attribute(ORDER) if name == SEARCHED else None
         if text is not None:

@@ -1,7 +1,8 @@
 """The parameters of a free split: shifts of the stage boundaries of the split that two end loads balance.
 
 `split.shift` is the most layers by which a boundary is shifted, a power of two; 0 keeps the balanced split
-and opens no other parameter. A pipeline of two stages has no shifts: its end loads alone make every split.
+and opens no other parameter. A pipeline of two stages has no shifts: its end loads alone make every split of
+a stock schedule. Under a custom one, whose split is made together with its order, a text may say the split.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,15 @@ from quartet_plugin.split.layers import (
     EndLoads,
     end_loads_for_split,
     flops_end_loads,
+    is_legal_split,
     split_for_end_loads,
 )
 from quartet_plugin.split.shifts import greatest_shift, shifted_split, shifts_between
 
 SHIFT = "split.shift"
 NO_SHIFT = "0"
+# The name of a trial's attribute that has the split of two stages: no sampler chooses it.
+SPLIT_OF_TWO = "split.layers"
 
 type Shifts = tuple[int, ...]
 
@@ -33,6 +37,23 @@ def choose_split(source: ParamSource, origin: Sequence[int]) -> tuple[int, ...] 
         return None
     names = (f"split.{k}[{limit}]" for k in range(1, len(origin)))
     return shifted_split(origin, [source.integer(name, -limit, limit) for name in names])
+
+
+def stated_split(source: ParamSource, num_layers: int) -> tuple[int, ...] | None:
+    """The split of two stages that the source's text says; None without one.
+
+    Raises KeyError for a text that is no split of this number of layers.
+    """
+    text = source.attribute(SPLIT_OF_TWO)
+    if text is None:
+        return None
+    counts = text.split("+")
+    if not all(count.isascii() and count.isdigit() for count in counts):
+        raise KeyError(SPLIT_OF_TWO)
+    split = tuple(map(int, counts))
+    if not is_legal_split(split, num_layers=num_layers, num_stages=2):
+        raise KeyError(SPLIT_OF_TWO)
+    return split
 
 
 def shift_limit(shifts: Shifts | None, choices: Sequence[str]) -> str:
@@ -73,7 +94,7 @@ def origin_split(plan: Plan, *, schedule: str | None, end_loads: EndLoads) -> tu
 
 
 def encoded_split(plan: Plan) -> tuple[EndLoads, Shifts | None]:
-    """End loads and shifts that make the split of a stock schedule's plan: no shifts where ends alone do."""
+    """End loads and shifts that make the split of a stock schedule's plan: no shifts where end loads alone do."""
     split, layout = plan.split.transformer_layers_per_stage, plan.layout
     if layout.num_stages < 3:
         end_loads = end_loads_for_split(
@@ -95,18 +116,21 @@ def encoded_split(plan: Plan) -> tuple[EndLoads, Shifts | None]:
     return best
 
 
-def encoded_custom_split(plan: Plan, *, schedule: str) -> tuple[EndLoads | None, Shifts | None]:
+def encoded_custom_split(plan: Plan, *, schedule: str) -> tuple[EndLoads, Shifts | None]:
     """End loads and shifts that make the split of a plan under the order of a custom schedule.
 
-    The end loads are those by FLOPs; of two stages those that alone make the split, None where none do.
+    The end loads are those by FLOPs; of two stages those that alone make the split, where some do.
     """
-    split, layout = plan.split.transformer_layers_per_stage, plan.layout
-    if layout.num_stages < 3:
-        return end_loads_for_split(split, num_devices=layout.pipeline_parallel), None
-    num_layers = plan.shape.num_layers
+    split, layout, num_layers = plan.split.transformer_layers_per_stage, plan.layout, plan.shape.num_layers
+    alone = end_loads_for_split(split, num_devices=layout.pipeline_parallel) if len(split) < 3 else None
+    if alone is not None:
+        return alone, None
     by_flops = flops_end_loads(plan.shape, mtp_layers=plan.made_for.mtp_layers)
     end_loads = decoded_end_loads(encoded_end_loads(by_flops, num_layers), num_layers)
-    return end_loads, encoded_shifts(plan, schedule=schedule, end_loads=end_loads.rounded())
+    shifts = (
+        encoded_shifts(plan, schedule=schedule, end_loads=end_loads.rounded()) if len(split) > 2 else None
+    )
+    return end_loads, shifts
 
 
 def encoded_shifts(plan: Plan, *, schedule: str, end_loads: EndLoads) -> Shifts:

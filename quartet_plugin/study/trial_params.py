@@ -5,9 +5,10 @@ from typing import Any
 
 from quartet_plugin.space.param_sources import Params
 from quartet_plugin.space.searched_orders import ORDER
+from quartet_plugin.space.split_shifts import SPLIT_OF_TWO
 
 # What is kept beside a trial's parameters: no sampler chooses it.
-TEXTS = (ORDER,)
+TEXTS = (ORDER, SPLIT_OF_TWO)
 
 
 class TrialParams:
@@ -50,10 +51,14 @@ class TrialParams:
         return text
 
     def _attributes(self) -> Mapping[str, Any]:
-        """The attributes as the study has them now: a sampler may have set one since the trial was made."""
-        attributes: Mapping[str, Any] = self._trial.study.get_trials(deepcopy=False)[
-            self._trial.number
-        ].user_attrs
+        """The attributes as the study has them now: a sampler may have set one since the trial was made.
+
+        Those of a trial that has no study, as Optuna's FixedTrial, are its own.
+        """
+        study, trial = getattr(self._trial, "study", None), self._trial
+        attributes: Mapping[str, Any] = (
+            trial if study is None else study.get_trials(deepcopy=False)[trial.number]
+        ).user_attrs
         return attributes
 
 

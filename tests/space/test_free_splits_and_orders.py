@@ -15,6 +15,7 @@ from quartet_plugin.space.moved_plans import moved
 from quartet_plugin.space.param_sources import FixedParams, RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.study.plan_sampler import suggest_plan
+from quartet_plugin.study.trial_params import parted
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
 from tests.split.test_shifts import splits
@@ -67,19 +68,27 @@ def assert_in(space: Space, plan: Plan) -> None:
     assert space.decode(FixedParams(params), trial=0).key == plan.key
 
 
-@pytest.mark.parametrize("nodes", [(4,), (2, 3), (3, 3)])
-def test_a_custom_schedule_has_any_split(nodes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("first", [1, 5, 8])
+@pytest.mark.parametrize("nodes", [(2,), (4,), (2, 3), (3, 3)])
+def test_a_custom_schedule_has_any_split(nodes: tuple[int, ...], first: int) -> None:
     num_stages = sum(nodes)
     space = space_of(*nodes, pipeline_parallel=num_stages, schedule="zb-h1", mapping="stock")
     chooser = RandomParams(random.Random(1))
     plan = space.decode(chooser, trial=0)
-    split = (5, *[1] * (num_stages - 2), 13 - 5 - (num_stages - 2))
+    split = (first, *[1] * (num_stages - 2), 13 - first - (num_stages - 2))
     made = moved(space, chooser.params, plan, split=split, mapping=plan.mapping)
     assert made is not None
     assert made[1].split.transformer_layers_per_stage == split
     assert made[1].schedule.custom is not None
     assert made[1].schedule.custom.named == "zb-h1"
     assert_in(space, made[1])
+    sampled, texts = parted(made[0])
+    trial = optuna.trial.FixedTrial(sampled)
+    for name, text in texts.items():
+        trial.set_user_attr(name, text)
+    assert suggest_plan(trial, space).key == made[1].key
+    # The parameters of two stages are those of every study: the split is beside them.
+    assert (set(sampled) == set(chooser.params)) == (num_stages == 2)
 
 
 def test_an_optuna_study_holds_them() -> None:

@@ -26,7 +26,7 @@ from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.study.tune_study import TuneStudy
 from quartet_plugin.tuner.proposer import Proposer
 from tests.planner.planning import random_job
-from tests.planner.test_described_space import is_split_left_out, parts_of_plan, parts_of_ranked
+from tests.planner.test_described_space import parts_of_plan, parts_of_ranked
 
 FULL_SEARCHES = True  # read by `short_searches`
 
@@ -122,11 +122,10 @@ def num_compared(seed: int) -> int:
         return 0
     space = space_of(job, plain)
     machine = KnownMachine(cluster=None if job.cluster is None else job.cluster.cluster)
-    held = [ranked for ranked in ranking.best if not is_split_left_out(space, ranked)]
-    plans = proposals(space, machine, num=len(held), trials=[without_time(space)])
+    plans = proposals(space, machine, num=len(ranking.best), trials=[without_time(space)])
     proposed = [as_run(parts_of_plan(plan)) for plan in plans]
-    assert proposed == [as_run(parts_of_ranked(restricted, ranked)) for ranked in held]
-    return len(held)
+    assert proposed == [as_run(parts_of_ranked(restricted, ranked)) for ranked in ranking.best]
+    return len(ranking.best)
 
 
 @pytest.mark.parametrize("seed", SAMPLED)
