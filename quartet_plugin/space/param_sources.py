@@ -95,8 +95,8 @@ class ParamEncoder:
     """The parameters that lead to `plan`, recorded as they are requested.
 
     `order` is how the space makes the plan's mapping, None where it does not. `schedule` is the schedule's
-    name in the space, `end_loads` the end loads where they are known, `shifts` those of the stage boundaries, None
-    where none is shifted. `says_split`: a text says the split of two stages.
+    name in the space, `end_loads` is None where they are not known, `shifts` are those of the stage
+    boundaries, None where none is shifted. `says_split`: a text says the split of two stages.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ def origin_split(plan: Plan, *, schedule: str | None, end_loads: EndLoads) -> tu
 
 
 def encoded_split(plan: Plan) -> tuple[EndLoads, Shifts | None]:
-    """End loads and shifts that make the split of a stock schedule's plan: no shifts where end loads alone do."""
+    """End loads and shifts that make a stock schedule's split: no shifts where the end loads alone do."""
     split, layout = plan.split.transformer_layers_per_stage, plan.layout
     if layout.num_stages < 3:
         end_loads = end_loads_for_split(
