@@ -285,7 +285,9 @@ def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
         layout.pipeline_parallel,
         layout.virtual_stages,
     )
-    if not same_stages or _split_or_none(user) != plan.split:
+    # Megatron asks the placement for the layers of a stage only where the command has a layout.
+    has_layout = bool(hybrid_pattern(user) or getattr(user, "pipeline_model_parallel_layout", None))
+    if not same_stages or _split_or_none(user) != plan.split or not (has_layout or _is_megatrons_order(plan)):
         remove |= set(SPLIT_FLAGS)
         if hybrid_pattern(user):
             if not getattr(user, "hybrid_layer_pattern", None):
@@ -315,6 +317,12 @@ def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
             remove.add("microbatch_group_size_per_vp_stage")
     elif group != (getattr(user, "microbatch_group_size_per_vp_stage", None) or layout.pipeline_parallel):
         values["microbatch_group_size_per_vp_stage"] = group
+
+
+def _is_megatrons_order(plan: Plan) -> bool:
+    """Whether the stages go round the ranks, as Megatron places them by itself."""
+    size = plan.layout.pipeline_parallel
+    return plan.schedule.placement in (None, tuple(stage % size for stage in range(plan.layout.num_stages)))
 
 
 def _split_or_none(user: Namespace) -> Split | None:

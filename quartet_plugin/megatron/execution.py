@@ -52,7 +52,7 @@ def execution_of(
         position=dist.get_rank(),
         pipeline_rank=int(parallel_state.get_pipeline_model_parallel_rank()),
         num_microbatches=num_microbatches,
-        stages=_stages(chunks),
+        stages=built_stages(chunks),
         knobs=knobs_read_back(live_job(chunks, optimizer=optimizer), framework=MEGATRON.framework),
         actions=actions,
         ends=_ends(chunks),
@@ -108,7 +108,8 @@ def _tensor_partition(chunks: Sequence[Any]) -> str | None:
     return attention if attention == mlp else f"attention {attention}, mlp {mlp}"
 
 
-def _stages(chunks: Sequence[Any]) -> tuple[BuiltStage, ...]:
+def built_stages(chunks: Sequence[Any]) -> tuple[BuiltStage, ...]:
+    """The layers and ends of each chunk; empty for a model without a list of layers."""
     built = []
     for chunk in chunks:
         module = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)

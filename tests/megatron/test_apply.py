@@ -13,13 +13,17 @@ from quartet_plugin.megatron.apply import check_fit, rewrite
 from quartet_plugin.model.job_description import EqualDevices, JobDescription
 from quartet_plugin.model.layout import SettingValue
 from quartet_plugin.model.megatron_arguments import split_of
+from quartet_plugin.model.plan import ScheduleChoice
 from quartet_plugin.model.shape import LayerKinds
+from quartet_plugin.schedule.choice import choice_of
+from quartet_plugin.schedule.named import named
 from quartet_plugin.space.knobs import registry
 from quartet_plugin.space.knobs.knob import LiveJob
 from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS, settings_of
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, make_plan
 from tests.megatron.native import native_flags
+from tests.runtime.pipelines import stage_costs
 from tests.space.knobs.made_up import ROPE_FUSION
 
 
@@ -34,6 +38,45 @@ def test_uneven_split_is_written_out() -> None:
     edited, notes = rewrite(make_plan(split=(5, 1), pipeline=2), flags=native_flags(), words=words)
     assert edited == [*words, "--pipeline-model-parallel-layout", "Ettttt|tL"]
     assert notes == ["the plan adds --pipeline-model-parallel-layout 'Ettttt|tL'"]
+
+
+TWO_TIMES_TWO = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
+
+
+@pytest.mark.parametrize(
+    ("placement", "stages", "is_written"),
+    [
+        ((0, 1, 1, 0), TWO_TIMES_TWO, True),
+        ((0, 1, 0, 1), TWO_TIMES_TWO, False),
+        ((0, 2, 1), ("--pipeline-model-parallel-size", "3"), True),
+        ((0, 1, 2), ("--pipeline-model-parallel-size", "3"), False),
+    ],
+)
+def test_stages_in_another_order_than_megatrons_are_written_out(
+    placement: tuple[int, ...], stages: tuple[str, ...], is_written: bool
+) -> None:
+    """Also where the command has the plan's split already: without a layout Megatron counts in a loop."""
+    num_stages, num_devices = len(placement), max(placement) + 1
+    shape = replace(SHAPE, num_layers=num_stages * 2)
+    stock = make_plan(
+        split=(2,) * num_stages,
+        pipeline=num_devices,
+        chunks=num_stages // num_devices,
+        group=num_devices if num_stages > num_devices else None,
+        shape=shape,
+        made_for_shape=shape,
+    )
+    made = choice_of(named("gpipe", num_devices=num_stages, num_microbatches=4), stage_costs(placement))
+    custom = replace(made, placement=placement)
+    plan = replace(stock, schedule=ScheduleChoice(name="custom", custom=custom))
+    words = [*MEGATRON_FLAGS, "--num-layers", str(num_stages * 2), *stages]
+    edited, _ = rewrite(plan, flags=native_flags(), words=words)
+    layout = plan.split.megatron_layout if is_written else None
+    assert native_flags().explicit_values(edited).get("pipeline_model_parallel_layout") == layout
+    assert rewrite(stock, flags=native_flags(), words=words) == (words, [])
+    # A layout that the command has is placed as it is.
+    written = [*words, "--pipeline-model-parallel-layout", plan.split.megatron_layout]
+    assert rewrite(plan, flags=native_flags(), words=written)[0] == written
 
 
 def test_layers_of_multi_token_prediction_lie_before_the_head() -> None:

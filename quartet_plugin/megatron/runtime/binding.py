@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.runtime.groups import default_groups
+from quartet_plugin.megatron.runtime.layer_order import check_layer_order
 from quartet_plugin.megatron.runtime.param_gather import ParamGather
 from quartet_plugin.megatron.runtime.reduction import GradReductions
 from quartet_plugin.megatron.runtime.stages import Call, MegatronStages, MicrobatchIterator
@@ -185,7 +186,7 @@ class Runtime:
             for no_sync in _listed(config.no_sync_func):
                 stack.enter_context(no_sync())
             try:
-                executor.run(stages, self._transport(boundary, executor), recorder)
+                executor.run(stages, self._transport(boundary, executor, call.chunks), recorder)
             except BaseException:
                 self._gradients.clear()
                 self._reductions.abort()
@@ -211,13 +212,14 @@ class Runtime:
                 iterators[chunk] = MicrobatchIterator(iterators[chunk])
         return iterators
 
-    def _transport(self, boundary: Boundary, executor: Executor) -> PairTransport:
+    def _transport(self, boundary: Boundary, executor: Executor, chunks: Sequence[Any]) -> PairTransport:
         group = parallel_state.get_pipeline_model_parallel_group()
         wire = torch.device("cpu") if self._host_transport else boundary.device
         if executor not in self._agreed:
             agree_on_program(executor.program, group=group, device=wire)
             self._agreed.add(executor)
         if self._channels is None:
+            check_layer_order(chunks, self._placement, group=group, device=wire)
             self._channels = Channels.open(
                 executor.program.placement,
                 ranks=torch.distributed.get_process_group_ranks(group),

@@ -23,7 +23,7 @@ from quartet_plugin.schedule.search.refinement import improve_by_insertion
 from tests.cost.runs import ROW
 from tests.cost.runs import run as run_of_row
 from tests.megatron import support
-from tests.megatron.runtime.rank_server import RankServer
+from tests.megatron.runtime.rank_server import TIMED_OUT, RankServer
 from tests.megatron.runtime.rank_with_schedule import preparation
 from tests.runtime.pipelines import stage_costs
 
@@ -524,6 +524,21 @@ def test_core(name: str, references: References) -> None:
         values = printed(run, pattern)
         assert len(values) >= 2
         assert values == pytest.approx(printed(references.run(EVALUATED), pattern), rel=2e-6)
+
+
+def test_stages_that_nothing_gave_to_the_placement_are_refused(references: References) -> None:
+    """Megatron asks for a stage's layers only where there is a layout: without one it counts in a loop."""
+    folder = references.folder / "without-layout"
+    folder.mkdir()
+    words = [
+        *(str(folder), f"zb-v:{V_2}", str(support.PRETRAIN_SCRIPT), *support.MODEL_FLAGS),
+        *(*support.TRAINING_FLAGS, *shlex.split(f"{_MODEL} --num-layers 8 {TWO}")),
+        *("--num-virtual-stages-per-pipeline-rank", "2", "--train-iters", "1"),
+        *("--data-path", str(references.data)),
+    ]
+    code, output = references.server([]).run(words, num_processes=2, timeout_s=60, log=folder / "log")
+    assert code not in (0, TIMED_OUT)
+    assert "PlanError: split: layers 6 to 8 were built as stage 2 of the plan" in output, output[-3000:]
 
 
 # A V with everything once, and a loop, whose devices receive from two others in one group.
