@@ -56,6 +56,8 @@ _LEFT_OUT: dict[str, Any] = {
     # With --no-overlap-p2p-communication left out.
     "overlap_p2p_comm": True,
 }
+# The layers of a layout that is a list, by the letters of one that is a text.
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 # Configurations that are no single list of like layers, by words of their classes' names.
 _OTHER_MODELS = {"T5": "decoder_num_layers", "Mamba": "is_hybrid_model", "Hybrid": "is_hybrid_model"}
 
@@ -79,6 +81,7 @@ def arguments_of(config: Any) -> Namespace:
         "use_distributed_optimizer": any(
             getattr(section, "use_distributed_optimizer", False) for section in sections_of(config)
         ),
+        "pipeline_model_parallel_layout": _layout_text(values["pipeline_model_parallel_layout"]),
         "transformer_impl": _layer_impl(values.get("transformer_layer_spec")),
         **_precision(config, values),
         **_other_model(config),
@@ -183,6 +186,16 @@ def _enumeration(section: Any, field: str) -> type[Enum] | None:
     kinds = [kind for kind in (get_args(declared) or (declared,)) if kind is not type(None)]
     is_enumeration = len(kinds) == 1 and isinstance(kinds[0], EnumType)
     return kinds[0] if is_enumeration else None
+
+
+def _layout_text(layout: Any) -> str | None:
+    """A layout as the flag has it: a configuration also holds lists of layers, or Megatron-Core's object."""
+    written = getattr(layout, "input_data", layout)
+    if written is None or isinstance(written, str):
+        return written
+    # A layer is a name, or the member of an enumeration with that name.
+    names = [[getattr(layer, "name", layer).strip().lower() for layer in stage] for stage in written]
+    return "|".join("".join(_LETTERS.get(name, f"<{name}>") for name in stage) for stage in names)
 
 
 def _layer_impl(spec: Any) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from quartet_plugin.bridge import fields
 from quartet_plugin.bridge.fields import arguments_of, known_arguments, leave_out, set_argument, vocabulary_of
-from quartet_plugin.errors import PlanError
+from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.megatron_arguments import (
     features_of,
     layout_of,
@@ -44,6 +44,21 @@ def test_a_completed_layout_gives_the_split() -> None:
     args = arguments_of(make_config(model))
     assert split_of(args).transformer_layers_per_stage == (3, 2, 2, 1)
     assert layout_of(args, world_size=2).virtual_stages == 2
+
+
+def test_a_layout_may_be_a_list_or_megatrons_object_of_one() -> None:
+    """As recipes have it, of names or members of an enumeration; Megatron-Core makes an object of it."""
+    names = [["embedding", "decoder", "decoder"], ["decoder"], ["decoder"] * 4, ["decoder", "mtp", "loss"]]
+    members = [[SimpleNamespace(name=name) for name in stage] for stage in names]
+    text = "Ett|t|tttt|tmL"
+    for layout in (text, names, members, *(SimpleNamespace(input_data=given) for given in (text, names))):
+        args = arguments_of(make_config(make_model(pipeline_model_parallel_layout=layout)))
+        assert args.pipeline_model_parallel_layout == text
+        assert split_of(args).transformer_layers_per_stage == (2, 1, 4, 1)
+        assert layout_of(args, world_size=2).virtual_stages == 2
+    unknown = make_model(pipeline_model_parallel_layout=[["embedding", "encoder"], ["loss"]])
+    with pytest.raises(ConfigError, match="must be written in E, t, m"):
+        split_of(arguments_of(make_config(unknown)))
 
 
 @pytest.mark.parametrize(
