@@ -1,8 +1,12 @@
 """The environment of a rank, and an all-gather of words among ranks before the process group exists."""
 
+import json
 import os
 import socket
+import time
+import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +18,8 @@ from quartet_plugin.protocol.environment import STARTED
 from quartet_plugin.rank.process_start import ranks_of
 
 EXCHANGE_TIMEOUT_S = 300.0
+# Rank 0 asks a store for so many values at a time: the store serves all ranks by one thread.
+_VALUES_AT_A_TIME = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,17 +100,14 @@ class Rendezvous:
         """
         if self._store is None:
             return [value]
-        keys = [f"{name}/{rank}" for rank in range(self._rank_env.world_size)]
-        self._store.set(keys[self._rank_env.launch_rank], value)
-        try:
-            self._store.wait(keys, timedelta(seconds=EXCHANGE_TIMEOUT_S))
-            return [item.decode("utf-8") for item in self._store.multi_get(keys)]
-        except RuntimeError as error:
-            absent = [rank for rank, key in enumerate(keys) if not self._is_there(key)]
-            raise InfrastructureError(
-                f"no answer about {name} from {listed_ranks(absent)} within {EXCHANGE_TIMEOUT_S:g} s: "
-                f"{first_line(error)}"
-            ) from error
+        return gather_through(
+            self._store,
+            name,
+            value,
+            rank=self._rank_env.launch_rank,
+            world_size=self._rank_env.world_size,
+            limit_s=EXCHANGE_TIMEOUT_S,
+        )
 
     def agree_or_raise(self, name: str, refusal: QuartetError | None) -> None:
         """Go on only if no rank refuses; all stop alike when one does.
@@ -120,11 +123,62 @@ class Rendezvous:
         refusals = "; ".join(f"{listed_ranks(ranks)}: {text}" for text, ranks in by_verdict.items() if text)
         raise AgreedRefusalError(f"only on {refusals}") from refusal
 
-    def _is_there(self, key: str) -> bool:
-        try:
-            return bool(self._store.check([key]))
-        except RuntimeError:
-            return False
+
+def gather_through(
+    store: Any, name: str, value: str, *, rank: int, world_size: int, limit_s: float
+) -> list[str]:
+    """Every rank's value, in their order; returns on every rank when all ranks have written theirs.
+
+    Rank 0 alone reads the values, and writes all as one answer: the store does as many operations a rank
+    however many ranks there are. Raises InfrastructureError, naming the ranks that did not come in time.
+    """
+    store.set(f"{name}/{rank}", value)
+    if rank == 0:
+        answer = _collected(store, [f"{name}/{other}" for other in range(world_size)], limit_s=limit_s)
+        with suppress(RuntimeError):
+            store.set(f"{name}/all", zlib.compress(json.dumps(answer).encode()))
+    else:
+        answer = _answer_of_rank_0(store, name, limit_s=limit_s)
+    if "values" in answer:
+        return list(answer["values"])
+    absent = listed_ranks(answer["absent"])
+    raise InfrastructureError(
+        f"no answer about {name} from {absent} within {limit_s:g} s: {answer['reason']}"
+    )
+
+
+def _collected(store: Any, keys: Sequence[str], *, limit_s: float) -> dict[str, Any]:
+    """The values of all ranks, or who is absent."""
+    deadline = time.monotonic() + limit_s
+    values: list[str] = []
+    try:
+        for first in range(0, len(keys), _VALUES_AT_A_TIME):
+            some = list(keys[first : first + _VALUES_AT_A_TIME])
+            # For a store 0 ms are no limit.
+            store.wait(some, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            values += [item.decode("utf-8") for item in store.multi_get(some)]
+    except RuntimeError as error:
+        absent = [rank for rank, key in enumerate(keys) if not _is_there(store, key)]
+        return {"absent": absent, "reason": first_line(error)}
+    return {"values": values}
+
+
+def _answer_of_rank_0(store: Any, name: str, *, limit_s: float) -> dict[str, Any]:
+    """What rank 0 has collected; it may come as late as the limit, and then wait as long for others."""
+    try:
+        store.wait([f"{name}/0"], timedelta(seconds=limit_s))
+        store.wait([f"{name}/all"], timedelta(seconds=2 * limit_s))
+        answer: dict[str, Any] = json.loads(zlib.decompress(store.get(f"{name}/all")))
+    except RuntimeError as error:
+        return {"absent": [0], "reason": first_line(error)}
+    return answer
+
+
+def _is_there(store: Any, key: str) -> bool:
+    try:
+        return bool(store.check([key]))
+    except RuntimeError:
+        return False
 
 
 def _store_of_files(rank_env: RankEnv) -> Any:

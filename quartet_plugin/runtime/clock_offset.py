@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from quartet_plugin.errors import InfrastructureError, first_line
+from quartet_plugin.rank.rendezvous import gather_through
 
 _NUM_PINGS = 8
 _TIMEOUT = timedelta(seconds=60)
@@ -33,10 +34,9 @@ def clock_offset_of_group() -> float:
 def clock_offset_s(store: Any, *, rank: int, world_size: int, host: str) -> float:
     """The same over any store, for a rank on `host`."""
     try:
-        store.set(f"host/{rank}", host)
-        names = [f"host/{other}" for other in range(world_size)]
-        store.wait(names, _TIMEOUT)
-        hosts = [name.decode() for name in store.multi_get(names)]
+        hosts = gather_through(
+            store, "host", host, rank=rank, world_size=world_size, limit_s=_TIMEOUT.total_seconds()
+        )
         # Of every other host the lowest rank, in this order.
         pinging = {name: hosts.index(name) for name in hosts if name != hosts[0]}
         if rank == 0:
@@ -47,7 +47,7 @@ def clock_offset_s(store: Any, *, rank: int, world_size: int, host: str) -> floa
         if pinging[host] == rank:
             store.set(f"offset/{host}", repr(_ping(store, rank)))
         return float(_read(store, f"offset/{host}"))
-    except RuntimeError as error:
+    except (RuntimeError, InfrastructureError) as error:
         raise InfrastructureError(
             f"rank {rank}: the clocks of hosts cannot be compared: {first_line(error)}"
         ) from error

@@ -17,8 +17,10 @@ from quartet_plugin.rank.rendezvous import (
     RankEnv,
     Rendezvous,
     agree_on_plan,
+    gather_through,
     listed_ranks,
 )
+from quartet_plugin.runtime.clock_offset import clock_offset_s
 from tests.megatron.entry_launch import make_plan
 
 
@@ -43,6 +45,54 @@ def on_ranks(count: int, act: Callable[[Rendezvous, int], Any]) -> list[Any]:
 def test_exchange_is_in_launch_order() -> None:
     found = on_ranks(4, lambda rendezvous, rank: rendezvous.all_gather("word", f"from {rank}"))
     assert found == [[f"from {rank}" for rank in range(4)]] * 4
+
+
+class CountingStore:
+    """A store that counts the keys that ranks ask for."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.asked: list[str] = []
+
+    def wait(self, keys: list[str], limit: timedelta) -> None:
+        """Wait for the keys, and count them."""
+        self.asked += keys
+        self._store.wait(keys, limit)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Read the keys, and count them."""
+        self.asked += keys
+        return list(self._store.multi_get(keys))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def gather_words(store: Any, rank: int, world_size: int) -> Any:
+    """The words of all ranks, from one of them."""
+    return gather_through(store, "word", f"from {rank}", rank=rank, world_size=world_size, limit_s=30.0)
+
+
+def compare_clocks(store: Any, rank: int, world_size: int) -> float:
+    """The offset of a rank's clock, where all are on one host."""
+    return clock_offset_s(store, rank=rank, world_size=world_size, host="here")
+
+
+@pytest.mark.parametrize(
+    ("act", "expected"), [(gather_words, [f"from {rank}" for rank in range(120)]), (compare_clocks, 0.0)]
+)
+def test_what_a_store_does_for_a_rank_does_not_grow_with_the_ranks(
+    act: Callable[[Any, int, int], Any], expected: Any
+) -> None:
+    """One thread serves all ranks; if each of 10,000 asked for every value, it would take half an hour."""
+    import torch.distributed as dist
+
+    count = 120  # more than rank 0 reads at a time
+    store = CountingStore(dist.HashStore())
+    with ThreadPoolExecutor(count) as pool:
+        found = list(pool.map(lambda rank: act(store, rank, count), range(count)))
+    assert found == [expected] * count
+    assert len(store.asked) <= 4 * count
 
 
 def test_one_refusal_stops_all_alike() -> None:
@@ -95,15 +145,17 @@ def test_same_plan_is_returned_on_all(tmp_path: Path) -> None:
     assert on_ranks(2, lambda rendezvous, rank: agree_on_plan(path, rendezvous=rendezvous)) == [plan, plan]
 
 
-def test_absent_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("absent", [0, 1])
+def test_absent_ranks_are_named(absent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "EXCHANGE_TIMEOUT_S", 0.2)
 
     def all_but_one(rendezvous: Rendezvous, rank: int) -> Any:
-        return None if rank == 1 else rendezvous.all_gather("word", "here")
+        return None if rank == absent else rendezvous.all_gather("word", "here")
 
     found = on_ranks(3, all_but_one)
-    assert isinstance(found[0], InfrastructureError)
-    assert "from rank 1 within 0.2 s" in str(found[0])
+    assert found.pop(absent) is None
+    assert [type(error) for error in found] == [InfrastructureError] * 2
+    assert all(f"from rank {absent} within 0.2 s" in str(error) for error in found)
 
 
 def test_lists_of_ranks_stay_short() -> None:
