@@ -133,11 +133,11 @@ def over_splits(
     of them and still has the way to the end and back before it.
     """
     listed, m = entries(costs), costs.num_microbatches
-    scale = _average_s(costs, listed) or 1.0
+    average_s = _average_s(costs, listed)
     stages = _StageForms(costs, placement, listed)
     if stages.num_cuts > MAX_CUTS:
-        return SplitBound(scale, None)
-    program = _Program(stages.num_cuts, upper=np.ones(stages.num_cuts), scale_s=scale)
+        return SplitBound(average_s, None)
+    program = _Program(stages.num_cuts, upper=np.ones(stages.num_cuts), scale_s=average_s or 1.0)
     stages.constrain(program, allow_empty=allow_empty)
     f, i, w = stages.forms
     send, back = stages.send_s, stages.back_s
@@ -159,7 +159,7 @@ def over_splits(
         way = _plus(*f[:s], _times(f[s], m), *f[s + 1 :], *i, w[0])
         program.at_least(sum(send) + sum(back), way)
     bound, point = program.solve(num_continuous=0, time_limit_s=time_limit_s, max_nodes=None)
-    return SplitBound(max(bound, scale), None if point is None else stages.split(point))
+    return SplitBound(max(bound, average_s), None if point is None else stages.split(point))
 
 
 class _StageForms:
@@ -234,9 +234,9 @@ def over_placements(
     counts = np.concatenate(([1], np.bincount(kind_of.ravel(), minlength=len(kinds) - 1)))
     p = costs.num_devices
     num_items = p * len(kinds)
-    scale = _average_s(costs, entries(costs)) or 1.0
+    average_s = _average_s(costs, entries(costs))
     upper = np.concatenate((np.tile(counts, p).astype(np.float64), np.ones(p * p)))
-    program = _Program(num_items + p * p, upper=upper, scale_s=scale)
+    program = _Program(num_items + p * p, upper=upper, scale_s=average_s or 1.0)
     least = 0 if allow_empty else (num_chunks or 1)
     if layers_per_stage is not None:
         least = len(layers_per_stage) // p
@@ -252,7 +252,7 @@ def over_placements(
         program.row({0: 1.0}, lower=1.0)
     _require_time(program, costs, kinds, ends_fixed=ends_fixed, between=1 if least else 0)
     bound, _ = program.solve(num_continuous=0, time_limit_s=time_limit_s, max_nodes=max_nodes)
-    return max(bound, scale)
+    return max(bound, average_s)
 
 
 def _items(costs: Costs, split: Sequence[int] | None, allow_empty: bool) -> tuple[Entries, bool]:

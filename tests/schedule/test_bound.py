@@ -112,6 +112,13 @@ def test_zero_bubble_meets_the_bound() -> None:
     assert bound.makespan_s == pytest.approx(3 * 32 + 7)
 
 
+@pytest.mark.parametrize("placement", [None, [0, 1]])
+def test_costs_of_zero_are_bounded_by_zero(placement: list[int] | None) -> None:
+    costs = uniform(2, 2, 2)
+    layers = [replace(layer, forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0) for layer in costs.layers]
+    assert lower_bound(replace(costs, layers=tuple(layers)), placement=placement).makespan_s == 0.0
+
+
 def test_memory_makes_the_bound_longer() -> None:
     """With room for one microbatch a round trip separates forwards: all F, all I, then W, m times."""
     costs = uniform(4, 6, 4, limit=1.0)
