@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quartet_plugin.launchers.site import Site
 
 _ENTRY = "from quartet_plugin.cli.main import entry; entry()"
-_POLL_S = 0.2
+_POLL_S, _AGAIN_S = 0.2, 2.0
 OUTPUT_NAME = "output.log"
 
 
@@ -76,21 +76,44 @@ def _follow(launcher: "NodesLauncher", argv: Sequence[str], *, token: str) -> in
         tell(f"the training's output is in {output}")
         following = _Following(output)
         try:
-            is_asked = False
-            while (code := handle.poll()) is None:
-                following.show()
-                if should_stop() and not is_asked:
-                    is_asked = True
-                    handle.terminate()
-                time.sleep(_POLL_S)
-        finally:
-            left = handle.end_on_nodes()
+            code, is_asked = _await_end(handle, following.show, should_stop)
+        except KeyboardInterrupt:
+            handle.end_on_nodes()
+            raise
+        left = handle.end_on_nodes()
         following.show()
     if left:
         raise InfrastructureError(f"{', '.join(left)}: may still be running the training; end it there")
     if is_asked:
         return int(ExitCode.INTERRUPTED)
     return _exit_code(handle, code)
+
+
+def _await_end(
+    handle: "NodesHandle", show: Callable[[], None], should_stop: Callable[[], bool]
+) -> tuple[int, bool]:
+    """Wait for the training's end: its exit code, and whether it was asked to end.
+
+    An engine that cannot say is asked again as long as that takes: the training need not have noticed.
+    """
+    from quartet_plugin.cli.output import tell
+
+    is_asked, last_fault = False, ""
+    while True:
+        show()
+        pause_s = _POLL_S
+        try:
+            if should_stop() and not is_asked:
+                handle.terminate()
+                is_asked = True
+            if (code := handle.poll()) is not None:
+                return code, is_asked
+        except InfrastructureError as error:
+            pause_s = _AGAIN_S
+            if str(error) != last_fault:
+                last_fault = str(error)
+                tell(f"{error}: the training is left alone and looked at again; Ctrl-C ends it")
+        time.sleep(pause_s)
 
 
 def _exit_code(handle: "NodesHandle", code: int) -> int:

@@ -4,13 +4,16 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from quartet_plugin.cli import train_nodes
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.train import first_error
+from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.model.plan import Plan, write_plan
 from tests.cli.tuning import environment, wait_until
 from tests.model.plans import PLAN
@@ -154,3 +157,68 @@ def test_a_refusal_by_the_ranks_keeps_its_exit_code(
     shown = capfd.readouterr()
     assert shown.err.splitlines()[-1].startswith("quartet: ")
     assert "began" not in shown.out
+
+
+class Training:
+    """A training on nodes whose engine answers `answers` in turn; what was done to it is in `calls`."""
+
+    pid = 0
+    is_pending = False
+    fault = None
+    num_nodes = 1
+    engine = "queue"
+
+    def __init__(self, *answers: int | BaseException | None) -> None:
+        self.answers, self.calls = list(answers), list[str]()
+
+    def start(self, argv: Sequence[str], **more: object) -> "Training":
+        """It is its own handle."""
+        return self
+
+    def words(self, argv: Sequence[str], **more: object) -> list[str]:
+        """See `NodesLauncher`."""
+        return list(argv)
+
+    def poll(self) -> int | None:
+        """The next answer."""
+        self.calls.append("poll")
+        answer = self.answers.pop(0)
+        if isinstance(answer, int):
+            return answer
+        if answer is not None:
+            raise answer
+        signal.raise_signal(signal.SIGINT)
+        return None
+
+    def terminate(self) -> None:
+        """What the first Ctrl-C does."""
+        self.calls.append("terminate")
+
+    def kill(self) -> None:
+        """Never called."""
+        self.calls.append("kill")
+
+    def end_on_nodes(self) -> tuple[str, ...]:
+        """What ends it on every node."""
+        self.calls.append("end")
+        return ()
+
+
+def test_an_engine_that_cannot_say_does_not_end_a_training_on_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_nodes, "_AGAIN_S", 0.0)
+    away = InfrastructureError("squeue: no answer")
+    training = Training(away, away, 0)
+    assert train_nodes._follow(training, ["true"], token="ab" * 16) == 0
+    assert training.calls == ["poll", "poll", "poll", "end"]
+    assert capsys.readouterr().err.count("squeue: no answer: the training is left alone") == 1
+
+
+def test_the_second_ctrl_c_ends_a_training_on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    training = Training(None, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        train_nodes._follow(training, ["true"], token="ab" * 16)
+    assert training.calls == ["poll", "terminate", "poll", "end"]
