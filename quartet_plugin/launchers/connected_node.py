@@ -26,6 +26,8 @@ from quartet_plugin.launchers.node_task import ATTEMPT_ID, run, set_node_variabl
 # How the module is started on a node.
 MODULE = "quartet_plugin.launchers.connected_node"
 TERMINATE = b"terminate\n"
+# The exit code of a command that ends with 255, by which ssh says that it has no connection.
+OTHER_255 = 254
 _GRACE_S, _END_S = 5.0, 30.0
 
 
@@ -73,7 +75,8 @@ def run_request() -> int:
     def started(process: "subprocess.Popen[bytes]") -> None:
         threading.Thread(target=follow_input, args=(process,), daemon=True).start()
 
-    return run(request["argv"], started=started)
+    code = run(request["argv"], started=started)
+    return OTHER_255 if code == 255 else code
 
 
 def _first_line() -> bytes:

@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -51,7 +52,7 @@ class HeldExperiment:
         import nemo_run
 
         signal.signal(signal.SIGTERM, self._end)
-        script = nemo_run.Script(inline="exec " + " ".join(self._request["words"]) + "\n")
+        script = nemo_run.Script(inline=f"exec {shlex.join(self._request['words'])}\n")
         try:
             executor = executor_of(self._request)
             experiment = nemo_run.Experiment(
@@ -80,16 +81,19 @@ class HeldExperiment:
 
     def _watch(self, experiment: Any, job: str) -> int:
         """Follow the nodes to their end; an experiment that ends before them has lost some."""
-        asked_s: float | None = None
+        is_passed_on = False
+        killed_s: float | None = None
         over_s: float | None = None
         while len(codes := self._shared.exit_codes(self._num_nodes)) < self._num_nodes:
             now = time.monotonic()
-            if self._is_ending and asked_s is None:
-                asked_s = now
+            if self._is_ending and not is_passed_on:
+                is_passed_on = True
                 self._shared.ask_to_end()
-            if asked_s is not None and now > asked_s + _FILES_S:
-                break
-            if self._is_ending and not self._shared.num_begun():
+            if self._shared.is_to_kill:
+                killed_s = now if killed_s is None else killed_s
+                if now > killed_s + _FILES_S:
+                    break
+            if self._is_ending and self._shared.num_begun() <= len(codes):
                 break
             state = self._state(experiment, job)
             over_s = (now if over_s is None else over_s) if state in _OVER else None

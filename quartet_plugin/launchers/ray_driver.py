@@ -4,7 +4,8 @@
     python -m quartet_plugin.launchers.ray_driver --end    # ends an attempt; prints where it could not
     python -m quartet_plugin.launchers.ray_driver --count  # prints how many nodes a trial could have
 
-Ray ends the actors when the driver ends. The first node that fails ends the others.
+Ray ends the actors when the driver ends. The first node that fails ends the others, within seconds. Where
+SIGTERM asks for the end instead, the command takes its time: who asks is there to kill it.
 """
 
 import json
@@ -94,7 +95,7 @@ class RayAttempt:
     def __init__(self, request: Mapping[str, Any]) -> None:
         self._request = request
         self._folder = Path(request["stdout"]).parent
-        self._is_ending = False
+        self._is_asked = False
 
     def run(self) -> int:
         """The highest exit code of the nodes. Raises RayLostError where Ray fails."""
@@ -112,7 +113,7 @@ class RayAttempt:
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         del number, frame
-        self._is_ending = True
+        self._is_asked = True
 
     def _place(self) -> Any:
         """The placement group once it has nodes; None when asked to end before."""
@@ -130,7 +131,7 @@ class RayAttempt:
         group = placement_group([bundle] * number, strategy="STRICT_SPREAD")
         ready = group.ready()
         while not ray.wait([ready], timeout=_POLL_S)[0]:
-            if self._is_ending:
+            if self._is_asked:
                 return None
         return group
 
@@ -181,12 +182,12 @@ class RayAttempt:
                     codes.append(ray.get(call))
                 except ray.exceptions.RayError:
                     lost.append(addresses[index])
-            self._is_ending = self._is_ending or bool(lost) or any(codes)
-            if self._is_ending and begun_s is None:
+            if (self._is_asked or lost or any(codes)) and begun_s is None:
                 begun_s = time.monotonic()
                 for index in running.values():
                     actors[index].terminate.remote()
-            if begun_s is not None and time.monotonic() > begun_s + _GRACE_S and not is_closed:
+            is_late = begun_s is not None and time.monotonic() > begun_s + _GRACE_S
+            if is_late and not self._is_asked and not is_closed:
                 is_closed = True
                 for index in running.values():
                     actors[index].close.remote()

@@ -150,7 +150,7 @@ class NodePart:
         threading.Thread(target=self._follow, args=(process,), daemon=True).start()
 
     def _follow(self, process: "subprocess.Popen[bytes]") -> None:
-        """End the command where the launcher asks for it, or another node has failed."""
+        """End the command where the launcher asks for it, or within seconds where another node has failed."""
         asked_s: float | None = None
         while process.poll() is None:
             if (self._folder / KILL_FILE).exists():
@@ -158,12 +158,16 @@ class NodePart:
             if asked_s is None and self._is_to_end():
                 asked_s = time.monotonic()
                 process.terminate()
-            elif asked_s is not None and time.monotonic() > asked_s + _GRACE_S:
+            elif asked_s is not None and time.monotonic() > asked_s + _GRACE_S and not self._is_asked():
                 process.kill()
             time.sleep(_POLL_S)
 
+    def _is_asked(self) -> bool:
+        """Whether the launcher asks for the end, which it waits for: the command takes its time."""
+        return (self._folder / TERMINATE_FILE).exists()
+
     def _is_to_end(self) -> bool:
-        if any((self._folder / name).exists() for name in (TERMINATE_FILE, KILL_FILE)):
+        if self._is_asked() or (self._folder / KILL_FILE).exists():
             return True
         others = (self._folder / EXIT_FILE.format(index) for index in range(self._request["num_nodes"]))
         return any(exit_code(path) for path in others)

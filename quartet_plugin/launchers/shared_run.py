@@ -111,6 +111,11 @@ class SharedFolder:
         """Have every node kill the command."""
         self._mark(KILL_FILE)
 
+    @property
+    def is_to_kill(self) -> bool:
+        """Whether the nodes are to kill the command."""
+        return (self.path / KILL_FILE).exists()
+
     def await_end(self, num_nodes: int, *, limit_s: float) -> list[int]:
         """Wait for the end of every node that has begun; those that have not ended in time."""
         end = time.monotonic() + limit_s

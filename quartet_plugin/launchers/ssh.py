@@ -4,6 +4,7 @@ The hosts see the run's folder and the installation under the same paths, and ta
 ssh's command line holds is the same for every trial: the command itself goes through its standard input.
 """
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ def ssh_words(host: str, *words: str, config: str | None, python: str) -> list[s
     """The words that start a module of the plugin on a host, without a value of the user's command."""
     options = [word for option in _OPTIONS for word in ("-o", option)]
     file = [] if config is None else ["-F", config]
-    return ["ssh", "-T", *file, *options, "--", host, "exec", python, "-m", MODULE, *words]
+    return ["ssh", "-T", *file, *options, "--", host, "exec", shlex.quote(python), "-m", MODULE, *words]
 
 
 class SshRun(HeldRun):

@@ -6,13 +6,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.launchers import nemo_run
+from quartet_plugin.launchers import nemo_run, nemo_run_driver
 from quartet_plugin.launchers.engines import engine_named
 from quartet_plugin.launchers.protocol import Engine, NodesHandle
+from quartet_plugin.launchers.shared_node import BEGUN_FILE, EXIT_FILE
 from quartet_plugin.launchers.site import NemoRunSite, Site, SlurmSite
 from quartet_plugin.testing.launchers import LauncherConformance
 from tests.cli.tuning import wait_until
@@ -109,6 +111,46 @@ def test_without_nemo_run_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPa
     other = Site(nemo_run=NemoRunSite(python="/bin/false"))
     with pytest.raises(ConfigError, match="/bin/false: does not find nemo_run"):
         engine_named("nemo-run", site=other)
+
+
+def test_a_node_that_is_asked_to_end_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = nemo_run_driver.HeldExperiment({"stdout": str(tmp_path / "stdout.log"), "num_nodes": 1})
+    folder = tmp_path / "nodes"
+    folder.mkdir()
+    (folder / BEGUN_FILE.format(0)).touch()
+    looks = []
+
+    def end_at_the_third_look(pause_s: float) -> None:
+        looks.append(pause_s)
+        if len(looks) == 3:
+            (folder / EXIT_FILE.format(0)).write_text('{"code": 0}')
+
+    monkeypatch.setattr(nemo_run_driver, "_FILES_S", 0.0)
+    monkeypatch.setattr("time.sleep", end_at_the_third_look)
+    driver._end(15, None)
+    assert driver._watch(None, "trial") == 0
+    # A node that does not even end when it is to kill the command is given up.
+    (folder / EXIT_FILE.format(0)).unlink()
+    driver._shared.kill()
+    assert driver._watch(None, "trial") == nemo_run_driver._STOPPED_EXIT
+
+
+def test_no_shell_splits_the_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = []
+
+    def script(inline: str) -> None:
+        scripts.append(inline)
+        raise RuntimeError
+
+    monkeypatch.setitem(sys.modules, "nemo_run", SimpleNamespace(Script=script))
+    monkeypatch.setattr("signal.signal", lambda *ignored: None)
+    request = {"executor": "local", "words": ["/home/me/my envs/python", "-m", "x"]}
+    driver = nemo_run_driver.HeldExperiment(
+        {"stdout": str(tmp_path / "stdout.log"), "num_nodes": 1, **request}
+    )
+    with pytest.raises(RuntimeError):
+        driver.run()
+    assert scripts == ["exec '/home/me/my envs/python' -m x\n"]
 
 
 def test_a_path_is_hexadecimal_digits_alone(tmp_path: Path) -> None:

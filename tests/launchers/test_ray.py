@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
-from quartet_plugin.launchers import ray
+from quartet_plugin.launchers import ray, ray_driver
 from quartet_plugin.launchers.engines import engine_named
 from quartet_plugin.launchers.protocol import Engine, NodesHandle
 from quartet_plugin.launchers.site import RaySite, Site
@@ -166,3 +167,31 @@ def test_without_ray_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"pip install 'quartet-plugin\[ray\]'"):
         engine_named("ray", site=Site())
     assert importlib.util.find_spec("ray") is not None
+
+
+def test_a_command_that_is_asked_to_end_takes_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver without a Ray, which sees the end at its third look."""
+    calls = []
+
+    def method(name: str) -> SimpleNamespace:
+        def remote(*ignored: object) -> str:
+            calls.append(name)
+            return name
+
+        return SimpleNamespace(remote=remote)
+
+    looks = iter([[], [], ["run"]])
+    fake = SimpleNamespace(
+        wait=lambda running, timeout: (next(looks), []),
+        get=lambda call: 0,
+        exceptions=SimpleNamespace(RayError=RuntimeError),
+    )
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(ray_driver, "_GRACE_S", -1.0)
+    actor = SimpleNamespace(**{name: method(name) for name in ("run", "terminate", "close")})
+    attempt = ray_driver.RayAttempt({"stdout": str(tmp_path / "stdout.log")})
+    attempt._end(15, None)
+    assert attempt._watch([actor], ["a"]) == 0
+    assert calls == ["run", "terminate"]

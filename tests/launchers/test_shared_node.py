@@ -103,6 +103,19 @@ def test_the_launcher_ends_a_node_by_a_file(tmp_path: Path) -> None:
     assert shared.await_end(1, limit_s=5.0) == []
 
 
+def test_a_command_that_the_launcher_asks_to_end_takes_its_time(tmp_path: Path) -> None:
+    on_term = "lambda *ignored: (time.sleep(0.7), sys.exit(0))"
+    code = f"import signal, sys, time; signal.signal(signal.SIGTERM, {on_term}); print('began', flush=True)"
+    shared = request_of(tmp_path, [sys.executable, "-c", f"{code}; time.sleep(100)"])
+    _, *words = node_words(shared.stdout, python="")
+    no_grace = "import sys, quartet_plugin.launchers.shared_node as n; n._GRACE_S = 0.0; n.main(sys.argv[1:])"
+    running = subprocess.Popen([sys.executable, "-c", no_grace, words[-1]], stdout=subprocess.DEVNULL)
+    await_text(shared.stdout, "began")
+    shared.ask_to_end()
+    running.wait(timeout=30)
+    assert shared.exit_codes(1) == {0: 0}
+
+
 def test_a_node_that_waits_for_the_others_ends_too(tmp_path: Path) -> None:
     shared = request_of(tmp_path, SLEEP, num_nodes=2)
     waiting = node(shared, 1)
