@@ -50,9 +50,10 @@ def run_trial(
     An attempt broken by the infrastructure is repeated in a new folder, a noisy timing is measured once more.
     When it returns or raises, no process of the trial is left. `stop` (an event or a predicate) ends it early
     as CANCELLED; an exception in this thread, such as a second Ctrl-C, kills it at once. `devices`, kept from
-    trial to trial, checks the accelerators before and after every attempt; `pick_port` names the port of the
-    ranks' rendezvous. With `is_subreaper` daemons of the trial that keep nothing of its environment are
-    ended as well (`Subreaper`): for a process that starts nothing else with a session of its own meanwhile.
+    trial to trial, checks this machine's accelerators before and after every attempt that runs here;
+    `pick_port` names the port of the ranks' rendezvous. With `is_subreaper` daemons of the trial that keep
+    nothing of its environment are ended as well (`Subreaper`): for a process that starts nothing else with a
+    session of its own meanwhile.
     `fence` is called before every file of an attempt is written; what it raises ends the trial.
 
     Raises ConfigError for a command that cannot run here, StorageError when the folder cannot be written,
@@ -62,7 +63,8 @@ def run_trial(
     if launcher.num_nodes == 1:
         check_one_node(request.command)
     environment = {**os.environ, **dict(request.command.environment)}
-    if launcher.num_nodes > 1 or resolve_device(request.device, environment=environment) == "cpu":
+    # An engine's nodes are other machines than this one, also where a trial has one of them.
+    if launcher.engine is not None or resolve_device(request.device, environment=environment) == "cpu":
         devices = None
     earlier: list[Verdict] = []
     number = request.attempt

@@ -3,16 +3,20 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from quartet_plugin.errors import ExitCode, InfrastructureError
+from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.launchers.protocol import Handle
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.trial import devices
 from quartet_plugin.trial.devices import DeviceGuard, DeviceState, read_devices
+from quartet_plugin.trial.request import TrialRequest
+from quartet_plugin.trial.runner import run_trial
 
 GPUS = """\
 0, GPU-aa11, NVIDIA H200, 521, 0
@@ -40,6 +44,26 @@ def tool(tmp_path: Path) -> Callable[..., dict[str, str]]:
         return {"PATH": f"{tmp_path}:/usr/bin:/bin"}
 
     return make
+
+
+def test_nodes_of_an_engine_are_not_this_machine(tmp_path: Path) -> None:
+    """Also where a trial has one of them: another worker's trial may run here."""
+
+    class OnANode:
+        num_nodes = 1
+        engine = "slurm"
+
+        def start(self, argv: Sequence[str], **more: object) -> Handle:
+            raise InfrastructureError("no node")
+
+    def read(environment: Mapping[str, str]) -> tuple[DeviceState, ...]:
+        raise AssertionError("this machine's devices are read")
+
+    request = TrialRequest(
+        folder=tmp_path / "trials" / "000000", command=parse_command(["python", "x.py"]), device="cuda"
+    )
+    with pytest.raises(InfrastructureError, match="no node"):
+        run_trial(request, launcher=OnANode(), devices=DeviceGuard(read=read))
 
 
 def test_the_tools_table_is_read(tool: Callable[..., dict[str, str]]) -> None:
