@@ -171,7 +171,7 @@ def tune_command(
         asked, cwd = resumed.config, resumed.cwd
     check_installed(asked.study.sampler)
     placement = placement_of(asked, cwd=cwd)
-    training = placement.command(training)
+    training = placement.command(parse_command(words, cwd=cwd))
     if not resume:
         check_start(training, cwd=cwd, environment=os.environ)
         machine_of(asked.machine, cwd=cwd)

@@ -71,7 +71,7 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
             f"--join: launcher {run.config.launcher} starts this run's trials; to run more trials at once, "
             "start its tuner with --workers"
         )
-    command = parse_command(_command_of(run, words, path=path))
+    command = parse_command(_command_of(run, words, path=path), cwd=run.cwd)
     queue = WorkQueue(folder=run.folder.path)
     offer = queue.offer()
     if offer is None:
@@ -189,7 +189,7 @@ def work_command(
     ):
         worker = Worker(
             run=tuning,
-            command=placement.command(parse_command(content.command)),
+            command=placement.command(parse_command(content.command, cwd=tuning.cwd)),
             record=record,
             queue=WorkQueue(folder=tuning.folder.path),
             backend=backend,

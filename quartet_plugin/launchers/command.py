@@ -112,10 +112,13 @@ class Command:
         return shlex.join(self.words)
 
 
-def parse_command(words: Sequence[str], *, environment: Mapping[str, str] | None = None) -> Command:
+def parse_command(
+    words: Sequence[str], *, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Command:
     """Read the user's command, the words after `--`.
 
-    `environment` (default: this process's) is where torchrun looks for options that are not given.
+    `environment` (default: this process's) is where torchrun looks for options that are not given, `cwd`
+    (default: this process's) the folder that the command starts in, from which its script is read.
     Raises ConfigError, naming the word, for a command that cannot be wrapped.
     """
     words = tuple(words)
@@ -125,13 +128,14 @@ def parse_command(words: Sequence[str], *, environment: Mapping[str, str] | None
         raise ConfigError(f"the command after --: at most {MAX_WORDS} words, without NUL characters")
     assignments, first = _environment_words(words)
     known = {**(os.environ if environment is None else environment), **dict(assignments)}
+    folder = Path() if cwd is None else cwd
     program = _program(words[first])
     if program == "torchrun":
-        return _torchrun(words, first + 1, assignments, known)
+        return _torchrun(words, first + 1, assignments, known, folder)
     if program == "deepspeed":
-        return _deepspeed(words, first + 1, assignments)
+        return _deepspeed(words, first + 1, assignments, folder)
     if is_starter(program):
-        return _python(words, first + 1, assignments, known)
+        return _python(words, first + 1, assignments, known, folder)
     if not program:
         raise ConfigError(f"command {words[first]!r}: names no program; write what starts the training")
     if program in _ADVICE:
@@ -186,7 +190,7 @@ def _environment_words(words: tuple[str, ...]) -> tuple[Assignments, int]:
 
 
 def _torchrun(
-    words: tuple[str, ...], first: int, assignments: Assignments, environment: Mapping[str, str]
+    words: tuple[str, ...], first: int, assignments: Assignments, environment: Mapping[str, str], cwd: Path
 ) -> Command:
     options = read_options(words, first, program="torchrun")
     for flag in ("help", "no_python", "run_path"):
@@ -207,10 +211,11 @@ def _torchrun(
         num_processes=None if per_node is None or num_nodes is None else per_node * num_nodes,
         num_nodes=num_nodes,
         port_flag=_port_flag(options, environment, num_nodes),
+        cwd=cwd,
     )
 
 
-def _deepspeed(words: tuple[str, ...], first: int, assignments: Assignments) -> Command:
+def _deepspeed(words: tuple[str, ...], first: int, assignments: Assignments, cwd: Path) -> Command:
     options = read_options(words, first, program="deepspeed")
     for flag in ("help", "no_python", "autotuning"):
         if flag in options.values:
@@ -229,6 +234,7 @@ def _deepspeed(words: tuple[str, ...], first: int, assignments: Assignments) -> 
         num_processes=None if per_node is None or num_nodes is None else per_node * num_nodes,
         num_nodes=num_nodes,
         port_flag="--master_port" if is_free else None,
+        cwd=cwd,
     )
 
 
@@ -243,7 +249,7 @@ def _number(text: str, name: str, *, words: Sequence[str] = ()) -> int | None:
 
 
 def _python(
-    words: tuple[str, ...], first: int, assignments: Assignments, environment: Mapping[str, str]
+    words: tuple[str, ...], first: int, assignments: Assignments, environment: Mapping[str, str], cwd: Path
 ) -> Command:
     options = read_options(words, first, program="python")
     if "command" in options.values:
@@ -252,8 +258,8 @@ def _python(
     if "module" in options.values and words[start] in _RUN_MODULES:
         if words[start] == "torch.distributed.launch" and not {"--use-env", "--use_env"} & set(words):
             return _other(words, first - 1, assignments)  # the script gets its local rank as an argument
-        return _torchrun(words, start + 1, assignments, environment)
-    if _is_launcher(words[start], is_module="module" in options.values):
+        return _torchrun(words, start + 1, assignments, environment, cwd)
+    if _is_launcher(words[start], is_module="module" in options.values, cwd=cwd):
         return _other(words, first - 1, assignments)
     if words[start] in ("-", "--"):
         raise ConfigError(f"python {words[start]}: a script or -m MODULE is needed")
@@ -265,14 +271,15 @@ def _python(
         num_processes=1,
         num_nodes=1,
         port_flag=None,
+        cwd=cwd,
     )
 
 
-def _is_launcher(target: str, *, is_module: bool) -> bool:
+def _is_launcher(target: str, *, is_module: bool, cwd: Path) -> bool:
     """Whether a Python program starts the processes that train, by its module's name or its own words."""
     if is_module:
         return target.startswith(_LAUNCHER_MODULES)
-    return starts_launcher(Path(target))
+    return starts_launcher(cwd / target)
 
 
 def _command(
@@ -284,6 +291,7 @@ def _command(
     num_processes: int | None,
     num_nodes: int | None,
     port_flag: PortFlag | None,
+    cwd: Path,
 ) -> Command:
     before = start = _target_index(words, options, program=starter)
     has_module_flag = is_module = "module" in options.values
@@ -291,7 +299,7 @@ def _command(
     entry = ENTRY_MODULE
     if starter == "deepspeed" or any(_DS_CONFIG.fullmatch(word) for word in words[start + 1 :]):
         entry = DEEPSPEED_MODULE
-    elif words[start].startswith(_BRIDGE_MODULES) if is_module else trains_with_bridge(Path(words[start])):
+    elif words[start].startswith(_BRIDGE_MODULES) if is_module else trains_with_bridge(cwd / words[start]):
         entry = BRIDGE_MODULE
     if is_module and words[start] in (ENTRY_MODULE, DEEPSPEED_MODULE, BRIDGE_MODULE):
         entry = words[start]

@@ -81,7 +81,7 @@ def server_command(argv: Sequence[str], *, env: Mapping[str, str], cwd: Path) ->
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return "trial servers need Linux"
     try:
-        command = parse_command(argv, environment=env)
+        command = parse_command(argv, environment=env, cwd=cwd)
     except ConfigError as error:
         return str(error)
     if reason := _cold_reason(command):

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +17,8 @@ import pytest
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.workers import join
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers import command
+from quartet_plugin.launchers.command import Command, parse_command
 from quartet_plugin.protocol.work_queue_files import Claim, SliceRecord, WorkerRecord, WorkerRequirement
 from quartet_plugin.study.storage import StudyStorage
 from quartet_plugin.study.view import read_study
@@ -410,6 +412,32 @@ def test_a_host_without_the_commands_folder_cannot_join(
     (tmp_path / "train.py").unlink()
     with pytest.raises(ConfigError, match=r"train\.py: not on this host; mount"):
         join(tmp_path / "r", words=None, num_workers=1, oversubscribe=False)
+
+
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_a_run_reads_its_command_in_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_joined: bool
+) -> None:
+    """Also where it goes on, or is joined, from another one."""
+    open_run(tmp_path, monkeypatch, *PLAIN)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    folders = []
+
+    def parse(words: Sequence[str], *, cwd: Path | None = None) -> Command:
+        folders.append(cwd)
+        if cwd is not None:
+            raise ConfigError("read")
+        return parse_command(words)
+
+    monkeypatch.setattr(command, "parse_command", parse)
+    if is_joined:
+        with pytest.raises(ConfigError, match="read"):
+            join(tmp_path / "r", words=None, num_workers=1, oversubscribe=False)
+    else:
+        options = ["--resume", "--run-dir", str(tmp_path), "--name", "r"]
+        assert main(["tune", *options, "--", *PLAIN]) == 2
+    assert folders[-1] == tmp_path
 
 
 def test_shares_of_another_size_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

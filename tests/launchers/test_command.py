@@ -259,6 +259,14 @@ def test_a_python_script_that_starts_torchrun_is_a_launcher(
     assert parse(f"python -u {script}").starter == ("other" if is_launcher else "python")
 
 
+def test_a_script_is_read_from_the_folder_that_the_command_starts_in(tmp_path: Path) -> None:
+    (tmp_path / "bridge.py").write_text("from megatron.bridge import AutoBridge")
+    (tmp_path / "start.py").write_text("import subprocess\nsubprocess.run(['torchrun', 'x.py'])")
+    assert parse_command(["torchrun", "bridge.py"], cwd=tmp_path).entry == "quartet_plugin.bridge"
+    assert parse_command(["deepspeed", "x.py"], cwd=tmp_path).entry == "quartet_plugin.deepspeed"
+    assert parse_command(["python", "start.py"], cwd=tmp_path).starter == "other"
+
+
 @settings(deadline=None, max_examples=300)
 @given(
     st.lists(
