@@ -150,21 +150,14 @@ def _recorded(plan: "Plan", row: "TrialRow | None", *, path: Path) -> "list[Pict
 
 
 def train_lines(history: "RunHistory", *, path: Path) -> list[str]:
-    """The commands that train with the winner."""
+    """The command that trains with the winner."""
     import shlex
+
+    from quartet_plugin.tuner.run_folder import RunFolder
 
     if history.winner is None:
         return []
-    device = history.config.get("device", "auto")
-    words = ["quartet", "train", "--plan", str(path / "best" / "plan.json")]
-    words += [] if device == "auto" else ["--device", str(device)]
-    words += ["--", *history.command]
-    return [
-        f"sh {shlex.quote(str(path / 'best' / 'command.sh'))}",
-        "",
-        "# or, which is the same:",
-        shlex.join(words),
-    ]
+    return [f"sh {shlex.quote(str(RunFolder(path=path).train_command))}"]
 
 
 def parity_words(path: Path) -> str | None:
@@ -188,12 +181,21 @@ def parity_words(path: Path) -> str | None:
 
 
 def flag_lines(plan: "Plan", *, path: Path) -> list[str]:
-    """The flags that express the plan without the plugin, or why there are none."""
-    from quartet_plugin.cli.export import export, lines, native_path
+    """The flags that express the plan without the plugin, or why there are none.
 
-    script = native_path(path)
-    begin = [f"sh {script}", "", "# which adds to your command:"] if script.is_file() else []
+    A winner at full size has flags of its own; the script of the run is for the trials' nodes.
+    """
+    from quartet_plugin.cli.export import export, lines, native_path
+    from quartet_plugin.model.plan import read_plan
+    from quartet_plugin.tuner.run_folder import RunFolder
+
+    full_plan, script = RunFolder(path=path).full_plan, native_path(path)
+    begin = []
     try:
+        if full_plan.is_file():
+            plan = read_plan(full_plan)
+        elif script.is_file():
+            begin = [f"sh {script}", "", "# which adds to your command:"]
         return [*begin, *lines(export(plan))]
     except QuartetError as error:
         return [f"# {error}"]

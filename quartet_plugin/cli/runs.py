@@ -88,10 +88,9 @@ def _show_run(path: Path, *, as_json: bool) -> "RunState":
     if as_json:
         typer.echo(json.dumps(status_record(history), indent=1))
     else:
-        # The command at full size, where trials had a part of the job.
-        commands = [run.folder.full_command, run.folder.best_command]
-        train = [f"train     sh {path_here(file)}" for file in commands if file.is_file()]
-        show(*status_lines(history), *train[:1])
+        script = run.folder.train_command
+        train = [f"train     sh {path_here(script)}"] if script.is_file() else []
+        show(*status_lines(history), *train)
     return history.state
 
 

@@ -89,6 +89,11 @@ class RunFolder:
     """The prediction of the winner at full size, of the user's command, and the speedup."""
 
     @property
+    def train_command(self) -> Path:
+        """The shell line that trains with the winner: at full size where trials had a part of the job."""
+        return self.full_command if self.full_command.is_file() else self.best_command
+
+    @property
     def has_study(self) -> bool:
         """Whether a study was begun, in the folder or on a server."""
         return any((self.path / name).exists() for name in (SQLITE_NAME, JOURNAL_NAME, STUDY_NAME))

@@ -31,8 +31,22 @@ def test_a_runs_report(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "Refused and failed" in page
     assert "rank 0: torch.OutOfMemoryError" in page
     assert f"sh {path}/best/command.sh" in page
+    assert "quartet train" not in page
     assert main(["report", str(path), "-o", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").read_text().count("<svg") == page.count("<svg")
+
+
+def test_a_winner_at_full_size_is_what_to_train_with(run: Path, tmp_path: Path) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    (path / "best" / "native.sh").touch()
+    assert main(["report", str(path)]) == 0
+    assert "native.sh" in (path / "report.html").read_text()
+    shutil.copytree(path / "best", path / "best" / "full-size")
+    assert main(["report", str(path)]) == 0
+    page = (path / "report.html").read_text()
+    assert f"sh {path}/best/full-size/command.sh" in page
+    assert "best/command.sh" not in page
+    assert "native.sh" not in page
 
 
 def test_a_damaged_study_costs_the_importance_alone(
