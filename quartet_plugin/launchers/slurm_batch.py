@@ -32,6 +32,9 @@ code=$?
 printf '%d\\n' "$code" > "$exit_file.part" && mv -- "$exit_file.part" "$exit_file"
 exit "$code"
 """
+# What Slurm sets inside of a job. Other variables of sbatch (SBATCH_ACCOUNT, ...) are the user's.
+_OF_A_JOB = ("SLURM_", "SRUN_", "SBATCH_CPU_BIND", "SBATCH_MEM_BIND")
+_OF_A_SITE = ("SLURM_CONF", "SLURM_CLUSTERS")
 _LOOK_S = 2.0
 _POLL_S = 0.5
 _UNKNOWN_EXIT = 1
@@ -154,10 +157,9 @@ class SlurmBatchLauncher:
         write_text_atomic(stdout.parent / SCRIPT, SCRIPT_TEXT)
         words = self.words(argv, attempt_id=attempt_id, cwd=cwd, stdout=stdout)
         outside = {
-            name: value
-            for name, value in {**env, **self.site.environment}.items()
-            if not name.startswith(("SLURM_", "SBATCH_", "SRUN_")) or name == "SLURM_CONF"
+            name: value for name, value in env.items() if not name.startswith(_OF_A_JOB) or name in _OF_A_SITE
         }
+        outside |= self.site.environment
         result = subprocess.run(
             words, env=outside, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
