@@ -157,15 +157,16 @@ class FinalRounds:
             self._launch_round(plans, progress, round_number=num_done)
             values = log_values(plans, launches=progress.results, objective=self.baseline.objective)
             before = (*test.live,)
-            test.decide(values, num_done=num_done + 1, failed=progress.failed)
+            test.decide(values, num_done=num_done + 1, failed=progress.failed.keys())
             self._say_decisions(test, before=before, num_done=num_done + 1)
         return rank(
-            [trial for trial in finalists if trial.number not in progress.failed],
+            finalists,
             baseline=self.baseline.plan,
             launches=progress.results,
             objective=self.baseline.objective,
             seed=config.seed,
             num_asked=config.rounds,
+            failed=progress.failed,
             test=test,
         )
 
@@ -197,7 +198,7 @@ class FinalRounds:
             if result.is_measured:
                 progress.results[number][round_number] = result
             elif number != BASELINE and result.outcome is not Outcome.INFRA:
-                progress.failed.add(number)
+                progress.failed[number] = round_number
 
     def _say_decisions(self, test: SequentialTest, *, before: Sequence[int], num_done: int) -> None:
         """Say and log who left, and why the rounds end."""
@@ -234,12 +235,15 @@ def faster_words(proven: Sequence[int]) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class _Progress:
-    """The state of the rounds. `num_left` is the estimate of the launches to come, which never grows."""
+    """The state of the rounds. `num_left` is the estimate of the launches to come, which never grows.
+
+    `failed` has the round in which a finalist did.
+    """
 
     test: SequentialTest
     results: RoundResults
     num_left: int
-    failed: set[int] = field(default_factory=set)
+    failed: dict[int, int] = field(default_factory=dict)
     num_lost: int = 0
 
     def num_later(self, round_number: int) -> int:

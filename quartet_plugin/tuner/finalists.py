@@ -113,17 +113,21 @@ def rank(
     objective: Objective,
     seed: int,
     num_asked: int,
+    failed: Mapping[int, int],
     test: SequentialTest | None = None,
 ) -> list[FinalistResult]:
-    """Every candidate that was measured in two rounds with the baseline, in order of choice.
+    """Every candidate that never failed and was measured in two rounds with the baseline, in order of choice.
 
     `launches[number][round]` are the final launches' measured results, the baseline's under number 0;
-    `num_asked` is `study.rounds`. `test` has its decisions; without it they are made again from the launches.
+    `num_asked` is `study.rounds`, `failed` has the round in which a finalist failed. `test` has its
+    decisions; without it they are made again from the launches.
     """
     plans = {BASELINE: baseline, **{trial.number: trial.plan for trial in trials}}
     values = log_values(plans, launches=launches, objective=objective)
     if test is None:
-        test = replayed(sequential_test_of(trials, num_rounds=num_asked), values)
+        test = replayed(sequential_test_of(trials, num_rounds=num_asked), values, failed=failed)
+    trials = [trial for trial in trials if trial.number not in failed]
+    values = {number: by_round for number, by_round in values.items() if number not in failed}
     effects = fit(values)
     ranked = []
     baseline_results = launches.get(BASELINE, {})

@@ -48,6 +48,8 @@ from quartet_plugin.tuner.trial_backend import nodes_of
 from quartet_plugin.tuner.trial_launcher import VERDICTS
 
 _NoTrialPhase = Literal["cropped", "control", "parity"]
+# A launch of the final rounds with another outcome says that its plan fails.
+_MEASURED_OR_LOST = (Outcome.OK, Outcome.UNSTABLE, Outcome.INFRA, Outcome.CANCELLED)
 
 
 def read_history(path: Path, *, study: StudyView | None = None) -> RunHistory:
@@ -313,6 +315,12 @@ class _Reader:
             }
             for number, rounds in self._finals.items()
         }
+        failed = {
+            number: index
+            for number, rounds in self._finals.items()
+            for index, state in rounds.items()
+            if state.result and state.result.outcome not in _MEASURED_OR_LOST
+        }
         trials = []
         for number, per in self._finals.items():
             plan = next((launch.plan for launch in per.values() if launch.plan), None)
@@ -328,6 +336,7 @@ class _Reader:
             objective=objective,
             seed=self._run.config.study.seed,
             num_asked=self._run.config.study.rounds,
+            failed=failed,
         )
         return tuple(
             Finalist(number=ranking.trial.number, comparison=ranking.comparison) for ranking in rankings

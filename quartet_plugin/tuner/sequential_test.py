@@ -149,9 +149,10 @@ class SequentialTest:
     ) -> None:
         """Decide after `num_done` rounds; `values[number][round]` are logarithms of the objective.
 
-        Finalists of `failed` are out.
+        Finalists of `failed` are out, proven or not.
         """
         self.live = [number for number in self.live if number not in failed]
+        self.proven = {number: rounds for number, rounds in self.proven.items() if number not in failed}
         seen = {
             number: {index: value for index, value in by_round.items() if index < num_done}
             for number, by_round in values.items()
@@ -294,13 +295,16 @@ class SequentialTest:
         self.dropped[number] = num_done
 
 
-def replayed(test: SequentialTest, values: Mapping[int, Mapping[int, float]]) -> SequentialTest:
-    """The test after all rounds of `values`, one look after the other."""
-    num_rounds = 1 + max(itertools.chain.from_iterable(values.values()), default=-1)
+def replayed(
+    test: SequentialTest, values: Mapping[int, Mapping[int, float]], *, failed: Mapping[int, int]
+) -> SequentialTest:
+    """The test after all rounds of `values`, one look after the other; `failed` has the round of each."""
+    num_rounds = 1 + max(itertools.chain(failed.values(), *values.values()), default=-1)
     for num_done in range(1, num_rounds + 1):
         if test.is_over:
             break
-        test.decide(values, num_done=num_done)
+        out = {number for number, failed_in in failed.items() if failed_in < num_done}
+        test.decide(values, num_done=num_done, failed=out)
     return test
 
 

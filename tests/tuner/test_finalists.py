@@ -1,6 +1,7 @@
 """The final rounds' arithmetic: pairs, intervals and who may win."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +47,9 @@ def launch(seconds: float) -> TrialResult:
     )
 
 
-def ranked(own: list[float], theirs: list[float], *, num_asked: int = 5) -> list[FinalistResult]:
+def ranked(
+    own: list[float], theirs: list[float], *, num_asked: int = 5, failed: Mapping[int, int] | None = None
+) -> list[FinalistResult]:
     launches = {
         0: {at: launch(seconds) for at, seconds in enumerate(own)},
         3: {at: launch(seconds) for at, seconds in enumerate(theirs)},
@@ -59,6 +62,7 @@ def ranked(own: list[float], theirs: list[float], *, num_asked: int = 5) -> list
         objective="tokens_per_s",
         seed=0,
         num_asked=num_asked,
+        failed=failed or {},
     )
 
 
@@ -117,6 +121,11 @@ def test_a_proof_stays_and_the_interval_agrees_with_it() -> None:
     assert win.proven_after == 3
     assert win.comparison.speedup.low > 1.0
     assert win.comparison.confidence == 0.95
+
+
+def test_a_finalist_that_failed_after_its_proof_is_not_ranked() -> None:
+    assert ranked([1.0] * 4, [0.8] * 3)[0].is_win
+    assert ranked([1.0] * 4, [0.8] * 3, failed={3: 3}) == []
 
 
 def test_two_rounds_are_shown_and_prove_nothing() -> None:

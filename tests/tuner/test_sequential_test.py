@@ -111,7 +111,7 @@ def test_clear_losers_leave_and_a_clear_winner_ends_the_rounds() -> None:
 def test_decisions_are_made_again_from_the_launches_alone() -> None:
     for seed in range(10):
         test, values = run_of((1.1, 1.0, 1.05), seed=seed)
-        again = replayed(SequentialTest(finalists=(1, 2, 3), num_rounds=5, max_rounds=15), values)
+        again = replayed(SequentialTest(finalists=(1, 2, 3), num_rounds=5, max_rounds=15), values, failed={})
         assert (again.proven, again.dropped, again.leader) == (test.proven, test.dropped, test.leader)
         assert again.is_over
 
@@ -125,6 +125,16 @@ def test_a_failed_finalist_leaves_and_cannot_lead() -> None:
     test = SequentialTest(finalists=(1,), num_rounds=5, max_rounds=15)
     test.decide(table({0: [0.0]}), num_done=1, failed={1})
     assert test.is_over
+
+
+def test_a_proven_finalist_that_fails_is_proven_no_more() -> None:
+    values = table({0: [0.0, 0.01, -0.01, 0.0], 1: [0.5, 0.51, 0.49], 2: [0.45, 0.55, 0.5, 0.5]})
+    test = SequentialTest(finalists=(1, 2), num_rounds=5, max_rounds=15)
+    test.decide(values, num_done=3)
+    assert 1 in test.proven
+    test.decide(values, num_done=4, failed={1})
+    assert 1 not in test.proven
+    assert winner(test) == 2
 
 
 def test_what_needs_a_gain_over_another_takes_rounds_enough_to_show_it() -> None:

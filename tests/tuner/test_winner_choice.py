@@ -60,6 +60,7 @@ def after_rounds(
         objective="tokens_per_s",
         seed=0,
         num_asked=5,
+        failed={},
     )
 
 
