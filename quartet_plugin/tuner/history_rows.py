@@ -1,5 +1,6 @@
 """Makes the parts of a run's history: its state, and rows from its events and its study's records."""
 
+import contextlib
 import json
 import math
 from dataclasses import replace
@@ -14,7 +15,7 @@ from quartet_plugin.model.trial_record import objective_of, score
 from quartet_plugin.study.view import StudyRow
 from quartet_plugin.tuner.memory_limit import above_limit
 
-MAX_EVENT_BYTES = 64 * 2**20
+MAX_LINE_BYTES = 64 * 2**20
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -22,18 +23,16 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     events = []
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_EVENT_BYTES)
+            # What is left of a longer line is no event either.
+            while line := file.readline(MAX_LINE_BYTES):
+                with contextlib.suppress(ValueError, RecursionError):
+                    event = json.loads(line.decode("utf-8", errors="replace"))
+                    if isinstance(event, dict) and isinstance(event.get("time"), int | float):
+                        events.append({**event, "kind": str(event.get("kind"))})
     except FileNotFoundError:
         return []
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
-    for line in text.decode("utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(event, dict) and isinstance(event.get("time"), int | float):
-            events.append({**event, "kind": str(event.get("kind"))})
     return events
 
 
@@ -95,15 +94,25 @@ def with_record(row: TrialRow, in_study: StudyRow) -> TrialRow:
 
 
 def with_events(rows: list[TrialRow], events: list[dict[str, Any]]) -> list[TrialRow]:
-    """The rows without the study: verdicts and repeats as the events have them."""
+    """The rows without the study: verdicts and repeats as the events have them.
+
+    A trial that was never launched as such, a depth proxy or a plan that the parity gate refused, has no
+    folder: its row is made of its event.
+    """
     repeats = {e.get("trial"): e.get("of") for e in events if e["kind"] == "repeat"}
     known = {row.number: row for row in rows}
     for event in events:
         row, verdict, value = known.get(event.get("trial", -1)), event.get("verdict"), event.get("value")
-        number = event.get("trial")
-        if row is None and isinstance(number, int) and event.get("outcome") == DEPTH_PROXY:
+        number, record = event.get("trial"), event.get("record")
+        if event["kind"] != "told" or not isinstance(verdict, str) or not isinstance(number, int):
+            continue
+        if row is None and isinstance(record, dict):
+            in_study = StudyRow(number=number, is_finished=True, record=record, labels={})
+            known[number] = with_record(TrialRow(number=number), in_study)
+            continue
+        if row is None and event.get("outcome") == DEPTH_PROXY:
             row = TrialRow(number=number, outcome=DEPTH_PROXY)
-        if event["kind"] == "told" and row is not None and isinstance(verdict, str):
+        if row is not None:
             objective = float(value) if isinstance(value, int | float) else None
             drift = event.get("drift")
             known[row.number] = replace(
