@@ -7,7 +7,7 @@ from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report import markup
 from quartet_plugin.report.formatting import clean
-from quartet_plugin.space.knobs.knob import Knob, LayoutKnob
+from quartet_plugin.space.knobs.knob import Knob, LayoutKnob, Value
 from quartet_plugin.space.knobs.mapping import MAPPING
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
 from quartet_plugin.space.knobs.schedule import SCHEDULE
@@ -109,16 +109,16 @@ def _pair_words(
     others: list[tuple[TrialRow, Plan]],
     measured: list[tuple[TrialRow, Plan]],
     *,
-    command: object,
+    command: Value | None,
 ) -> str:
     """The best trial that changed the knob, and the best trial that differs from it only in the knob."""
     as_command = [(trial, plan) for trial, plan in measured if knob.value_of(plan) == command]
-    pairs = [
-        (changed, kept)
-        for changed in others
-        for kept in as_command
-        if _differs_alone(knob, changed[1], kept[1])
-    ]
+    # Of plans that are equal but for the knob the fastest, of equals the first.
+    fastest: dict[tuple[object, ...], tuple[TrialRow, Plan]] = {}
+    for kept in sorted(as_command, key=_speed, reverse=True):
+        fastest.setdefault(_rest(knob, kept[1], command=command), kept)
+    rests = [(changed, _rest(knob, changed[1], command=command)) for changed in others]
+    pairs = [(changed, fastest[rest]) for changed, rest in rests if rest in fastest]
     if not pairs:
         return f"no two measured plans differ only in this; {len(others)} of {len(measured)} plans changed it"
     (other, plan), (unchanged, _) = max(pairs, key=lambda pair: (_speed(pair[0]), _speed(pair[1])))
@@ -127,14 +127,11 @@ def _pair_words(
     return f"{words} reached {share:.0f} % of the speed of trial {unchanged.number}"
 
 
-def _differs_alone(knob: Knob, plan: Plan, other: Plan) -> bool:
-    """Whether two plans are equal in every part but the knob's."""
-    layout = plan.layout
-    if isinstance(knob, LayoutKnob):
-        layout = knob.put(layout, knob.in_layout(other.layout))
+def _rest(knob: Knob, plan: Plan, *, command: Value | None) -> tuple[object, ...]:
+    """Every part of the plan but the knob's: equal for plans that differ in it alone."""
+    layout = knob.put(plan.layout, command) if isinstance(knob, LayoutKnob) else plan.layout
     axes = [axis for axis in (SPLIT, SCHEDULE, MAPPING) if axis is not knob]
-    is_same = (plan.shape, layout) == (other.shape, other.layout)
-    return is_same and all(axis.value_of(plan) == axis.value_of(other) for axis in axes)
+    return (plan.shape, layout, *(axis.value_of(plan) for axis in axes))
 
 
 def _is_choice(knob: Knob, plan: Plan, *, of_command: Plan) -> bool:

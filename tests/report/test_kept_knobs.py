@@ -1,15 +1,18 @@
 """Why a knob that was asked for stayed as the command has it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, Plan, ScheduleChoice, Slot, Split
 from quartet_plugin.report.kept_knobs import kept_lines
 from quartet_plugin.report.page import Extras, page
 from quartet_plugin.report.status import status_lines
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
+from quartet_plugin.space.knobs.knob import LayoutKnob
 from quartet_plugin.space.knobs.recompute import RECOMPUTE
 from quartet_plugin.space.knobs.sequence_parallel import SEQUENCE_PARALLEL
 from tests.model.plans import PLAN, plan_with
@@ -44,6 +47,23 @@ def test_only_plans_that_differ_in_the_knob_alone_are_compared() -> None:
     lines = tried(unlike, other_s=0.5)
     words = "recompute none: no two measured plans differ only in this; 2 of 4 plans changed it"
     assert any(line.endswith(words) for line in lines)
+
+
+def test_many_trials_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    put = LayoutKnob.put
+
+    def counting(self: LayoutKnob, layout: Layout, value: Any) -> Layout:
+        calls.append(value)
+        return put(self, layout, value)
+
+    monkeypatch.setattr(type(RECOMPUTE), "put", counting)
+    trials = [row(number, 0.5 - number / 1000) for number in range(30)]
+    trials += [row(number, 1.0 - number / 1000, plan=RECOMPUTED) for number in range(30, 60)]
+    assert kept_lines(history(trials=tuple(trials), winner=None)) == [
+        "kept      recompute none: with full, trial 59 reached 50 % of the speed of trial 29"
+    ]
+    assert len(calls) <= len(trials)
 
 
 def test_nothing_is_said_of_a_knob_that_the_winner_changes_or_the_best_trial_has() -> None:
