@@ -95,7 +95,9 @@ class AttemptMonitor:
             clock=self.clock,
             num_processes=command.num_processes,
         )
-        self._slowdown = SlowdownDetector(warmup=spec.warmup, slow_above_s=self.slow_above_s)
+        self._slowdown = SlowdownDetector(
+            warmup=spec.warmup, slow_above_s=self.slow_above_s, clock=self.clock
+        )
         self._num_oom_kills = num_oom_kills()
 
     def run(self) -> AttemptEnd:

@@ -140,21 +140,28 @@ def _is_first_step(phase: Phase, iteration: int) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class SlowdownDetector:
-    """Compares the seconds of a measured iteration on the slowest rank with a limit (None: never slow)."""
+    """Compares the seconds of a measured iteration on the slowest rank with a limit (None: never slow).
+
+    The time of an iteration is when it is first seen here, which is up to `_BEAT_LAG_S` late.
+    """
 
     warmup: int
     slow_above_s: float | None
+    clock: Callable[[], float]
     _first: tuple[int, float] | None = None
+    _latest: tuple[int, float] = (0, 0.0)
 
     def is_slow(self, beats: Iterable[Heartbeat]) -> bool:
         """Whether MIN_ITERATIONS or more measured iterations took longer than the limit on average."""
         if self.slow_above_s is None:
             return False
-        last = min(beats, key=lambda beat: (beat.iteration, -beat.time), default=None)
+        last = min(beats, key=lambda beat: beat.iteration, default=None)
         if last is None or last.phase != "measure" or last.iteration < self.warmup:
             return False
         if self._first is None:
-            self._first = (last.iteration, last.time)
-        iteration, start_s = self._first
-        num_done = last.iteration - iteration
-        return num_done >= MIN_ITERATIONS and last.time - start_s > self.slow_above_s * num_done
+            self._first = self._latest = (last.iteration, self.clock())
+        elif last.iteration > self._latest[0]:
+            self._latest = (last.iteration, self.clock())
+        num_done = self._latest[0] - self._first[0]
+        seconds = self._latest[1] - self._first[1] - _BEAT_LAG_S
+        return num_done >= MIN_ITERATIONS and seconds > self.slow_above_s * num_done

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.protocol.rank_files import Heartbeat
 from quartet_plugin.trial.request import FIRST_STEP_CAP_S, Timeouts
 from quartet_plugin.trial.watchdog import MIN_ITERATIONS, SlowdownDetector, Watchdog
 from tests.trial.factory import beat
@@ -231,41 +232,69 @@ def test_without_a_cap_progress_gives_no_more_time() -> None:
     assert first_step(24 * 60, quiet_from_s=24 * 60, cap_s=0.0) == pytest.approx(51, abs=2)
 
 
+def detector_of(limit_s: float | None, *, warmup: int = 2) -> SlowdownDetector:
+    return SlowdownDetector(warmup=warmup, slow_above_s=limit_s, clock=Clock())
+
+
+def look(detector: SlowdownDetector, *beats: Heartbeat, seconds: float) -> bool:
+    """Whether it is slow, `seconds` after the look before."""
+    assert isinstance(detector.clock, Clock)
+    detector.clock.now += seconds
+    return detector.is_slow(beats)
+
+
 def looks(detector: SlowdownDetector, *, seconds: float, num_iterations: int, warmup: int = 2) -> list[bool]:
     return [
-        detector.is_slow([beat(rank, iteration=warmup + step, time=step * seconds) for rank in (0, 1)])
+        look(detector, *(beat(rank, iteration=warmup + step) for rank in (0, 1)), seconds=seconds)
         for step in range(num_iterations + 1)
     ]
 
 
 def test_some_iterations_above_the_limit_are_slow() -> None:
-    verdicts = looks(SlowdownDetector(warmup=2, slow_above_s=1.0), seconds=1.2, num_iterations=5)
+    verdicts = looks(detector_of(1.0), seconds=1.5, num_iterations=5)
     assert verdicts == [False] * MIN_ITERATIONS + [True] * (6 - MIN_ITERATIONS)
 
 
 @pytest.mark.parametrize("limit", [None, 1.0, 2.0])
 def test_iterations_below_the_limit_are_never_slow(limit: float | None) -> None:
-    assert not any(looks(SlowdownDetector(warmup=2, slow_above_s=limit), seconds=0.9, num_iterations=20))
+    assert not any(looks(detector_of(limit), seconds=0.9, num_iterations=20))
 
 
 def test_warm_up_does_not_count_as_slow() -> None:
-    detector = SlowdownDetector(warmup=2, slow_above_s=1.0)
+    detector = detector_of(1.0)
     for step in range(2):
-        assert not detector.is_slow([beat(0, iteration=step, time=10.0 * step, phase="warmup")])
+        assert not look(detector, beat(0, iteration=step, phase="warmup"), seconds=10.0)
     assert not any(looks(detector, seconds=0.5, num_iterations=10))
 
 
 def test_the_slowest_rank_is_compared_with_the_limit() -> None:
-    detector = SlowdownDetector(warmup=0, slow_above_s=1.0)
+    detector = detector_of(1.0, warmup=0)
     verdicts = [
-        detector.is_slow(
-            [beat(0, iteration=3 * step, time=1.0 * step), beat(1, iteration=step, time=2.0 * step)]
-        )
+        look(detector, beat(0, iteration=3 * step), beat(1, iteration=step), seconds=2.0)
         for step in range(MIN_ITERATIONS + 1)
     ]
     assert verdicts[-1]
     assert not any(verdicts[:-1])
 
 
+@pytest.mark.parametrize("ahead_s", [-30.0, 0.0, 30.0])
+def test_clocks_of_two_hosts_are_never_compared(ahead_s: float) -> None:
+    """The slowest rank is on the first host before, on the second after."""
+    for seconds in (0.9, 2.0):
+        detector, verdicts = detector_of(1.0), []
+        for step in range(8):
+            now_s = step * seconds
+            first = beat(0, iteration=3 + step + (step > 2), time=now_s)
+            second = beat(1, iteration=3 + step + (step <= 2), time=now_s + ahead_s)
+            verdicts.append(look(detector, first, second, seconds=seconds))
+        assert any(verdicts) is (seconds > 1.0)
+
+
+def test_an_iteration_that_goes_on_is_not_yet_slow() -> None:
+    detector = detector_of(1.0)
+    assert not any(looks(detector, seconds=1.0, num_iterations=4))
+    assert not look(detector, beat(0, iteration=6), seconds=60.0)
+
+
 def test_no_heartbeat_is_not_slow() -> None:
-    assert not SlowdownDetector(warmup=0, slow_above_s=1.0).is_slow([])
+    assert not detector_of(1.0, warmup=0).is_slow([])
