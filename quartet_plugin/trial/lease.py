@@ -122,6 +122,13 @@ class Lease:
             )
 
 
+def renewal_of(folder: Path) -> int | None:
+    """When the lease was last renewed, in ns by the server's clock; None where nobody holds it."""
+    with contextlib.suppress(OSError):
+        return (folder / LOCK_NAME).lstat().st_mtime_ns
+    return None
+
+
 def _read(folder: Path) -> Holder | None:
     try:
         return read_shared(Holder, folder / LOCK_NAME, max_bytes=64 * 1024)

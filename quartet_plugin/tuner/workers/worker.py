@@ -13,16 +13,18 @@ from pathlib import Path
 
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.launchers.command import Command
-from quartet_plugin.protocol.environment import CLAIM_RENEWAL_S, EXPIRY_S
+from quartet_plugin.protocol.environment import CLAIM_RENEWAL_S
 from quartet_plugin.protocol.masking import masked
 from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.protocol.work_queue_files import Claim, Done, QueuedTrial, WorkerRecord
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt
+from quartet_plugin.trial.lease import renewal_of
 from quartet_plugin.trial.processes import ProcessRegistry, is_running, reap
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialRequest
 from quartet_plugin.tuner.attempts import holder_of
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.trial_backend import ShouldStop, TrialBackend
+from quartet_plugin.tuner.workers.dispatcher import LatestRenewal
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 POLL_S = 0.1
@@ -46,6 +48,7 @@ class Worker:
     sleep: Callable[[float], None] = time.sleep
     _beat_s: float = field(default=float("-inf"))
     _absent_s: float | None = None
+    _renewal: LatestRenewal | None = None
     _next_look_s: float = field(default=float("-inf"))
 
     def work(self) -> str:
@@ -86,10 +89,14 @@ class Worker:
         if self.clock() < self._next_look_s:
             return None
         self._next_look_s = self.clock() + CLAIM_RENEWAL_S
-        holder = holder_of(self.run.folder.path, now=time.time())
+        folder, now_s = self.run.folder.path, self.clock()
+        holder, beat = holder_of(folder, now=time.time()), renewal_of(folder)
         if holder is None:
             return "the run has no tuner"
-        if holder.is_alive or (holder.is_alive is None and holder.renewed_s < EXPIRY_S):
+        if self._renewal is None:
+            self._renewal = LatestRenewal(beat=beat, seen_s=now_s)
+        is_silent = self._renewal.is_silent(beat, now_s=now_s)
+        if holder.is_alive or (holder.is_alive is None and not is_silent):
             self._absent_s = None
             return None
         if self._absent_s is None:

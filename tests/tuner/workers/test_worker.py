@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import CommandRecord, TrialSpec
-from quartet_plugin.protocol.environment import ATTEMPT_ID
+from quartet_plugin.protocol.environment import ATTEMPT_ID, EXPIRY_S
 from quartet_plugin.protocol.work_queue_files import (
     Done,
     QueuedTrial,
@@ -187,6 +188,28 @@ def test_a_joined_worker_ends_with_the_search_and_waits_for_a_tuner_that_was_los
         began_s = shift.now_s
         assert shift.worker.work() == "the run's tuner was lost"
         assert shift.now_s - began_s > ABSENCE_S
+        lock.write_text(text)
+
+
+@pytest.mark.parametrize("ahead_s", [-900.0, 0.0, 900.0])
+def test_a_tuner_on_another_host_is_lost_by_its_renewals_alone(tmp_path: Path, ahead_s: float) -> None:
+    """The clock of the file server is `ahead_s` of this host's."""
+    shift = Shift(tmp_path, Bench(), is_joined=True)
+    with Lease.acquire(shift.run.folder.path):
+        lock = shift.run.folder.path / "lock.json"
+        text = lock.read_text()
+        lock.write_text(text.replace(socket.gethostname(), "another-host"))
+        began_s = time.time() + ahead_s
+        lost_s = 1000.0
+
+        def stop() -> bool:
+            if shift.now_s < lost_s:
+                os.utime(lock, (began_s + shift.now_s,) * 2)
+            return shift.now_s > 10 * lost_s
+
+        shift.worker.should_stop = stop
+        assert shift.worker.work() == "the run's tuner was lost"
+        assert lost_s < shift.now_s - ABSENCE_S < lost_s + 2 * EXPIRY_S
         lock.write_text(text)
 
 
