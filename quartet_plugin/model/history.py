@@ -36,7 +36,8 @@ class TrialRow:
     `expected_improvement` is the share by which the planner expected the plan to be faster than the best
     known plan, chance included, when it proposed it; None of a plan that the exploring sampler chose.
     `repeats` is the number of the trial that measured the same plan before, `source` the run and trial that
-    did where another run was begun with. `folder` is the latest attempt's,
+    did where another run was begun with. `is_cut`: it ended early, since it was clearly slower than the best;
+    it cannot win. `folder` is the latest attempt's,
     relative to the run.
     """
 
@@ -63,6 +64,7 @@ class TrialRow:
     num_attempts: int = 0
     repeats: int | None = None
     source: str | None = None
+    is_cut: bool = False
     drift: float = 1.0
     folder: str = ""
 

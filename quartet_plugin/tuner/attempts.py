@@ -65,6 +65,7 @@ class AttemptState:
                 for report in sorted(self.reports, key=lambda report: report.rank)
             ),
             wall_s=result.wall_s,
+            is_cut=result.is_cut,
         )
 
 

@@ -63,10 +63,12 @@ def read_earlier_measurements(
         )
     ratio = baseline_row.iteration_s / baseline.iteration_s
     trials = tuple(_trials(other, space, ratio=ratio, objective=objective))
+    most = f" (no more than the best {MAX_TRIALS} are taken)" if len(trials) == MAX_TRIALS else ""
     return EarlierMeasurements(
         trials=trials,
         words=(
-            f"from {other.name}: {len(trials)} of its measurements hold here, times divided by {ratio:.2f}: "
+            f"from {other.name}: {len(trials)} of its measurements hold here{most}, "
+            f"times divided by {ratio:.2f}: "
             "what the baseline has gained since"
         ),
     )
@@ -76,7 +78,7 @@ def _trials(
     other: RunHistory, space: Space, *, ratio: float, objective: Objective
 ) -> Iterable[tuple[Params, TrialRecord]]:
     seen = {space.baseline.key}
-    for row in other.trials[: 4 * MAX_TRIALS]:
+    for row in _best_first(other, other.trials):
         plan = row.plan
         is_first = row.number > 0 and row.repeats is None
         if plan is None or not is_first or plan.key in seen or len(seen) > MAX_TRIALS:
@@ -101,6 +103,7 @@ def _record_here(
         excess=float(row.memory_excess_bytes) or REFUSED_EXCESS,
         peak_memory_bytes=row.peak_memory_bytes,
         source=source,
+        is_cut=row.is_cut,
     )
     if row.verdict == "infeasible":
         return common
@@ -112,15 +115,19 @@ def _record_here(
 
 def _starts(other: RunHistory, space: Space) -> Iterable[Params]:
     measured = [row for row in other.trials if row.is_measured and row.number > 0 and row.repeats is None]
-    ranked = sorted(measured, key=lambda row: (-(other.versus_baseline(row) or 0.0), row.number))
     num_starts = 0
-    for row in ranked:
+    for row in _best_first(other, measured):
         params = None if row.plan is None else _params_here(row.plan, space)
         if params is not None:
             yield params
             num_starts += 1
         if num_starts == MAX_STARTS:
             return
+
+
+def _best_first(other: RunHistory, rows: Iterable[TrialRow]) -> list[TrialRow]:
+    """The rows by their speed; what was not measured comes last."""
+    return sorted(rows, key=lambda row: (-(other.versus_baseline(row) or 0.0), row.number))
 
 
 def _params_here(plan: Plan, space: Space) -> Params | None:

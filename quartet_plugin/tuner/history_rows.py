@@ -87,6 +87,7 @@ def with_record(row: TrialRow, in_study: StudyRow) -> TrialRow:
         reason=str(record.get("reason", row.reason)),
         repeats=repeats if isinstance(repeats, int) else None,
         source=source if isinstance(source, str) else None,
+        is_cut=record.get("is_cut") is True or row.is_cut,
         peak_memory_bytes=memory if isinstance(memory, int) else row.peak_memory_bytes,
         wall_s=float(wall_s) if isinstance(wall_s, int | float) and wall_s > 0 else row.wall_s,
         **numbers,  # type: ignore[arg-type]

@@ -1,15 +1,20 @@
 """A study that begins with what another run has measured."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.trial_record import score_of_median
 from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.request import Outcome
+from quartet_plugin.tuner.earlier_run import read_earlier_measurements
 from quartet_plugin.tuner.history import read_history
 from tests.cli.runs import kept_run
 from tests.space.jobs import make_job, make_nodes, make_shape
@@ -17,6 +22,7 @@ from tests.tuner.fakes import FakeMachine, Killed, Watching, by_formula, resume,
 from tests.tuner.fakes import begin_with_journal as begin
 from tests.tuner.run_folders import WritingMachine, no_data_parallel, write_run
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "run_0.1.0"
 STUDY = {"trials": 4, "rounds": 3, "top_k": 2}
 
 
@@ -70,6 +76,39 @@ def test_what_the_other_run_measured_on_a_slower_machine_counts_as_it_would_have
     assert len(record) >= 6
     for trial in record:
         assert trial.record.iteration_s == pytest.approx(by_formula(trial.plan))
+
+
+def test_the_best_are_taken_and_what_was_cut_short_stays_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quartet_plugin.tuner.earlier_run.MAX_TRIALS", 2)
+    run = Path(shutil.copytree(GOLDEN, tmp_path / "r"))
+    result = run / "trials" / "000005" / "attempt-1" / "result.json"
+    write_json_atomic(result, {**read_json(result), "is_cut": True})
+    baseline = read_history(run).baseline
+    assert baseline is not None
+    assert baseline.plan is not None
+    assert baseline.iteration_s is not None
+
+    class AnyPlan:
+        def __init__(self, plan: Plan) -> None:
+            self.baseline = plan
+
+        def refusal_of(self, plan: Plan) -> None: ...
+
+        def params_of(self, plan: Plan) -> dict[str, str]:
+            return {"split.plan": plan.key}
+
+    space: Any = AnyPlan(baseline.plan)
+    measured = read_earlier_measurements(
+        run,
+        space=space,
+        baseline=score_of_median(baseline.plan, iteration_s=baseline.iteration_s),
+        objective="tokens_per_s",
+    )
+    taken = [(record.source, record.is_cut) for _, record in measured.trials]
+    assert taken == [("r:6", False), ("r:5", True)]
+    assert "no more than the best 2 are taken" in measured.words
 
 
 def test_another_cluster_only_says_what_to_try_first(tmp_path: Path, earlier: Path) -> None:
