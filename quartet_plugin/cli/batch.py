@@ -76,6 +76,7 @@ def run_command(
     from quartet_plugin.batch.config import read_batch
     from quartet_plugin.batch.runner import BatchRunner
     from quartet_plugin.model.batch import BatchPaths
+    from quartet_plugin.model.files import remove_torn
     from quartet_plugin.report.batch_live import batch_observer
     from quartet_plugin.report.batch_table import table_lines
 
@@ -93,6 +94,7 @@ def run_command(
         batch_observer(Console()) as observer,
         stop_on_signals(observer.message) as should_stop,
     ):
+        remove_torn(paths.path)
         runner = BatchRunner(
             batch,
             paths=paths,
@@ -191,7 +193,6 @@ def _prepare(paths: "BatchPaths", batch: "Batch", *, is_resumed: bool, is_plan_o
     Raises ConfigError where a batch that begins is there already, or one to resume is not.
     """
     from quartet_plugin.batch.job_file import check_kept, read_batch_file
-    from quartet_plugin.model.files import remove_torn
 
     here = path_here(paths.path)
     if is_resumed:
@@ -201,7 +202,6 @@ def _prepare(paths: "BatchPaths", batch: "Batch", *, is_resumed: bool, is_plan_o
         if begun.is_plan_only != is_plan_only:
             raise ConfigError(f"{here}: the batch was begun {_with(begun.is_plan_only)}; resume it so")
         check_kept(begun, batch, paths=paths)
-        remove_torn(paths.path)
         return Path(begun.cwd)
     if paths.batch_file.exists():
         raise ConfigError(

@@ -122,10 +122,15 @@ def test_a_batch_is_begun_once_and_run_by_one_process(
     assert main(["batch", "jobs.yaml"]) == 2
     assert "the batch exists; add --resume" in capfd.readouterr().err
     with Lease.acquire(folder / "batches" / "jobs"):
+        half = folder / "batches" / "jobs" / ".results.json.x.tmp"
+        half.touch()  # the other process is about to rename it
         assert main(["batch", "jobs.yaml", "--resume"]) == 6
+        assert half.exists()
         assert "runs this batch" in capfd.readouterr().err
         assert main(["batch", "status", "jobs"]) == 0
         assert "batch jobs: running" in capfd.readouterr().out
+    assert main(["batch", "jobs.yaml", "--resume"]) == 0
+    assert not half.exists()
 
 
 def test_ctrl_c_ends_the_tuners_and_keeps_the_state(folder: Path) -> None:
