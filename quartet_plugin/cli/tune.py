@@ -277,16 +277,18 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
     from quartet_plugin.cli.full_size import full_size_lines
     from quartet_plugin.model.receipt import receipt_path
     from quartet_plugin.report.final_choice import choice_lines
+    from quartet_plugin.report.launch_words import COMMAND, STAND_IN
     from quartet_plugin.report.plan_difference import difference_lines
     from quartet_plugin.report.tables import change_lines, comparison_lines
     from quartet_plugin.space.plan_label import plan_label
     from quartet_plugin.tuner.winner_choice import NEAREST_RULE
 
+    baseline = COMMAND if result.stand_in is None else STAND_IN
     if plan is None or result.winner is None:
         tried = [trial for trial in result.trials if trial.record.repeats is None][1:]
         failed = sum(trial.record.verdict != "measured" for trial in tried)
         note = f" ({failed} could not be measured, see {path_here(run.folder.events_file)})" if failed else ""
-        lines = [f"no better plan was found: {len(tried)} plans were tried{note}; keep your command"]
+        lines = [f"no better plan was found: {len(tried)} plans were tried{note}; keep {baseline}"]
         explained = []
         if result.rankings:
             number = result.rankings[0].trial.number
@@ -294,13 +296,14 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
             lines.append(f"          {NEAREST_RULE}")
             lines += comparison_lines(result.rankings[0].comparison, names=("baseline", f"trial {number}"))
             explained = [explain_line(run, trial=number)]
-        return [*lines, *study_lines(result), *explained]
+        kept = [] if result.stand_in is None else _use_lines(run)
+        return [*lines, *study_lines(result), *explained, *kept]
     proof = []
     if result.receipt is not None:
         proof = [f"parity    {path_here(receipt_path(run.folder.best_plan))}: it trains as your command does"]
     full_size = [] if result.full_size is None else full_size_lines(result.full_size.result, run=run)
     return [
-        f"trial {result.winner.trial.number} is faster than your command",
+        f"trial {result.winner.trial.number} is faster than {baseline}",
         *difference_lines(plan),
         *comparison_lines(result.winner.comparison, names=("baseline", "best")),
         *choice_lines(plan),
@@ -308,8 +311,16 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         *study_lines(result, plan=plan),
         *proof,
         explain_line(run),
+        *(_use_lines(run)[: 1 if full_size else None]),
+        *full_size,
+    ]
+
+
+def _use_lines(run: "TuningRun") -> list[str]:
+    """The plan of best/ and the command that trains with it."""
+    return [
         f"plan      {path_here(run.folder.best_plan)}",
-        *(full_size or [f"train     sh {path_here(run.folder.best_command)}"]),
+        f"train     sh {path_here(run.folder.best_command)}",
     ]
 
 
@@ -324,8 +335,9 @@ def study_lines(result: "TuneResult", *, plan: "Plan | None" = None) -> list[str
     from collections import Counter
 
     from quartet_plugin.report.drift_words import drift_lines
+    from quartet_plugin.report.launch_words import COMMAND, STAND_IN
     from quartet_plugin.report.shape_curve import shape_lines
-    from quartet_plugin.report.status import COMMAND, STAND_IN, WINNER, regret_lines
+    from quartet_plugin.report.status import WINNER, regret_lines
     from quartet_plugin.report.tables import changes
 
     tried = [trial.plan for trial in result.trials[1:] if trial.record.repeats is None]

@@ -16,6 +16,7 @@ from quartet_plugin.report.formatting import (
     speedup_spread,
     speedup_words,
 )
+from quartet_plugin.report.launch_words import COMMAND
 from quartet_plugin.report.svg import Scale, drawing, element, short, text, title, x_axis, y_axis
 from quartet_plugin.report.trial_table import class_of, label_of, outcome_of
 
@@ -42,7 +43,7 @@ def iteration_times(history: RunHistory) -> str | None:
     finalists = history.finalists[:_MAX_FINALISTS]
     if not finalists:
         return None
-    rows = [("your command", "baseline", finalists[0].comparison.baseline)]
+    rows = [(_baseline(history), "baseline", finalists[0].comparison.baseline)]
     rows += [
         (f"trial {finalist.number}", _style_of(finalist, history), finalist.comparison.plan)
         for finalist in finalists
@@ -58,6 +59,11 @@ def iteration_times(history: RunHistory) -> str | None:
         parts.append(text(_NAMES_END, y + 4, name, cls="label", anchor="end"))
         parts.append(_whisker(x, measured.iteration_s, y, style=style, words=words))
     return drawing(HALF, bottom + 44, *parts, label="Seconds of the best plans and the baseline")
+
+
+def _baseline(history: RunHistory) -> str:
+    # Longer names leave the margin.
+    return "stock plan that fits" if history.baseline_note else COMMAND
 
 
 def speedups(history: RunHistory) -> str | None:
@@ -78,7 +84,7 @@ def speedups(history: RunHistory) -> str | None:
     parts = [
         x_axis(x, bottom, top=_TOP - 8, words="speedup (higher is better)", unit="x", count=4),
         element("line", x1=x(1.0), x2=x(1.0), y1=_TOP - 8, y2=bottom, cls="reference"),
-        text(_NAMES_END, _TOP + _ROW_HEIGHT / 2 + 4, "your command", cls="label", anchor="end"),
+        text(_NAMES_END, _TOP + _ROW_HEIGHT / 2 + 4, _baseline(history), cls="label", anchor="end"),
     ]
     for index, finalist in enumerate(finalists, start=1):
         y, name = _TOP + _ROW_HEIGHT * (index + 0.5), f"trial {finalist.number}"

@@ -1,8 +1,16 @@
 """A launch that runs, in the words of the live table, of plain lines and of `quartet status`."""
 
+from quartet_plugin.model.history import RunHistory
 from quartet_plugin.model.launch import LaunchPosition, Phase
 
 _USERS = "the baseline"
+# What the final rounds compare plans with.
+COMMAND, STAND_IN = "your command", "the best stock plan that fits"
+
+
+def baseline_words(history: RunHistory) -> str:
+    """The final rounds' baseline: the command, or the stock plan in its place where it does not fit."""
+    return STAND_IN if history.baseline_note else COMMAND
 
 
 def launch_words(phase: Phase, *, number: int, position: LaunchPosition | None) -> str:

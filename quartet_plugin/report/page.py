@@ -13,6 +13,7 @@ from quartet_plugin.report.drift_words import drift_paragraph
 from quartet_plugin.report.final_choice import choice_paragraph
 from quartet_plugin.report.formatting import clean, duration, iteration_words, rate, size, speedup_spread
 from quartet_plugin.report.kept_knobs import kept_section
+from quartet_plugin.report.launch_words import baseline_words
 from quartet_plugin.report.noise import noise_words
 from quartet_plugin.report.other_model import other_model_words
 from quartet_plugin.report.plan_difference import difference_sentence
@@ -101,7 +102,7 @@ def _verdict(history: RunHistory) -> str:
 
 
 def _verdict_on_search(history: RunHistory) -> str:
-    baseline = "the best stock plan that fits" if history.baseline_note else "your command"
+    baseline = baseline_words(history)
     if history.winner is not None and history.winner.measurement is not None:
         comparison = history.winner.measurement
         rounds = comparison.plan.num_launches
@@ -144,7 +145,7 @@ def _cards(history: RunHistory) -> str:
     cards: list[tuple[str, str, str]] = []
     chosen = history.winner.measurement if history.winner else None
     if chosen is not None:
-        cards.append(_card("your command", chosen.baseline.iteration_s.median, chosen.baseline))
+        cards.append(_card(baseline_words(history), chosen.baseline.iteration_s.median, chosen.baseline))
     elif baseline is not None and baseline.iteration_s is not None:
         cards.append(_card("your command", baseline.iteration_s, baseline))
     if chosen is not None:

@@ -31,7 +31,7 @@ from quartet_plugin.report.formatting import (
     speedup_words,
 )
 from quartet_plugin.report.kept_knobs import kept_lines
-from quartet_plugin.report.launch_words import launch_words
+from quartet_plugin.report.launch_words import COMMAND, STAND_IN, baseline_words, launch_words
 from quartet_plugin.report.other_model import other_model_lines
 from quartet_plugin.report.search_expense import expense_lines, expense_of
 from quartet_plugin.report.shape_curve import shape_lines
@@ -39,8 +39,8 @@ from quartet_plugin.report.speedups import speedup_pair
 from quartet_plugin.report.trial_table import label_of
 from quartet_plugin.space.plan_label import plan_label
 
-# What a regret compares untried plans with.
-WINNER, COMMAND, STAND_IN = "the winner", "your command", "the stock plan that fits"
+# What a regret compares untried plans with, where it is no baseline.
+WINNER = "the winner"
 _SCOPE = (
     "only untried plans are covered: a tried plan that was not a finalist was measured once, and may be "
     "faster than that single trial"
@@ -81,7 +81,8 @@ def status_lines(history: RunHistory) -> list[str]:
         lines += other_model_lines(history)
         lines += choice_lines(history.winner)
     elif history.state == "finished":
-        lines.append("winner    none: your command stays as it is")
+        rest = "; it is in best/plan.json" if history.baseline_note else ""
+        lines.append(f"winner    none: {baseline_words(history)} stays as it is{rest}")
     if history.regret is not None:
         lines += regret_lines(history.regret, compared_with=regret_base(history), checks=history.drift_checks)
     lines += prediction_lines(history)

@@ -338,3 +338,18 @@ def test_the_closing_lines_without_a_winner_name_the_nearest_trial(tmp_path: Pat
     assert lines[4].startswith(f"trial {nearest.trial.number} ")
     assert lines[-1].startswith("explain   quartet explain ")
     assert lines[-1].endswith(f" --trial {nearest.trial.number}")
+
+
+def test_a_stock_plan_in_the_place_of_a_command_that_does_not_fit_is_what_one_trains_with(
+    tmp_path: Path,
+) -> None:
+    run = begin(tmp_path / "r", study={"trials": 8})
+    result = search(run, FakeMachine())
+    plan = write_best(result, run=run)
+    result = replace(result, stand_in=result.trials[1])
+    assert summary_lines(result, plan=plan, run=run)[0].endswith(
+        "is faster than the best stock plan that fits"
+    )
+    lines = summary_lines(replace(result, winner=None), plan=plan, run=run)
+    assert lines[0].endswith("keep the best stock plan that fits")
+    assert [line.split()[0] for line in lines[-2:]] == ["plan", "train"]

@@ -237,6 +237,14 @@ def test_a_page_without_a_winner_says_so_plainly() -> None:
     assert "Train with the best plan" not in text
 
 
+def test_a_stock_plan_in_the_place_of_a_command_that_does_not_fit_is_named() -> None:
+    run = history(baseline_note="your command does not fit; the baseline is trial 1")
+    text = page(run, Extras())
+    assert "as fast as the best stock plan that fits" in text
+    assert ">your command: 0.500 (" not in text
+    assert ">your command: 0.500 (" in page(history(), Extras())
+
+
 def test_a_run_that_has_hardly_begun_has_a_page() -> None:
     bare = history(
         trials=(row(0, 0.5, plan=None),), finalists=(), winner=None, state="running", num_spent=0,

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from quartet_plugin.model.history import DriftMeasurement
 from quartet_plugin.model.measurement import Interval, Regret
+from quartet_plugin.report.launch_words import COMMAND
 from quartet_plugin.report.page import Extras, page
 from quartet_plugin.report.status import (
-    COMMAND,
     WINNER,
     regret_lines,
     regret_words,
