@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.launchers.command import ENTRY_MODULE, Command, parse_command
+from quartet_plugin.launchers.command import Command, parse_command
 from quartet_plugin.launchers.starter_options import (
     DEEPSPEED_FLAGS,
     DEEPSPEED_VALUES,
@@ -273,6 +273,7 @@ def test_a_script_is_read_from_the_folder_that_the_command_starts_in(tmp_path: P
         WORDS | st.sampled_from(["torchrun", "python", "-m", "env", "--", "-c", "A=b", "a.py"]), max_size=6
     )
 )
+@example(["deepspeed", "0"])
 def test_any_words_are_a_command_or_one_line(words: list[str]) -> None:
     try:
         command = parse_command(words, environment={})
@@ -281,7 +282,7 @@ def test_any_words_are_a_command_or_one_line(words: list[str]) -> None:
     else:
         message = "-"
         assert command.words == tuple(words)
-        assert command.starter == "other" or ENTRY_MODULE in command.wrapped(())
+        assert command.starter == "other" or command.entry in command.wrapped(())
     assert len(message.splitlines()) == 1
 
 
