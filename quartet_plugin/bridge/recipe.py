@@ -55,9 +55,24 @@ def override(config: Any, words: Sequence[str]) -> None:
                 f"{word[:100]!r}: must be SECTION.FIELD=VALUE, with a field of the configuration"
             )
         try:
-            setattr(section, field, yaml.safe_load(text))
+            value = _number(yaml.safe_load(text), present=getattr(section, field))
         except yaml.YAMLError as error:
             raise ConfigError(f"{word[:100]!r}: its value cannot be read as YAML") from error
+        except ValueError as error:
+            raise ConfigError(f"{word[:100]!r}: must be a number, as the recipe's value is") from error
+        setattr(section, field, value)
+
+
+def _number(value: Any, *, present: Any) -> Any:
+    """The value; of a field that holds a number a text such as `1e-4`, which YAML 1.1 reads as text, is one.
+
+    Raises ValueError where it is another text.
+    """
+    is_number = isinstance(present, int | float) and not isinstance(present, bool)
+    if not isinstance(value, str) or not is_number:
+        return value
+    number = float(value)
+    return int(number) if isinstance(present, int) and number.is_integer() else number
 
 
 def main(words: Sequence[str]) -> None:

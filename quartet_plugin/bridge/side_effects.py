@@ -30,8 +30,8 @@ _CHANGED: dict[str, dict[str, Any]] = {
 }
 # Sections that a trial leaves out as a whole.
 _LEFT_OUT = ("ft", "nvrx_straggler", "inprocess_restart", "tensor_inspect")
-# A trial's own watchdog must speak before a collective's timeout does.
-_TIMEOUT_MINUTES = 5
+# Ranks wait in a collective while one of them compiles in its first step; a trial's watchdog speaks before.
+_LEAST_TIMEOUT_MINUTES = 60
 # Fields that the Bridge has by default: to change them is not worth a line.
 _SILENT = {"train.eval_iters", "validation.eval_iters", "checkpoint.save_interval"}
 
@@ -60,5 +60,6 @@ def strip_side_effects(config: Any) -> list[str]:
                 setattr(section, field, value)
                 left_out.append(f"{name}.{field}")
     if "distributed_timeout_minutes" in vars(config.dist):
-        config.dist.distributed_timeout_minutes = _TIMEOUT_MINUTES
+        given = config.dist.distributed_timeout_minutes or 0
+        config.dist.distributed_timeout_minutes = max(given, _LEAST_TIMEOUT_MINUTES)
     return [name for name in left_out if name not in _SILENT]

@@ -29,7 +29,18 @@ _REMOVED_BY_KIND = {
     ),
     # Its interval stays, since Megatron counts the validation samples with it.
     "evaluation": "full_validation",
-    "profilers": "profile use_pytorch_profiler record_memory_history rl_profile",
+    "profilers": "profile use_pytorch_profiler record_memory_history rl_profile rl_profile_dir",
+    "traces and dumps": (
+        "moe_routing_trace_path moe_routing_trace_max_training_iters moe_routing_trace_capture_logits "
+        "moe_routing_trace_capture_hidden_states moe_routing_trace_dump_weights config_logger_dir "
+        "dump_param_to_param_group_map"
+    ),
+    "injected faults": (
+        "fault_injector_ranks fault_injector_num_ranks fault_injector_fault_delay "
+        "fault_injector_mtti_seconds fault_injector_offset_seconds fault_injector_fault_types "
+        "fault_injector_fault_probabilities fault_injector_seed fault_injector_delay_start_iteration "
+        "error_injection_rate error_injection_type"
+    ),
     "servers and job control": (
         "log_straggler run_workload_inspector_server exit_interval exit_duration_in_mins "
         "exit_signal_handler exit_signal_handler_for_training exit_signal_handler_for_dataloader "

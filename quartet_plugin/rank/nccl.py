@@ -19,6 +19,17 @@ def uses_nccl(backend: str) -> bool:
     return "nccl" in backend
 
 
+def backend_name(group: Any = None) -> str:
+    """The backend of a group, by default of all processes.
+
+    After `init_process_group()` without a name torch says `undefined`, and uses the accelerator's own.
+    """
+    import torch.distributed as dist
+
+    name: str = dist.get_backend(group)
+    return str(dist.get_backend_config(group)) if name == "undefined" else name
+
+
 def keep_devices(local_rank: int) -> Installation:
     """Have the default group and every barrier run on device `local_rank` of this process's node."""
     names: dict[str, Callable[[Any], Any]] = {
@@ -38,7 +49,7 @@ def _with_first_use(local_rank: int, init_process_group: Callable[..., None]) ->
         import torch.distributed as dist
 
         init_process_group(*args, **kwargs)
-        if uses_nccl(dist.get_backend()):
+        if uses_nccl(backend_name()):
             dist.all_reduce(torch.zeros(1, device=f"cuda:{local_rank}"))
 
     return init_and_use
@@ -51,7 +62,7 @@ def _on_current_device(barrier: Callable[..., Any]) -> Callable[..., Any]:
         import torch.distributed as dist
 
         is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
-        if device_ids is None and is_member and uses_nccl(dist.get_backend(group)):
+        if device_ids is None and is_member and uses_nccl(backend_name(group)):
             device_ids = [torch.cuda.current_device()]
         return barrier(group=group, async_op=async_op, device_ids=device_ids)
 

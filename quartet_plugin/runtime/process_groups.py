@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.rank.nccl import uses_nccl
+from quartet_plugin.rank.nccl import backend_name, uses_nccl
 from quartet_plugin.rank.rendezvous import listed_ranks
 from quartet_plugin.schedule.instruction import Program, Transfer
 from quartet_plugin.schedule.lowering import group_names, groups_of_streams
@@ -60,8 +60,8 @@ class Channels:
         """
         device = device or torch.device("cpu")
         names = group_names(placement)
-        backend = backend or dist.get_backend()
-        kinds = [(name, backend) for name in names] + [("host", "gloo")] * has_host_group
+        kinds: list[tuple[str, str | None]] = [(name, backend) for name in names]
+        kinds += [("host", "gloo")] * has_host_group
         pipeline_groups: list[Any] = []
         for pipeline in rank_groups(ranks, device):
             groups = [new_group(pipeline, name=name, backend=kind, timeout=timeout) for name, kind in kinds]
@@ -69,7 +69,7 @@ class Channels:
         channels = cls(
             groups=tuple(pipeline_groups[: len(names)]),
             ranks=tuple(ranks),
-            is_nccl=uses_nccl(backend),
+            is_nccl=uses_nccl(backend or backend_name()),
             host_group=pipeline_groups[-1] if has_host_group else None,
         )
         channels._warm_up(placement, device)
@@ -105,7 +105,7 @@ def new_group(
             list(ranks),
             timeout=timeout,
             backend=backend,
-            pg_options=_options(backend or dist.get_backend(), timeout),
+            pg_options=_options(backend or backend_name(), timeout),
             group_desc=f"quartet_{name}",
         )
     atexit.register(_release, group)
@@ -152,7 +152,7 @@ def rank_groups(ranks: Sequence[int], device: torch.device) -> list[tuple[int, .
 def _release(group: Any) -> None:
     """End gloo's threads before the interpreter takes their objects apart, which can abort the process."""
     with suppress(RuntimeError, ValueError, AssertionError):
-        if dist.is_initialized() and dist.get_backend(group) == "gloo":
+        if dist.is_initialized() and backend_name(group) in ("gloo", "cpu:gloo"):
             dist.destroy_process_group(group)
 
 

@@ -50,6 +50,19 @@ def test_a_field_that_is_not_there_is_refused(word: str) -> None:
         override(make_config(), [word])
 
 
+@pytest.mark.parametrize(("text", "value"), [("1e3", 1000), ("2.5e-1", 0.25), ("null", None), ("12", 12)])
+def test_a_number_may_have_an_exponent(text: str, value: object) -> None:
+    config = make_config()
+    override(config, [f"train.train_iters={text}"])
+    assert config.train.train_iters == value
+    assert type(config.train.train_iters) is type(value)
+
+
+def test_a_field_of_a_number_takes_no_other_text() -> None:
+    with pytest.raises(ConfigError, match=r"train_iters=many': must be a number, as the recipe's value is"):
+        override(make_config(), ["train.train_iters=many"])
+
+
 def test_a_value_is_data() -> None:
     config = make_config()
     with pytest.raises(ConfigError, match="cannot be read as YAML"):

@@ -20,7 +20,6 @@ def test_a_trial_writes_loads_and_evaluates_nothing() -> None:
         "train.exit_interval",
     ]
     assert (config.checkpoint.save, config.logger.tensorboard_dir, config.train.eval_iters) == (None, None, 0)
-    assert config.dist.distributed_timeout_minutes == 5
     assert strip_side_effects(config) == []
 
 
@@ -35,3 +34,11 @@ def test_a_configuration_that_trains_nothing_is_refused() -> None:
     config.train.skip_train = True
     with pytest.raises(ConfigError, match="skip_train: it trains nothing"):
         strip_side_effects(config)
+
+
+@pytest.mark.parametrize(("given", "minutes"), [(None, 60), (10, 60), (120, 120)])
+def test_a_collective_may_wait_for_a_rank_that_compiles(given: int | None, minutes: int) -> None:
+    config = make_config()
+    config.dist.distributed_timeout_minutes = given
+    strip_side_effects(config)
+    assert config.dist.distributed_timeout_minutes == minutes

@@ -30,6 +30,30 @@ def test_every_flag_of_the_list_exists() -> None:
     assert len(set(REMOVED)) == len(REMOVED)
 
 
+# Files and folders that training reads, and NCCL's own buffer of a process, written where it hangs.
+_READ = """
+    block_data_path data_args_path data_cache_path data_path embedding_path evidence_data_path
+    heterogeneous_layers_config_path logits_load_dir metadata_path nccl_communicator_config_path
+    object_storage_cache_path per_dataset_sequences_path per_split_data_args_path test_data_path
+    titles_data_path train_data_path use_mamba_mem_eff_path valid_data_path
+    flight_recorder_dump_on_timeout flight_recorder_dump_path flight_recorder_extra_dump_on_exec
+    flight_recorder_include_stack_trace flight_recorder_trace_buffer_size
+"""
+# Written by `--record-memory-history` alone.
+_WITHOUT_EFFECT = {"memory_snapshot_path"}
+
+
+def test_every_flag_that_names_a_file_or_a_fault_is_left_out_or_known() -> None:
+    native = {action.dest for action in native_flags()._parser._actions}
+    of_files = {
+        name
+        for name in native
+        if name.endswith(("_dir", "_path"))
+        or any(word in name for word in ("trace", "dump", "fault_injector", "error_injection"))
+    }
+    assert of_files - set(REMOVED) - set(_READ.split()) - _WITHOUT_EFFECT == set()
+
+
 def test_nothing_that_writes_or_loads_is_left() -> None:
     words = [
         *MEGATRON_FLAGS,

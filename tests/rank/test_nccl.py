@@ -34,6 +34,10 @@ class Calls:
             raise ValueError("Invalid process group specified")
         return self.backend
 
+    def get_backend_config(self, group: Any = None) -> str:
+        """What torch uses where no backend was named."""
+        return "cuda:nccl"
+
     def init_process_group(self, *_: Any, **__: Any) -> None:
         """As torch's."""
 
@@ -43,7 +47,7 @@ def process(*, backend: str, local_rank: int) -> Iterator[Calls]:
     """A process on device `local_rank`, whose ranks were moved."""
     calls = Calls(backend=backend, local_rank=local_rank)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("barrier", "init_process_group", "get_backend"):
+        for name in ("barrier", "init_process_group", "get_backend", "get_backend_config"):
             patch.setattr(dist, name, getattr(calls, name))
             patch.setattr(_C10D, name, getattr(calls, name))
         patch.setattr(dist, "all_reduce", lambda tensor: calls.first_use.append(tensor.device))
@@ -70,6 +74,14 @@ def test_a_barrier_is_given_the_device_where_nccl_would_take_another(
             # ProcessGroupNCCL takes the first of these that there is; the last is a guess.
             devices = [*(ids[0] for ids in calls.barriers if ids), *calls.first_use, rank % local_size]
             assert devices[:2] == [local_rank, f"cuda:{local_rank}"]
+
+
+def test_a_group_whose_backend_nobody_named_runs_on_its_device() -> None:
+    """A script's bare `init_process_group()`: torch calls the backend undefined, and takes the device's."""
+    with process(backend="undefined", local_rank=3) as calls:
+        dist.init_process_group()
+        dist.barrier()
+        assert (calls.barriers, calls.first_use) == ([[3]], ["cuda:3"])
 
 
 def test_a_device_that_was_named_stays() -> None:

@@ -11,7 +11,7 @@ from quartet_plugin.errors import PlanError
 from quartet_plugin.model.tensor_partition import BlockPartition, TensorPartition
 from quartet_plugin.partition.layer import BLOCK_OF, Linear, Role, planned_partition
 from quartet_plugin.rank.device import device_name
-from quartet_plugin.rank.nccl import uses_nccl
+from quartet_plugin.rank.nccl import backend_name, uses_nccl
 from quartet_plugin.runtime.partition.device_steps import DeviceSteps
 from quartet_plugin.runtime.partition.linear import WeightGradientPhase
 from quartet_plugin.runtime.partition.messages import BlockMessages
@@ -112,7 +112,7 @@ def _open_messages() -> BlockMessages:
     """Messages in a process group apart from Megatron's, whose collectives would wait for them."""
     ranks = tuple(dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()))
     device = torch.device("cpu" if device_name() == "cpu" else "cuda")
-    if device.type == "cuda" and not uses_nccl(dist.get_backend()):
+    if device.type == "cuda" and not uses_nccl(backend_name()):
         raise PlanError("layout.tensor_partition: blocks are sent between GPUs, which needs the nccl backend")
     group: Any = None
     for members in rank_groups(ranks, device):
