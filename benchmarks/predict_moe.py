@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -172,9 +172,15 @@ def main() -> None:
     parser.add_argument("others", type=Path)
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--known", action="store_true", help="print errors by what rows state")
+    parser.add_argument(
+        "--host-operation-s", type=float, help="another time of the host for an operation, such as 2e-6"
+    )
     options = parser.parse_args()
+    start = Constants()
+    if options.host_operation_s is not None:
+        start = replace(start, host_operation_s=options.host_operation_s)
     rows = [row for row in read_json(options.moe) if row["usable"] and row["arch"] != "hybrid"]
-    predicted = predict_releases(rows, read_json(options.others), Constants())
+    predicted = predict_releases(rows, read_json(options.others), start)
     if options.rows:
         for each in sorted(predicted, key=lambda one: (one.row["arch"], one.row["id"])):
             row = each.row
