@@ -10,7 +10,7 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.context import TuningContext
-from quartet_plugin.tuner.finalists import log_values, order_of_round, rank, sequential_test_of
+from quartet_plugin.tuner.finalists import is_failure, log_values, order_of_round, rank, sequential_test_of
 from quartet_plugin.tuner.launches_left import final_launches
 from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.sequential_search import MAX_LOST_IN_A_ROW
@@ -197,7 +197,7 @@ class FinalRounds:
                 )
             if result.is_measured:
                 progress.results[number][round_number] = result
-            elif number != BASELINE and result.outcome is not Outcome.INFRA:
+            elif is_failure(number, result):
                 progress.failed[number] = round_number
 
     def _say_decisions(self, test: SequentialTest, *, before: Sequence[int], num_done: int) -> None:

@@ -16,7 +16,7 @@ from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement, Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, Score, score, score_of_median
-from quartet_plugin.trial.request import TrialResult
+from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.config import MAX_EXTENDED
 from quartet_plugin.tuner.sequential_test import BASELINE as BASELINE
 from quartet_plugin.tuner.sequential_test import (
@@ -103,6 +103,16 @@ def log_values(
         for number, plan in plans.items()
         if number in launches
     }
+
+
+def is_failure(number: int, result: TrialResult) -> bool:
+    """Whether a final launch says that its plan fails: not measured, and neither lost nor stopped.
+
+    The baseline, number 0, never does.
+    """
+    return not (
+        number == BASELINE or result.is_measured or result.outcome in (Outcome.INFRA, Outcome.CANCELLED)
+    )
 
 
 def rank(

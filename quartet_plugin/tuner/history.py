@@ -28,7 +28,7 @@ from quartet_plugin.study.view import StudyView
 from quartet_plugin.trial.attempt import PREFIX, read_result
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.attempts import AttemptState, holder_of, read_launch, workers_of
-from quartet_plugin.tuner.finalists import BASELINE, rank
+from quartet_plugin.tuner.finalists import BASELINE, is_failure, rank
 from quartet_plugin.tuner.history_rows import (
     baseline_note_of,
     drift_checks_of,
@@ -48,8 +48,6 @@ from quartet_plugin.tuner.trial_backend import nodes_of
 from quartet_plugin.tuner.trial_launcher import VERDICTS
 
 _NoTrialPhase = Literal["cropped", "control", "parity"]
-# A launch of the final rounds with another outcome says that its plan fails.
-_MEASURED_OR_LOST = (Outcome.OK, Outcome.UNSTABLE, Outcome.INFRA, Outcome.CANCELLED)
 
 
 def read_history(path: Path, *, study: StudyView | None = None) -> RunHistory:
@@ -319,7 +317,7 @@ class _Reader:
             number: index
             for number, rounds in self._finals.items()
             for index, state in rounds.items()
-            if state.result and state.result.outcome not in _MEASURED_OR_LOST
+            if state.result and is_failure(number, state.result)
         }
         trials = []
         for number, per in self._finals.items():

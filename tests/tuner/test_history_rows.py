@@ -23,6 +23,13 @@ def test_a_finalist_that_failed_in_a_later_round_is_left_out(tmp_path: Path) -> 
     assert 6 not in [finalist.number for finalist in read_history(run).finalists]
 
 
+def test_a_baseline_that_failed_in_a_round_is_still_compared_with(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(GOLDEN, tmp_path / "r"))
+    path = next((run / "final" / "000000-round-4").glob("attempt-*/result.json"))
+    write_json_atomic(path, {**read_json(path), "outcome": "INFEASIBLE", "iteration_s": []})
+    assert 6 in [finalist.number for finalist in read_history(run).finalists]
+
+
 def test_a_trial_without_a_folder_has_the_row_of_its_event() -> None:
     common = TrialRecord(verdict="infeasible", outcome="WRONG", reason="losses differ", attempt_id="")
     records = (common, replace(common, repeats=1), replace(common, verdict="measured", outcome=DEPTH_PROXY))
