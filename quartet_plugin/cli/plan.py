@@ -412,9 +412,10 @@ def _command_job(
     from quartet_plugin.model.files import field_path, shown
     from quartet_plugin.model.schema import unknown_key
     from quartet_plugin.planner.command_job import job_of_command
+    from quartet_plugin.planner.job import JOB_SECTIONS
     from quartet_plugin.tuner.config import TuneConfig
 
-    known = ["model", "cluster", "batch", "search", "cost", *TuneConfig.model_fields]
+    known = [*JOB_SECTIONS, *TuneConfig.model_fields]
     for key, value in sections.items():
         if key not in known:
             raise ConfigError(f"{job}: {field_path([key])}: {shown(value)}: {unknown_key(key, known=known)}")

@@ -112,7 +112,7 @@ def _await_end(
             pause_s = _AGAIN_S
             if str(error) != last_fault:
                 last_fault = str(error)
-                tell(f"{error}: the training is left alone and looked at again; Ctrl-C ends it")
+                tell(f"{error}: the training is left alone and its state asked for again; Ctrl-C ends it")
         time.sleep(pause_s)
 
 

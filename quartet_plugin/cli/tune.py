@@ -169,9 +169,10 @@ def tune_command(
             asked = with_options(begun.config).with_options(run=None, trials=trials)
         resumed = begun_run(path, config=asked, command=words)
         asked, cwd = resumed.config, resumed.cwd
+        training = parse_command(words, cwd=cwd)
     check_installed(asked.study.sampler)
     placement = placement_of(asked, cwd=cwd)
-    training = placement.command(parse_command(words, cwd=cwd))
+    training = placement.command(training)
     if not resume:
         check_start(training, cwd=cwd, environment=os.environ)
         machine_of(asked.machine, cwd=cwd)
@@ -277,13 +278,14 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
     from quartet_plugin.cli.full_size import full_size_lines
     from quartet_plugin.model.receipt import receipt_path
     from quartet_plugin.report.final_choice import choice_lines
-    from quartet_plugin.report.launch_words import COMMAND, STAND_IN
     from quartet_plugin.report.plan_difference import difference_lines
     from quartet_plugin.report.tables import change_lines, comparison_lines
     from quartet_plugin.space.plan_label import plan_label
     from quartet_plugin.tuner.winner_choice import NEAREST_RULE
 
-    baseline = COMMAND if result.stand_in is None else STAND_IN
+    baseline = _baseline_words(result)
+    best = f"plan      {path_here(run.folder.best_plan)}"
+    train = f"train     sh {path_here(run.folder.best_command)}"
     if plan is None or result.winner is None:
         tried = [trial for trial in result.trials if trial.record.repeats is None][1:]
         failed = sum(trial.record.verdict != "measured" for trial in tried)
@@ -296,8 +298,8 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
             lines.append(f"          {NEAREST_RULE}")
             lines += comparison_lines(result.rankings[0].comparison, names=("baseline", f"trial {number}"))
             explained = [explain_line(run, trial=number)]
-        kept = [] if result.stand_in is None else _use_lines(run)
-        return [*lines, *study_lines(result), *explained, *kept]
+        stand_in = [] if result.stand_in is None else [best, train]
+        return [*lines, *study_lines(result), *explained, *stand_in]
     proof = []
     if result.receipt is not None:
         proof = [f"parity    {path_here(receipt_path(run.folder.best_plan))}: it trains as your command does"]
@@ -311,17 +313,15 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         *study_lines(result, plan=plan),
         *proof,
         explain_line(run),
-        *(_use_lines(run)[: 1 if full_size else None]),
-        *full_size,
+        best,
+        *(full_size or [train]),
     ]
 
 
-def _use_lines(run: "TuningRun") -> list[str]:
-    """The plan of best/ and the command that trains with it."""
-    return [
-        f"plan      {path_here(run.folder.best_plan)}",
-        f"train     sh {path_here(run.folder.best_command)}",
-    ]
+def _baseline_words(result: "TuneResult") -> str:
+    from quartet_plugin.report.launch_words import COMMAND, STAND_IN
+
+    return COMMAND if result.stand_in is None else STAND_IN
 
 
 def explain_line(run: "TuningRun", *, trial: int | None = None) -> str:
@@ -335,7 +335,6 @@ def study_lines(result: "TuneResult", *, plan: "Plan | None" = None) -> list[str
     from collections import Counter
 
     from quartet_plugin.report.drift_words import drift_lines
-    from quartet_plugin.report.launch_words import COMMAND, STAND_IN
     from quartet_plugin.report.shape_curve import shape_lines
     from quartet_plugin.report.status import WINNER, regret_lines
     from quartet_plugin.report.tables import changes
@@ -346,8 +345,7 @@ def study_lines(result: "TuneResult", *, plan: "Plan | None" = None) -> list[str
     lines = [f"tried     {len(tried)} plans: {', '.join(parts)}"] if tried else []
     lines += drift_lines(result.drift_checks)
     if result.regret is not None:
-        without = COMMAND if result.stand_in is None else STAND_IN
-        compared_with = without if result.winner is None else WINNER
+        compared_with = _baseline_words(result) if result.winner is None else WINNER
         lines += regret_lines(result.regret, compared_with=compared_with, checks=result.drift_checks)
     if result.shape_curve is not None:
         lines += shape_lines(result.shape_curve, winner=plan)

@@ -34,6 +34,7 @@ from quartet_plugin.rank.mapping import assign, gather_processes, table_of
 from quartet_plugin.rank.nccl import keep_devices
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
 from quartet_plugin.rank.session import print_notes
+from quartet_plugin.schedule.placement import loop
 from quartet_plugin.space.knobs.recompute_layers import RECOMPUTE_METHOD, RECOMPUTE_NUM_LAYERS
 from quartet_plugin.space.knobs.registry import setting_knob
 
@@ -321,8 +322,8 @@ def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
 
 def _is_megatrons_order(plan: Plan) -> bool:
     """Whether the stages go round the ranks, as Megatron places them by itself."""
-    size = plan.layout.pipeline_parallel
-    return plan.schedule.placement in (None, tuple(stage % size for stage in range(plan.layout.num_stages)))
+    layout = plan.layout
+    return plan.schedule.placement in (None, loop(layout.pipeline_parallel, layout.virtual_stages))
 
 
 def _split_or_none(user: Namespace) -> Split | None:

@@ -172,6 +172,10 @@ class _JobFile(Section):
     cost: CostSection = CostSection()
 
 
+# The keys of a JOB.yaml.
+JOB_SECTIONS = ("cluster", *_JobFile.model_fields)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """A request to plan; `shape` has its vocabulary padded for every tensor-parallel degree, from the job's

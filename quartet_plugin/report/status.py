@@ -31,7 +31,7 @@ from quartet_plugin.report.formatting import (
     speedup_words,
 )
 from quartet_plugin.report.kept_knobs import kept_lines
-from quartet_plugin.report.launch_words import COMMAND, STAND_IN, baseline_words, launch_words
+from quartet_plugin.report.launch_words import baseline_words, launch_words
 from quartet_plugin.report.other_model import other_model_lines
 from quartet_plugin.report.search_expense import expense_lines, expense_of
 from quartet_plugin.report.shape_curve import shape_lines
@@ -39,7 +39,7 @@ from quartet_plugin.report.speedups import speedup_pair
 from quartet_plugin.report.trial_table import label_of
 from quartet_plugin.space.plan_label import plan_label
 
-# What a regret compares untried plans with, where it is no baseline.
+# What a regret compares untried plans with where a plan won.
 WINNER = "the winner"
 _SCOPE = (
     "only untried plans are covered: a tried plan that was not a finalist was measured once, and may be "
@@ -237,13 +237,13 @@ def regret_base(history: RunHistory) -> str:
     """The plan or command with which the regret of a run compares untried plans, in words."""
     if history.winner is not None and history.winner.measurement is not None:
         return WINNER
-    return STAND_IN if history.winner is not None else COMMAND
+    return baseline_words(history)
 
 
 def regret_lines(regret: Regret, *, compared_with: str, checks: Sequence[DriftMeasurement] = ()) -> list[str]:
     """The estimate in up to five lines, the first one the figure.
 
-    `compared_with` is WINNER, COMMAND or STAND_IN; `checks` are the run's drift checks.
+    `compared_with` is WINNER or the baseline's words; `checks` are the run's drift checks.
     """
     if regret.num_untried == 0:
         return ["regret    none: every plan of the space was tried"]

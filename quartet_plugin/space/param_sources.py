@@ -213,16 +213,20 @@ def param_encoders(
         end_loads, shifts = encoded_split(plan)
         yield ParamEncoder(plan, order=order, schedule=plan.schedule.name, end_loads=end_loads, shifts=shifts)
         return
+    is_of_two = layout.num_stages == 2
     if custom.named is not None:
         guesses = end_load_candidates(plan)
         for guess in (*guesses, None):
             yield ParamEncoder(plan, order=order, schedule=custom.named, end_loads=guess)
         for guess in guesses:
-            if layout.num_stages == 2:
-                yield ParamEncoder(plan, order=order, schedule=custom.named, end_loads=guess, says_split=True)
-                continue
-            shifts = encoded_shifts(plan, schedule=custom.named, end_loads=guess)
-            yield ParamEncoder(plan, order=order, schedule=custom.named, end_loads=guess, shifts=shifts)
+            yield ParamEncoder(
+                plan,
+                order=order,
+                schedule=custom.named,
+                end_loads=guess,
+                shifts=None if is_of_two else encoded_shifts(plan, schedule=custom.named, end_loads=guess),
+                says_split=is_of_two,
+            )
     for name in written:
         yield ParamEncoder(plan, order=order, schedule=name)
     balanced, shifts = encoded_custom_split(plan, schedule=SEARCHED)
@@ -232,7 +236,7 @@ def param_encoders(
         schedule=SEARCHED,
         end_loads=balanced,
         shifts=shifts,
-        says_split=layout.num_stages == 2,
+        says_split=is_of_two,
     )
 
 

@@ -48,7 +48,7 @@ class RunFolder:
     config_file = _Entry("config.json")
     """q.yaml as it was read, and the user's command."""
     cluster_file = _Entry("cluster.json")
-    """The nodes and slots that trial 0 found."""
+    """The nodes and slots that trial 0 ran on."""
     machine_file = _Entry("machine.json")
     """The cluster file that the run was given."""
     calibration_file = _Entry("calibration.json")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quartet_plugin.schedule.placement import check, stages_of_device
+from quartet_plugin.schedule.placement import check, loop, stages_of_device
 
 
 class StagePlacement:
@@ -34,7 +34,7 @@ class StagePlacement:
     @property
     def is_megatrons(self) -> bool:
         """Whether the stages go round the devices, as Megatron's own do."""
-        return self.device_of_stage == tuple(stage % self.num_devices for stage in range(self.num_stages))
+        return self.device_of_stage == loop(self.num_devices, self.num_chunks)
 
     def stage(self, device: int, chunk: int) -> int:
         """The stage that is chunk `chunk` of pipeline rank `device`."""
