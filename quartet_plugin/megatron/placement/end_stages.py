@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
+from quartet_plugin.megatron.placement.loss_broadcast import LossBroadcast
+from quartet_plugin.megatron.placement.mtp_metrics import with_mtp_metrics
 from quartet_plugin.megatron.placement.state import StagePlacement
-from quartet_plugin.megatron.seams import Seam, Wrapper
+from quartet_plugin.megatron.seams import Seam, Wrapper, chain
 from quartet_plugin.megatron.seams.declared import (
     EVALUATE,
     GET_OPTIMIZER,
@@ -46,6 +48,7 @@ def wrappers(placement: StagePlacement) -> dict[Seam, Wrapper]:
     if placement.last_device != placement.num_devices - 1:
         for seam in (TRAIN_STEP, EVALUATE):
             needed[seam] = partial(_with_losses, LossBroadcast(placement))
+        needed[TRAIN_STEP] = chain(needed[TRAIN_STEP], partial(with_mtp_metrics, LossBroadcast(placement)))
     return needed
 
 
@@ -150,7 +153,7 @@ def tied_weights(model_chunks: Sequence[Any]) -> tuple[Any, Any] | None:
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 
 
-def _with_losses(broadcast: "LossBroadcast", original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_losses(broadcast: LossBroadcast, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def with_losses(*args: Any, **kwargs: Any) -> Any:
         losses, *rest = original(*args, **kwargs)
@@ -158,44 +161,3 @@ def _with_losses(broadcast: "LossBroadcast", original: Callable[..., Any]) -> Ca
         return (losses if losses is None else broadcast.over_pipeline(losses), *rest)
 
     return with_losses
-
-
-class LossBroadcast:
-    """Broadcasts a dictionary of scalars from the device of the last stage to its whole pipeline.
-
-    The names are sent only when they have changed, so that a step costs one small tensor.
-    """
-
-    def __init__(self, placement: StagePlacement) -> None:
-        self._placement = placement
-        self._names: tuple[str, ...] = ()
-
-    def over_pipeline(self, losses: dict[str, Any]) -> dict[str, Any]:
-        """The same dictionary on every rank of the pipeline."""
-        import torch
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-
-        group = parallel_state.get_pipeline_model_parallel_group()
-        source = dist.get_process_group_ranks(group)[self._placement.last_device]
-        owner = dist.get_rank() == source
-        names = tuple(losses) if owner else self._names
-
-        def send(*, is_changed: bool) -> Any:
-            packed = torch.zeros(1 + len(self._names), device="cuda")
-            packed[0] = float(is_changed)
-            if owner and not is_changed:
-                for index, name in enumerate(self._names, start=1):
-                    packed[index] = torch.as_tensor(losses[name], device="cuda").detach().float().reshape(())
-            dist.broadcast(packed, src=source, group=group)
-            return packed
-
-        packed = send(is_changed=names != self._names)
-        if bool(packed[0]):
-            box: list[Any] = [names]
-            dist.broadcast_object_list(box, src=source, group=group)
-            self._names = tuple(box[0])
-            packed = send(is_changed=False)
-        if owner:
-            return losses
-        return {name: packed[index] for index, name in enumerate(self._names, start=1)}

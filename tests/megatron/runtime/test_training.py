@@ -392,7 +392,14 @@ def check(references: References, name: str, case: Case) -> support.Run:
     folder = references.folder / name.replace(" ", "-")
     check_split(folder, case)
     check_reductions(folder, case)
+    assert mtp_losses(run) == pytest.approx(mtp_losses(reference), rel=case.tolerance)
+    assert len(mtp_losses(run)) == (_TRAIN_ITERS if MTP in case.variant else 0)
     return run
+
+
+def mtp_losses(run: support.Run) -> list[float]:
+    """What Megatron's log says of each iteration's further token."""
+    return [float(loss) for loss in re.findall(r"mtp_1 loss: (\S+)", run.output)]
 
 
 def check_reductions(folder: Path, case: Case) -> None:

@@ -1,0 +1,51 @@
+"""The losses of multi-token prediction on every device of a pipeline, as those of the next token.
+
+Megatron collects them on the device of the last stage, and prints and plots what the last global rank has.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from quartet_plugin.megatron.placement.loss_broadcast import LossBroadcast
+
+# Tensors of one number for each further token; the names have changed with 0.19.
+_METRICS = ("values", "loss_values", "correct_values", "total_values")
+
+
+def with_mtp_metrics(broadcast: LossBroadcast, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`train_step`, after which every rank of a pipeline has the metrics of the pipeline's last stage."""
+
+    @wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        results = original(*args, **kwargs)
+        from megatron.training import get_args
+
+        if getattr(get_args(), "mtp_num_layers", None):
+            _spread(broadcast)
+        return results
+
+    return train_step
+
+
+def _spread(broadcast: LossBroadcast) -> None:
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    own = {
+        f"{name} {token}": value
+        for name in _METRICS
+        if name in tracker
+        for token, value in enumerate(tracker[name])
+    }
+    received = broadcast.over_pipeline(own)
+    if received is own:
+        return
+    for metric in _METRICS:
+        values = [value for name, value in received.items() if name.rpartition(" ")[0] == metric]
+        if values:
+            tracker[metric] = torch.stack(values)
+    # Replicas are averaged where the metrics are read, among the ranks of one device, as the last stage does.
+    tracker["avg_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
