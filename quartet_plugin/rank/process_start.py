@@ -42,6 +42,11 @@ _RANK_VARIABLES = (
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
 )
+# What differs from launch to launch, by the variable of the rank.
+_LAUNCH_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    "OMPI_COMM_WORLD_RANK": ("PMIX_NAMESPACE",),
+    "SLURM_PROCID": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+}
 
 
 def ranks_of(environment: Mapping[str, str]) -> tuple[str | None, int, int]:
@@ -56,6 +61,12 @@ def ranks_of(environment: Mapping[str, str]) -> tuple[str | None, int, int]:
         if rank_name == "RANK" or int(size) > 1:
             return rank_name, int(rank), int(size)
     return None, 0, 1
+
+
+def launch_of(environment: Mapping[str, str]) -> str:
+    """What the ranks of a launch share and those of the next do not; "" where the starter tells nothing."""
+    rank_name, _, _ = ranks_of(environment)
+    return "-".join(environment.get(name, "") for name in _LAUNCH_VARIABLES.get(rank_name or "", ()))
 
 
 def program_index(argv: Sequence[str]) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 from quartet_plugin.errors import InfrastructureError, PlanError, QuartetError, first_line
 from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.protocol.environment import STARTED
-from quartet_plugin.rank.process_start import ranks_of
+from quartet_plugin.rank.process_start import launch_of, ranks_of
 
 EXCHANGE_TIMEOUT_S = 300.0
 # Rank 0 asks a store for so many values at a time: the store serves all ranks by one thread.
@@ -24,7 +24,10 @@ _VALUES_AT_A_TIME = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnv:
-    """A process's ranks as its launcher numbered them; `group_rank` tells apart two launchers on one host."""
+    """A process's ranks as its launcher numbered them; `group_rank` tells apart two launchers on one host.
+
+    `launch` tells apart two launches of a command; it may be empty (`process_start.launch_of`).
+    """
 
     launch_rank: int
     world_size: int
@@ -32,6 +35,7 @@ class RankEnv:
     local_world_size: int | None
     group_rank: int
     host: str
+    launch: str = ""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "RankEnv":
@@ -48,6 +52,7 @@ class RankEnv:
             local_world_size=number("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
             group_rank=number("GROUP_RANK", "CROSS_RANK") or 0,
             host=socket.gethostname(),
+            launch=launch_of(environment),
         )
 
 
@@ -182,13 +187,16 @@ def _is_there(store: Any, key: str) -> bool:
 
 
 def _store_of_files(rank_env: RankEnv) -> Any:
-    """The ranks' store in the folder of the start file, where no launcher keeps one."""
+    """The ranks' store in the folder of the start file, where no launcher keeps one.
+
+    A launch that broke off leaves its answers there; the next one of the same command has its own.
+    """
     import torch.distributed as dist
 
     file = Path(os.environ[STARTED]) / "store"
     store = dist.FileStore(str(file), rank_env.world_size)
     store.set_timeout(timedelta(seconds=EXCHANGE_TIMEOUT_S))
-    return dist.PrefixStore("quartet", store)
+    return dist.PrefixStore(f"quartet/{rank_env.launch}", store)
 
 
 def _ranks_by_word(words: Sequence[str]) -> dict[str, list[int]]:

@@ -19,7 +19,7 @@ from quartet_plugin.protocol.training_start import (
     read_starts,
     words_of,
 )
-from quartet_plugin.rank.process_start import is_launcher, program_index, ranks_of, wrapped
+from quartet_plugin.rank.process_start import is_launcher, launch_of, program_index, ranks_of, wrapped
 from quartet_plugin.rank.rendezvous import RankEnv
 from tests.rank.hooked import environment, make_site, start_file
 
@@ -43,6 +43,20 @@ def test_ranks_of_every_starter(environment: dict[str, str], expected: tuple[str
     assert ranks_of(environment) == expected
     env = RankEnv.of(environment)
     assert (env.launch_rank, env.world_size) == expected[1:]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "3"}, "7-3-"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8", "PMIX_NAMESPACE": "host@1"}, "host@1"),
+        ({"RANK": "3", "WORLD_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_launch_of_every_starter(environment: dict[str, str], expected: str) -> None:
+    assert launch_of(environment) == expected
+    assert RankEnv.of(environment).launch == expected
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Ranks that tell each other something through a store, here threads over one in memory."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -163,16 +164,29 @@ def test_lists_of_ranks_stay_short() -> None:
     assert listed_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
 
 
-def test_without_a_launchers_store_ranks_meet_in_the_folder_of_the_start_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As srun and mpirun start them, one task a device."""
+@pytest.fixture
+def ranks_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Runs a function on three ranks as srun starts them, one task a device, in one folder."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv(STARTED, str(tmp_path))
 
-    def run(rank: int) -> Any:
-        place = RankEnv.of({"SLURM_PROCID": str(rank), "SLURM_NTASKS": "3"})
-        rendezvous = Rendezvous.open(place)
+    def run(of_rank: Callable[[Rendezvous, int], Any], *, step: int) -> list[Any]:
+        job = {"SLURM_NTASKS": "3", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(step)}
+
+        def on_rank(rank: int) -> Any:
+            place = RankEnv.of({"SLURM_PROCID": str(rank), **job})
+            return of_rank(Rendezvous.open(place), rank)
+
+        with ThreadPoolExecutor(3) as pool:
+            return list(pool.map(on_rank, range(3)))
+
+    return run
+
+
+def test_without_a_launchers_store_ranks_meet_in_the_folder_of_the_start_file(
+    ranks_of_slurm: Callable[..., list[Any]],
+) -> None:
+    def run(rendezvous: Rendezvous, rank: int) -> Any:
         gathered = rendezvous.all_gather("word", f"from {rank}")
         try:
             rendezvous.agree_or_raise("fit", PlanError("does not fit here") if rank == 1 else None)
@@ -180,7 +194,23 @@ def test_without_a_launchers_store_ranks_meet_in_the_folder_of_the_start_file(
             return gathered, str(error)
         return None
 
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(run, range(3)))
     expected = ["from 0", "from 1", "from 2"], "only on rank 1: does not fit here"
-    assert found == [expected] * 3
+    assert ranks_of_slurm(run, step=0) == [expected] * 3
+
+
+def test_a_second_launch_in_the_folder_does_not_read_the_answers_of_the_first(
+    ranks_of_slurm: Callable[..., list[Any]],
+) -> None:
+    kept = []
+
+    def first(rendezvous: Rendezvous, rank: int) -> Any:
+        kept.append(rendezvous)  # as a rank that is killed: its store's file stays
+        return rendezvous.all_gather("word", "first")
+
+    def second(rendezvous: Rendezvous, rank: int) -> Any:
+        if rank == 0:
+            time.sleep(0.2)  # the others must wait, although the first launch has an answer
+        return rendezvous.all_gather("word", "second")
+
+    assert ranks_of_slurm(first, step=0) == [["first"] * 3] * 3
+    assert ranks_of_slurm(second, step=1) == [["second"] * 3] * 3
