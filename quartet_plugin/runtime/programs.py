@@ -6,7 +6,8 @@ family's plain order on the same placement takes its place.
 """
 
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from quartet_plugin.schedule.named import lookup, named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import action_times
 from quartet_plugin.schedule.validate import validate
+
+# A training and an evaluation alternate; a batch ramp-up has ever new programs, of tens of MiB each at scale.
+KEPT_PROGRAMS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,20 +90,20 @@ def splits_backward(spec: ScheduleSpec, num_microbatches: int) -> bool:
     return any(bool(((order & 3) == ActionKind.W).any()) for order in schedule.orders)
 
 
-@dataclass(slots=True)
 class ProgramCache:
-    """The programs of one schedule, each made when it is first asked for."""
+    """The programs of one schedule that were asked for last."""
 
-    spec: ScheduleSpec
-    _programs: dict[tuple[int, bool], Program] = field(default_factory=dict)
+    def __init__(self, spec: ScheduleSpec) -> None:
+        self.spec = spec
+        self._program = lru_cache(KEPT_PROGRAMS)(self._lowered)
 
     def program(self, num_microbatches: int, *, forward_only: bool = False) -> Program:
         """The instructions of all devices. Raises PlanError for an order that is not valid."""
-        key = (num_microbatches, forward_only)
-        if key not in self._programs:
-            schedule = make_schedule(self.spec, num_microbatches)
-            self._programs[key] = lower_schedule(schedule, self.spec.costs, forward_only=forward_only)
-        return self._programs[key]
+        return self._program(num_microbatches, forward_only)
+
+    def _lowered(self, num_microbatches: int, forward_only: bool) -> Program:
+        schedule = make_schedule(self.spec, num_microbatches)
+        return lower_schedule(schedule, self.spec.costs, forward_only=forward_only)
 
 
 def make_schedule(spec: ScheduleSpec, num_microbatches: int) -> Schedule:

@@ -1,5 +1,6 @@
 """Programs for any number of microbatches: valid, free of dead-locks under both libraries' rules."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -7,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, make_schedule
+from quartet_plugin.runtime.programs import KEPT_PROGRAMS, ProgramCache, ScheduleSpec, make_schedule
 from quartet_plugin.schedule.action import ActionKind, parse_entry
 from quartet_plugin.schedule.channels import Backend, check_program
-from quartet_plugin.schedule.instruction import Compute
+from quartet_plugin.schedule.instruction import Compute, Program
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from tests.runtime.pipelines import SCHEDULES, spec_of, stage_costs
@@ -40,6 +41,18 @@ def test_an_evaluation_has_the_forwards_in_their_order(name: str) -> None:
     for device, instructions in enumerate(program.instructions):
         ran = [item.action for item in instructions if isinstance(item, Compute)]
         assert ran == [action for action in schedule.actions(device) if action.kind is ActionKind.F]
+
+
+def test_programs_of_a_ramp_up_do_not_pile_up() -> None:
+    def number() -> int:
+        gc.collect()
+        return sum(type(each) is Program for each in gc.get_objects())
+
+    programs, before = ProgramCache(spec_of("zb-h1", 2)), number()
+    for count in range(1, 3 * KEPT_PROGRAMS):
+        last = programs.program(count)
+    assert number() - before == KEPT_PROGRAMS
+    assert programs.program(count) is last
 
 
 def written(rows: list[list[str]], **changes: Any) -> ScheduleSpec:

@@ -8,7 +8,9 @@ state behind but its instructions, its process groups and its records.
 import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from megatron.core import parallel_state
@@ -30,7 +32,7 @@ from quartet_plugin.runtime.clock_offset import clock_offset_of_group
 from quartet_plugin.runtime.executed import executed_actions
 from quartet_plugin.runtime.executor import Executor
 from quartet_plugin.runtime.process_groups import Channels, agree_on_program
-from quartet_plugin.runtime.programs import ProgramCache
+from quartet_plugin.runtime.programs import KEPT_PROGRAMS, ProgramCache
 from quartet_plugin.runtime.records import CudaClock, HostClock, NullRecorder, Recorder
 from quartet_plugin.runtime.transport import Boundary, HostTransport, PairTransport
 from quartet_plugin.schedule.action import ActionKind
@@ -62,8 +64,8 @@ class Runtime:
         self._delayed: list[list[DelayedLayer]] | None = None
         self._host_transport = host_transport
         self._timeout = timeout
-        self._executors: dict[tuple[int, bool], Executor] = {}
-        self._agreed: set[Executor] = set()
+        self._executor = lru_cache(KEPT_PROGRAMS)(self._new_executor)
+        self._agreed: WeakSet[Executor] = WeakSet()
         self._channels: Channels | None = None
         self._transports: dict[Boundary, PairTransport] = {}
 
@@ -78,12 +80,11 @@ class Runtime:
 
     def executor(self, num_microbatches: int, *, forward_only: bool = False) -> Executor:
         """The executor of this device's program for `num_microbatches`."""
-        key = (num_microbatches, forward_only)
-        if key not in self._executors:
-            program = self._programs.program(num_microbatches, forward_only=forward_only)
-            device = parallel_state.get_pipeline_model_parallel_rank()
-            self._executors[key] = Executor(program, device=int(device))
-        return self._executors[key]
+        return self._executor(num_microbatches, forward_only)
+
+    def _new_executor(self, num_microbatches: int, forward_only: bool) -> Executor:
+        program = self._programs.program(num_microbatches, forward_only=forward_only)
+        return Executor(program, device=int(parallel_state.get_pipeline_model_parallel_rank()))
 
     def forward_backward(
         self,
