@@ -2,6 +2,8 @@
 weight gradients.
 """
 
+from packaging.version import Version
+
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.space.features import Axis
@@ -16,6 +18,8 @@ SHARED, OVERLAP, DELAY = (
 # Features beside which another value was not tried: graphs are captured for one order of work, and sharded
 # or offloaded tensors come and go in one.
 _BOUND = ("cuda_graphs", "fsdp", "cpu_offload")
+# The release from which on it runs without a pipeline, too, beside a layer of multi-token prediction.
+_MTP_ON_ONE_STAGE = Version("0.18")
 
 
 def _exchanges(layout: Layout) -> bool:
@@ -83,6 +87,12 @@ def _fault_beside_microbatch(value: Value, context: KnobContext) -> str | None:
         return "needs EP above 1"
     if layout.pipeline_parallel > 1 and layout.virtual_stages == 1:
         return "needs virtual stages in a pipeline"
+    if (
+        layout.pipeline_parallel == 1
+        and job.mtp_layers
+        and Version(job.framework_version) < _MTP_ON_ONE_STAGE
+    ):
+        return f"beside multi-token prediction needs PP above 1 before Megatron {_MTP_ON_ONE_STAGE}"
     if context.is_custom:
         return "runs in the framework's own schedules alone"
     if layout.recompute == "full":
@@ -131,8 +141,9 @@ EXPERT_OVERLAP = SettingKnob(
     axis=Axis.OPTIONS,
     change_class="B",
     rule="EP above 1, virtual stages in a pipeline, the framework's schedules, dispatcher alltoall or flex, "
-    "fp16 or bf16, at most one layer of multi-token prediction; not with moe_shared_expert_overlap, full "
-    "recompute or recompute of moe (megatron/core/transformer/transformer_config.py); needs a GPU "
+    "fp16 or bf16, at most one layer of multi-token prediction, before 0.18 only in a pipeline; not with "
+    "moe_shared_expert_overlap, full recompute or recompute of moe "
+    "(megatron/core/transformer/transformer_config.py); needs a GPU "
     "(megatron/core/pipeline_parallel/combined_1f1b.py)",
     flag="--overlap-moe-expert-parallel-comm",
     destination="overlap_moe_expert_parallel_comm",

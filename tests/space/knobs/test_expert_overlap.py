@@ -194,6 +194,18 @@ def test_the_rules_are_megatrons(
     assert knob.fault(False, context) is None
 
 
+@pytest.mark.parametrize(
+    ("release", "is_refused"), [("0.17.1", True), ("0.18.2", False), ("0.20.0rc0", False)]
+)
+def test_multi_token_prediction_without_a_pipeline_came_with_0_18(release: str, is_refused: bool) -> None:
+    space = space_of(search={}, mtp_layers=1, framework_version=release)
+    planned = make_layout(data_parallel=4, pipeline_parallel=1, virtual_stages=1, expert_parallel=2)
+    context = KnobContext(layout=planned, shape=space.job.shape, rules=space.rules())
+    fault = EXPERT_OVERLAP.fault(True, context)
+    expected = "beside multi-token prediction needs PP above 1 before Megatron 0.18"
+    assert fault == (expected if is_refused else None)
+
+
 def test_an_overlap_that_delayed_weight_gradients_need_stays() -> None:
     space = space_of(
         search={OVERLAP: "auto", DELAY: "auto"},
