@@ -1,4 +1,4 @@
-"""Scalars of a pipeline's last stage, on all of its devices."""
+"""Sends scalars of a pipeline's last stage to all of its devices."""
 
 from typing import Any
 

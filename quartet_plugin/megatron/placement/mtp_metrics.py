@@ -34,14 +34,14 @@ def _spread(broadcast: LossBroadcast) -> None:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     tracker = MTPLossLoggingHelper.tracker
-    own = {
+    collected = {
         f"{name} {token}": value
         for name in _METRICS
         if name in tracker
         for token, value in enumerate(tracker[name])
     }
-    received = broadcast.over_pipeline(own)
-    if received is own:
+    received = broadcast.over_pipeline(collected)
+    if received is collected:
         return
     for metric in _METRICS:
         values = [value for name, value in received.items() if name.rpartition(" ")[0] == metric]
