@@ -1,13 +1,13 @@
-"""The losses of multi-token prediction on every device of a pipeline, as those of the next token.
+"""Sends the losses of multi-token prediction from the last stage to every device of its pipeline.
 
 Megatron collects them on the device of the last stage, and prints and plots what the last global rank has.
 """
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from quartet_plugin.megatron.placement.loss_broadcast import LossBroadcast
+from quartet_plugin.megatron.train_step import around_train_step
 
 # Tensors of one number for each further token; the names have changed with 0.19.
 _METRICS = ("values", "loss_values", "correct_values", "total_values")
@@ -16,16 +16,13 @@ _METRICS = ("values", "loss_values", "correct_values", "total_values")
 def with_mtp_metrics(broadcast: LossBroadcast, original: Callable[..., Any]) -> Callable[..., Any]:
     """`train_step`, after which every rank of a pipeline has the metrics of the pipeline's last stage."""
 
-    @wraps(original)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        results = original(*args, **kwargs)
+    def spread(*_: Any) -> None:
         from megatron.training import get_args
 
         if getattr(get_args(), "mtp_num_layers", None):
             _spread(broadcast)
-        return results
 
-    return train_step
+    return around_train_step(original, after=spread)
 
 
 def _spread(broadcast: LossBroadcast) -> None:
