@@ -33,9 +33,10 @@ test: system-packages $(STAMP) $(RELEASES)
 test-slow: system-packages $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m "slow and not nightly" --durations=30 --numprocesses 3 --dist worksteal --timeout 600
 
-# Every case of Megatron's matrix once more on process groups that are as strict as NCCL.
+# The tests of minutes each. A run that was ended goes on with those that have not passed; NIGHTLY="--most 10"
+# runs ten of them, and without .matrix/nightly all run again.
 test-nightly: system-packages $(STAMP) $(RELEASES)
-	$(PY) -m pytest -m nightly --durations=30 --numprocesses 2 --dist worksteal --timeout 600
+	$(PY) -m tools.nightly_tests .matrix/nightly $(NIGHTLY)
 
 # What a machine without a framework downloads, and how long it takes to answer.
 core-install: $(STAMP)
@@ -50,7 +51,7 @@ support-matrix: system-packages $(STAMP) $(RELEASES)
 # and the stand-in for Transformer Engine's, and the table of docs/gpu.md from it. A run that was ended goes on with
 # the cases that have not passed; TRAININGS="--most 10" runs ten of them, and without .matrix/trainings all run again.
 training-matrix: system-packages $(STAMP) $(RELEASES)
-	$(PY) tools/training_matrix.py .matrix/trainings --run $(TRAININGS)
+	$(PY) -m tools.training_matrix .matrix/trainings --run $(TRAININGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -1,6 +1,6 @@
 """Trains the cases of tests/megatron/runtime/test_training.py, and writes the matrix of docs/gpu.md.
 
-    python tools/training_matrix.py FOLDER [--run] [--most N]
+    python -m tools.training_matrix FOLDER [--run] [--most N]
 
 FOLDER has what pytest printed, a log a run. With `--run` the cases that have not passed in one of them run
 first, N of them at most, so that a run that was ended goes on; an empty FOLDER begins anew. The table stands
@@ -8,50 +8,37 @@ between the two marks of the document. Exits 1 while a case has not passed.
 """
 
 import argparse
-import datetime
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.kept_tests import ROOT, collected, is_left, kept_states, logs_in, run, time_of
+
 DOCUMENT = ROOT / "docs" / "gpu.md"
 TESTS = "tests/megatron/runtime/test_training.py"
 BEGIN, END = "<!-- matrix: made by tools/training_matrix.py -->", "<!-- end of the matrix -->"
-_CASE = re.compile(r"\S*test_training\.py::(test_\w+)\[([^\]]+)\]")
-_STATE = re.compile(r"\b(PASSED|FAILED|ERROR)\b")
-_WORKERS = ("--numprocesses", "2", "--dist", "worksteal")
-
-# Process groups and name of a case.
-type Case = tuple[str, str]
+_CASE = re.compile(r".*::(test_\w+)\[(.+)\]")
+_TIMEOUT_S = 900
 
 
-def cases_of(collected: str) -> dict[Case, str]:
-    """Every case of what `pytest --collect-only -q` prints, with its words for pytest."""
-    return {_case(match): match[0] for match in _CASE.finditer(collected)}
+def cases_of(tests: Iterable[str]) -> list[str]:
+    """The trainings among the tests of the file."""
+    return [test for test in tests if _CASE.fullmatch(test)]
 
 
-def states_of(cases: Iterable[Case], logs: Iterable[str]) -> dict[Case, str]:
-    """The last state of every case in logs, the oldest first: PASSED, FAILED, ERROR, or empty if not run."""
-    states = dict.fromkeys(cases, "")
-    for line in (line for log in logs for line in log.splitlines()):
-        case, state = _CASE.search(line), _STATE.search(line)
-        if case is not None and state is not None and _case(case) in states:
-            states[_case(case)] = state[1]
-    return states
-
-
-def _case(match: re.Match[str]) -> Case:
+def _case(test: str) -> tuple[str, str]:
+    """Process groups and name of a case."""
+    match = _CASE.fullmatch(test)
+    assert match is not None
     return ("as strict as NCCL" if "nccl" in match[1] else "gloo"), match[2]
 
 
-def table(states: Mapping[Case, str], *, days: Sequence[str]) -> str:
+def table(states: Mapping[str, str], *, days: Sequence[str]) -> str:
     """The matrix as Markdown, and a line with the cases that failed; `days` are those of the runs."""
     rows: dict[tuple[str, str], Counter[str]] = {}
-    for (group, name), state in states.items():
+    for test, state in states.items():
+        group, name = _case(test)
         layers = "Transformer Engine's, as a stand-in" if "engine" in name else "Megatron's local"
         rows.setdefault((layers, group), Counter())[state] += 1
     lines = [
@@ -65,34 +52,10 @@ def table(states: Mapping[Case, str], *, days: Sequence[str]) -> str:
         lines.append(
             f"| {layers} | {group} | {counts.total()} | {counts['PASSED']} | {failed} | {counts['']} |"
         )
-    failed_cases = [
-        f"{name} ({group})" for (group, name), state in states.items() if state in ("FAILED", "ERROR")
-    ]
-    if failed_cases:
-        lines += ["", f"Failed: {', '.join(failed_cases)}."]
+    failed = [_case(test) for test, state in states.items() if state in ("FAILED", "ERROR")]
+    if failed:
+        lines += ["", f"Failed: {', '.join(f'{name} ({group})' for group, name in failed)}."]
     return "\n".join(lines)
-
-
-def collected() -> str:
-    """What pytest says of the cases."""
-    words = [sys.executable, "-m", "pytest", "-m", "", "--collect-only", "--quiet", TESTS]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
-def logs_in(folder: Path) -> list[Path]:
-    """The logs of a folder, the oldest first."""
-    return sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
-
-
-def run(words: Sequence[str], *, folder: Path) -> None:
-    """Train cases, two at a time, into a log of their own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pytest", "-m", "", "--verbose", "--timeout", "900", *_WORKERS, *words]
-    with (folder / f"{datetime.datetime.now():%Y%m%d-%H%M%S}.log").open("xb") as log:
-        print(f"{len(words)} cases into {log.name}", flush=True)
-        subprocess.run(
-            command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
-        )
 
 
 def main() -> None:
@@ -102,18 +65,14 @@ def main() -> None:
     parser.add_argument("--run", action="store_true")
     parser.add_argument("--most", type=int, metavar="N", help="of the cases that are left; all by default")
     options = parser.parse_args()
-    cases = cases_of(collected())
-
-    def states() -> dict[Case, str]:
-        return states_of(cases, (path.read_text(errors="replace") for path in logs_in(options.folder)))
-
-    left = [words for case, words in cases.items() if states()[case] != "PASSED"]
+    cases = cases_of(collected("-m", "", TESTS))
+    left = [test for test, state in kept_states(cases, options.folder).items() if is_left(state)]
     if options.run and left:
-        run(left[: options.most], folder=options.folder)
-    found, logs = states(), logs_in(options.folder)
+        run(left[: options.most], folder=options.folder, timeout_s=_TIMEOUT_S)
+    found, logs = kept_states(cases, options.folder), logs_in(options.folder)
     if not any(found.values()):
         raise SystemExit(f"{options.folder}: no case has run; see what pytest printed there")
-    days = [datetime.date.fromtimestamp(path.stat().st_mtime).isoformat() for path in logs]
+    days = [f"{time_of(path)[0]:%Y-%m-%d}" for path in logs]
     text = DOCUMENT.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -180,8 +180,13 @@ def test_a_foreign_command_file_is_refused(fake_torchrun: Path, tmp_path: Path) 
     sheet = json.loads((attempt / "command.json").read_text())
     sheet["attempt_id"] = "0" * 32
     (attempt / "command.json").write_text(json.dumps(sheet))
+    files = sorted(attempt.iterdir())
     with pytest.raises(ConfigError, match="attempt_id"):
         recover(tmp_path)
+    assert sorted(attempt.iterdir()) == files
+    # The killed tuner may have been writing, and what is refused is left as it is.
+    for half in attempt.glob(".*.tmp"):
+        half.unlink()
 
 
 def test_row_33_the_files_of_an_old_attempt_are_not_listened_to(

@@ -39,7 +39,7 @@ FLAGS = shlex.split("""
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3000)
 def test_an_order_of_ranks_that_avoids_the_slow_link_wins_and_trains(tmp_path: Path) -> None:
     with linked_hosts(tmp_path, number=4, slow=[SLOW]) as hosts:
         config = CONFIG.format(

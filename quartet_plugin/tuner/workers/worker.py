@@ -27,7 +27,8 @@ from quartet_plugin.tuner.trial_backend import ShouldStop, TrialBackend
 from quartet_plugin.tuner.workers.dispatcher import LatestRenewal
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
-POLL_S = 0.1
+# How long a worker that has found no trial waits; twice as long each time, up to the longest wait.
+POLL_S, LONGEST_POLL_S = 0.1, 1.0
 # How long a joined worker waits for a tuner that was lost to come back.
 ABSENCE_S = 120.0
 _REAP_GRACE_S = 2.0
@@ -57,6 +58,7 @@ class Worker:
         Raises QuartetError where trials cannot be run here; the plan is then handed out again.
         """
         self.queue.register(self.record)
+        wait_s = POLL_S
         try:
             while True:
                 why = self._why_over()
@@ -65,9 +67,11 @@ class Worker:
                 self._beat()
                 taken = self.queue.take(self.record)
                 if taken is None:
-                    self.sleep(POLL_S)
+                    self.sleep(wait_s)
+                    wait_s = min(LONGEST_POLL_S, 2 * wait_s)
                 else:
                     self._measure(*taken)
+                    wait_s = POLL_S
         finally:
             self.queue.forget(self.record.name)
 

@@ -77,7 +77,8 @@ class Shift:
         self.queue.open(WorkerRequirement(device="cpu", num_devices=2))
         self.said: list[str] = []
         self.now_s = 0.0
-        self.num_waits = 0
+        self.num_waits, self.max_waits = 0, 3
+        self.waits_s: list[float] = []
         self.record = replace(
             worker_record("w0", pid=1),
             host=socket.gethostname(),
@@ -91,7 +92,7 @@ class Shift:
             record=self.record,
             queue=self.queue,
             backend=bench,  # type: ignore[arg-type]
-            should_stop=lambda: self.num_waits > 2,
+            should_stop=lambda: self.num_waits >= self.max_waits,
             say=self.said.append,
             clock=self.clock,
             sleep=self.wait,
@@ -103,6 +104,7 @@ class Shift:
 
     def wait(self, seconds: float) -> None:
         self.num_waits += 1
+        self.waits_s.append(seconds)
 
 
 def test_it_measures_as_it_is_told_and_says_which_attempt_counts(tmp_path: Path) -> None:
@@ -119,6 +121,13 @@ def test_it_measures_as_it_is_told_and_says_which_attempt_counts(tmp_path: Path)
     assert shift.queue.done_of(told) == Done(fence="a" * 16, attempt=3)
     assert shift.queue.workers() == []
     assert shift.said == ["trial 7: w0 measures it", "trial 7: OK"]
+
+
+def test_a_worker_without_a_trial_looks_less_often(tmp_path: Path) -> None:
+    shift = Shift(tmp_path, Bench())
+    shift.max_waits = 6
+    shift.worker.work()
+    assert shift.waits_s == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
 
 
 def test_it_ends_a_trial_that_is_handed_to_another(tmp_path: Path) -> None:
