@@ -173,9 +173,15 @@ def q_yaml_page() -> str:
             lines += key_lines(name, known)
     for name, (kind, text) in sections.items():
         lines += ["", f"## {name}", "", *wrapped(f"{text}."), "", *section_lines(kind)]
-    lines += ["", "## search.scaling", "", *wrapped(f"{ScalingConfig.__doc__.split(chr(10))[0]}"), ""]
+    lines += ["", "## search.scaling", "", *wrapped(f"{(ScalingConfig.__doc__ or '').split(chr(10))[0]}"), ""]
     lines += section_lines(ScalingConfig)
-    lines += ["", "## search.schedule_family", "", *wrapped(f"{FamilyConfig.__doc__.split(chr(10))[0]}"), ""]
+    lines += [
+        "",
+        "## search.schedule_family",
+        "",
+        *wrapped(f"{(FamilyConfig.__doc__ or '').split(chr(10))[0]}"),
+        "",
+    ]
     return "\n".join([*lines, *section_lines(FamilyConfig)]) + "\n"
 
 

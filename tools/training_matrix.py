@@ -48,9 +48,9 @@ def table(states: Mapping[str, str], *, days: Sequence[str]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for (layers, group), counts in sorted(rows.items()):
-        failed = counts["FAILED"] + counts["ERROR"]
+        num_failed = counts["FAILED"] + counts["ERROR"]
         lines.append(
-            f"| {layers} | {group} | {counts.total()} | {counts['PASSED']} | {failed} | {counts['']} |"
+            f"| {layers} | {group} | {counts.total()} | {counts['PASSED']} | {num_failed} | {counts['']} |"
         )
     failed = [_case(test) for test, state in states.items() if state in ("FAILED", "ERROR")]
     if failed:

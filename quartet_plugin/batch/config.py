@@ -182,7 +182,9 @@ def _check_names(jobs: list[JobConfig], *, where: str) -> None:
     seen: set[str] = set()
     for job in jobs:
         if job.name.casefold() in seen:
-            raise ConfigError(f"{where}: jobs: {job.name}: two jobs have this name, but for capitals at most")
+            raise ConfigError(
+                f"{where}: jobs: {job.name}: the name is used twice (case is ignored); rename one job"
+            )
         seen.add(job.name.casefold())
     likes = {job.name: job.like for job in jobs if job.like is not None}
     for name, like in likes.items():
@@ -193,6 +195,7 @@ def _check_names(jobs: list[JobConfig], *, where: str) -> None:
         while (following := likes.get(chain[-1])) is not None:
             if following in chain:
                 raise ConfigError(
-                    f"{where}: jobs: {name}: like: {' -> '.join([*chain, following])}: a circle"
+                    f"{where}: jobs: {name}: like: {' -> '.join([*chain, following])}: forms a cycle; "
+                    "remove one `like`"
                 )
             chain.append(following)

@@ -158,7 +158,7 @@ class BatchRunner:
                 continue
             self._running[name] = process
             self._save(replace(file, process=process.identity))
-            self._say(f"{name}: goes on, process {process.identity.pid}", kind="adopted", job=name)
+            self._say(f"{name}: still running, process {process.identity.pid}", kind="adopted", job=name)
 
     # Planning
 

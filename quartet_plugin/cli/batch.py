@@ -200,7 +200,8 @@ def _prepare(paths: "BatchPaths", batch: "Batch", *, is_resumed: bool, is_plan_o
             raise ConfigError(f"{here}: no batch to resume; omit --resume to start one")
         begun = read_batch_file(paths)
         if begun.is_plan_only != is_plan_only:
-            raise ConfigError(f"{here}: the batch was begun {_with(begun.is_plan_only)}; resume it so")
+            words = _with(begun.is_plan_only)
+            raise ConfigError(f"{here}: the batch was started {words}; resume it the same way")
         check_kept(begun, batch, paths=paths)
         return Path(begun.cwd)
     if paths.batch_file.exists():

@@ -72,16 +72,18 @@ def calibrate_command(
 
 
 def lines(calibration: "Calibration") -> list[str]:
-    """Every constant with its 95 % interval, and the error of an unseen iteration."""
+    """Every constant with its 95 % interval, and the prediction error of a new iteration."""
     terms = [
-        f"{term.name:14}{term.value:10.4g} [{term.low:.4g}, {term.high:.4g}], before {term.prior:.4g}; "
-        f"{term.num_measurements} measurements, {term.learned:.0%} learned"
+        f"{term.name:14}{term.value:10.4g} (95 % interval {term.low:.4g} to {term.high:.4g}; "
+        f"prior {term.prior:.4g}); {term.num_measurements} measurements reduce its uncertainty by "
+        f"{term.learned:.0%}"
         for term in calibration.terms
     ]
     return [
         *terms,
-        f"{calibration.num_iterations} iterations and {calibration.num_parts} parts; an unseen iteration is "
-        f"predicted to {1.96 * calibration.iteration_error:.1%} (95 %) beyond what the constants leave open",
+        f"{calibration.num_iterations} iterations and {calibration.num_parts} parts; prediction error of a "
+        f"new iteration: ±{1.96 * calibration.iteration_error:.1%} (95 %), plus the uncertainty of the "
+        "constants",
     ]
 
 

@@ -74,7 +74,8 @@ def check_command(
         keep_receipt(receipt, plan=plan, place=gate.folder)
         return
     show(*lines(receipt))
-    show(f"the plan trains as stock does; receipt: {keep_receipt(receipt, plan=plan, place=gate.folder)}")
+    kept = keep_receipt(receipt, plan=plan, place=gate.folder)
+    show(f"passed: {receipt.agreement}; receipt {kept}")
 
 
 @contextmanager

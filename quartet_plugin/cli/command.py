@@ -188,7 +188,7 @@ def _no_winner_words(run: Path) -> str:
         case "finished" if nearest is not None:
             return (
                 "the run ended without a winner: no plan was proven faster than your command; "
-                f"the nearest is trial {nearest}: add --trial {nearest}"
+                f"for the nearest plan (not proven faster) add --trial {nearest}"
             )
         case "finished":
             return (

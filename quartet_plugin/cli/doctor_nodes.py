@@ -62,9 +62,11 @@ def node_rows(
 
 def _look_here(folder: Path) -> tuple[str, ...]:
     environment = {**os.environ, "NNODES": "1", "NODE_RANK": "0"}
-    subprocess.run(
-        [sys.executable, "-m", _MODULE, str(folder)], env=environment, check=False, timeout=_LIMIT_S
-    )
+    words = [sys.executable, "-m", _MODULE, str(folder)]
+    try:
+        subprocess.run(words, env=environment, check=False, timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise InfrastructureError(f"this machine: its checks did not end within {_LIMIT_S:g} s") from error
     return ("this machine",)
 
 

@@ -353,7 +353,9 @@ def lines(content: dict[str, Any]) -> list[str]:
     if "ds_config" in content:
         counts = "+".join(str(count) for count in content["split"])
         rows = json.dumps(content["ds_config"], indent=1).splitlines()
-        rows.append(f"# PipelineModule(num_stages={content['num_stages']}); a ds_config cannot say its split")
+        rows.append(
+            f"# PipelineModule(num_stages={content['num_stages']}); a ds_config has no setting for its split"
+        )
         rows.append(f"# ({counts} layers), schedule ({content['schedule']}) and order: name the plan in one")
         return rows
     for name, value in content["flags"].items():
@@ -425,7 +427,7 @@ def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
     switches = {word.partition("=")[0].replace("_", "-") for word in command if word.startswith("--")}
     contradicted = [flag for flag in content["leave_out"] if flag.replace("_", "-") in switches]
     if contradicted:
-        raise PlanError(f"the plan needs a command without {', '.join(contradicted)} of the command")
+        raise PlanError(f"remove {', '.join(contradicted)} from the command: the plan does not allow them")
     words = [*command]
     for name, value in content["flags"].items():
         words += [name, *_flag_values(value)]

@@ -45,7 +45,7 @@ def full_size_lines(result: "FullSize", *, run: "TuningRun") -> list[str]:
     time, gain, confirmed = result.iteration_s, result.speedup, result.confirmation
     lines = [
         f"full size {result.num_nodes} nodes: {time.median:.4g} s per iteration predicted "
-        f"({time.low:.4g} to {time.high:.4g}), {gain.median:.2f}x of your command "
+        f"({time.low:.4g} to {time.high:.4g}), {gain.median:.2f}x as fast as your command "
         f"({gain.low:.2f}x to {gain.high:.2f}x)"
     ]
     if confirmed is None:
@@ -54,7 +54,7 @@ def full_size_lines(result: "FullSize", *, run: "TuningRun") -> list[str]:
         measured_s = sum(confirmed.iteration_s) / len(confirmed.iteration_s)
         lines.append(
             f"          measured there: {measured_s:.4g} s per iteration, "
-            f"{confirmed.speedup:.2f}x of your command"
+            f"{confirmed.speedup:.2f}x as fast as your command"
         )
     return [
         *lines,

@@ -85,5 +85,5 @@ def _lines(row: "KnobRow") -> list[str]:
         f"    {knob.description}",
         f"    {knob.rule}",
     ]
-    lines += [f"    search.{knob.name} does not name {', '.join(row.left_out)}"] if row.left_out else []
+    lines += [f"    not in search.{knob.name}: {', '.join(row.left_out)}"] if row.left_out else []
     return [*lines, f"    {named}"] if named else lines

@@ -291,7 +291,9 @@ def _failed_elsewhere(error: Exception, arguments: Sequence[str], *, has_command
         if not has_command and _names_a_command(arguments):
             message += "; write a training command after --, as in: -- torchrun ..."
         return _failed(message, ExitCode.USAGE, debug=debug) if message else ExitCode.DONE
-    reason = f"internal error, please report it with --debug: {type(error).__name__}: {error}"
+    reason = (
+        f"internal error: {type(error).__name__}: {error}; run again with --debug and report the traceback"
+    )
     return _failed(reason, 1, debug=debug)
 
 

@@ -84,8 +84,8 @@ def check_receipt(plan: "Plan", *, path: Path, skip: bool) -> None:
         require_receipt(plan, path=path, torch_version=framework_version("torch"))
         return
     tell(
-        f"quartet: parity check skipped (--skip-parity-check): {receipt_path(path)} was not asked for, and "
-        f"nothing shows that schedule {plan.schedule.name!r} trains as stock does"
+        f"quartet: parity check skipped (--skip-parity-check): {receipt_path(path)} was not read; schedule "
+        f"{plan.schedule.name!r} is not verified to train as stock does"
     )
 
 

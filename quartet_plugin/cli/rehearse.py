@@ -79,7 +79,7 @@ def _run(files: list[str], numbers: list[str]) -> dict[str, Any]:
 
 
 def lines(steps: list[dict[str, Any]], simulation: "Simulation", *, time_scale: float) -> list[str]:
-    """A line for each step, the median, and the device that is latest against the simulator."""
+    """A line for each step, the median, and the largest delay of a device against the simulation."""
     expected_s = simulation.makespan_s * time_scale
     walls = [float(step["wall_s"]) for step in steps]
     rows = [f"simulated makespan {expected_s:.4f} s"]
@@ -95,5 +95,5 @@ def lines(steps: list[dict[str, Any]], simulation: "Simulation", *, time_scale: 
         for measured, ends in zip(step["end_s"], simulation.end_s, strict=True)
     ]
     worst = max(range(len(late)), key=late.__getitem__)
-    rows.append(f"latest against the simulator: {1e3 * late[worst]:.1f} ms, on device {worst}")
+    rows.append(f"largest delay against the simulation: {1e3 * late[worst]:.1f} ms, on device {worst}")
     return rows

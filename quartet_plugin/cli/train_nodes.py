@@ -77,8 +77,10 @@ def _follow(launcher: "NodesLauncher", argv: Sequence[str], *, token: str) -> in
         following = _Following(output)
         try:
             code, is_asked = _await_end(handle, following.show, should_stop)
-        except KeyboardInterrupt:
-            handle.end_on_nodes()
+        except BaseException:
+            # A closed pipe or a full disk, too: what was started on the nodes would outlive this process.
+            with contextlib.suppress(InfrastructureError):
+                handle.end_on_nodes()
             raise
         left = handle.end_on_nodes()
         following.show()
@@ -112,7 +114,7 @@ def _await_end(
             pause_s = _AGAIN_S
             if str(error) != last_fault:
                 last_fault = str(error)
-                tell(f"{error}: the training is left alone and its state asked for again; Ctrl-C ends it")
+                tell(f"{error}; the training continues, retrying to read its state; Ctrl-C ends the training")
         time.sleep(pause_s)
 
 

@@ -294,7 +294,8 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         explained = []
         if result.rankings:
             number = result.rankings[0].trial.number
-            lines.append(f"nearest   trial {number}, {plan_label(result.rankings[0].trial.plan)}")
+            label = plan_label(result.rankings[0].trial.plan)
+            lines.append(f"nearest   trial {number} (not proven faster), {label}")
             lines.append(f"          {NEAREST_RULE}")
             lines += comparison_lines(result.rankings[0].comparison, names=("baseline", f"trial {number}"))
             explained = [explain_line(run, trial=number)]
@@ -302,7 +303,8 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         return [*lines, *study_lines(result), *explained, *stand_in]
     proof = []
     if result.receipt is not None:
-        proof = [f"parity    {path_here(receipt_path(run.folder.best_plan))}: it trains as your command does"]
+        path = path_here(receipt_path(run.folder.best_plan))
+        proof = [f"parity    passed: {result.receipt.agreement}; receipt {path}"]
     full_size = [] if result.full_size is None else full_size_lines(result.full_size.result, run=run)
     return [
         f"trial {result.winner.trial.number} is faster than {baseline}",

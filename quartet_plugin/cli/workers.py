@@ -60,12 +60,12 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     from quartet_plugin.launchers.engines import LOCAL
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.protocol.work_queue_files import worker_name
-    from quartet_plugin.tuner.run_folder import resume_run
+    from quartet_plugin.tuner.run_folder import begun_run
     from quartet_plugin.tuner.workers.work_queue import WorkQueue
     from quartet_plugin.tuner.workers.worker import end_left_behind
     from quartet_plugin.tuner.workers.worker_pool import WorkerPool
 
-    run = resume_run(path.absolute(), config=None, command=None)
+    run = begun_run(path.absolute(), config=None, command=None)
     if run.config.launcher != LOCAL:
         raise ConfigError(
             f"--join: launcher {run.config.launcher} starts this run's trials; to run more trials at once, "
@@ -161,14 +161,14 @@ def work_command(
     from quartet_plugin.protocol.work_queue_files import WorkerRecord, read_task
     from quartet_plugin.trial.processes import current_identity
     from quartet_plugin.tuner.config import placement_of
-    from quartet_plugin.tuner.run_folder import resume_run
+    from quartet_plugin.tuner.run_folder import begun_run
     from quartet_plugin.tuner.trial_backend import LocalBackend
     from quartet_plugin.tuner.workers.work_queue import WorkQueue
     from quartet_plugin.tuner.workers.worker import Worker
 
     content = read_task(sys.stdin.buffer.read())
     collect_secrets(content.command)
-    tuning = resume_run(run, config=None, command=None)
+    tuning = begun_run(run, config=None, command=None)
     record = WorkerRecord(
         name=name,
         host=socket.gethostname(),

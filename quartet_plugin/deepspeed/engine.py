@@ -6,7 +6,9 @@ instructions, in which a single `RunProgram` replaces the passes and transfers o
 
 import contextlib
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 from deepspeed.runtime.pipe import schedule as stock
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -19,7 +21,7 @@ from quartet_plugin.runtime.clock_offset import clock_offset_of_group
 from quartet_plugin.runtime.executed import executed_actions
 from quartet_plugin.runtime.executor import Executor
 from quartet_plugin.runtime.process_groups import Channels, agree_on_program
-from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, splits_backward
+from quartet_plugin.runtime.programs import KEPT_PROGRAMS, ProgramCache, ScheduleSpec, splits_backward
 from quartet_plugin.runtime.records import CudaClock, HostClock, NullRecorder, Recorder
 from quartet_plugin.schedule.action import Action
 from quartet_plugin.schedule.channels import check_for_every_backend
@@ -66,8 +68,8 @@ class ProgramRunner:
         self._programs = ProgramCache(schedule)
         program = self._programs.program(engine.micro_batches)
         check_for_every_backend(program, conditions=(Condition.DESCRIBED,))
-        self._executors: dict[int, Executor] = {}
-        self._agreed: set[Executor] = set()
+        self._executor = lru_cache(KEPT_PROGRAMS)(self._new_executor)
+        self._agreed: WeakSet[Executor] = WeakSet()
         self._gradients = WeightGradients()
         if splits_backward(schedule, engine.micro_batches):
             defer_weight_gradients(engine.module, self._gradients)
@@ -80,7 +82,7 @@ class ProgramRunner:
 
     def schedule(self, num_microbatches: int, *, forward_only: bool) -> PlannedSchedule:
         """The engine's schedule of a training step, or with `forward_only` of an evaluation."""
-        program = self._programs.program(num_microbatches, forward_only=forward_only)
+        program = self._executor(num_microbatches, forward_only).program
         engine = self._engine
         return PlannedSchedule(
             program, stages=engine.num_stages, stage_id=engine.stage_id, forward_only=forward_only
@@ -94,10 +96,10 @@ class ProgramRunner:
             num_microbatches=program.num_microbatches,
             forward_only=forward_only,
         )
-        executor = self._executor(program)
+        executor = self._executor(program.num_microbatches, forward_only)
         if executor not in self._agreed:
             group, device = self._engine.grid.get_pipe_parallel_group(), self._engine.device
-            agree_on_program(program, group=group, device=device)
+            agree_on_program(executor.program, group=group, device=device)
             self._agreed.add(executor)
         try:
             recorder = NullRecorder() if forward_only else self.recorder
@@ -114,20 +116,15 @@ class ProgramRunner:
 
     def executed(self) -> ExecutedActions | None:
         """What this device has executed in training steps; None where nothing ran."""
-        return executed_actions(
-            self._executor(self._programs.program(self._engine.micro_batches)), self._gradients
-        )
+        return executed_actions(self._executor(self._engine.micro_batches, False), self._gradients)
 
     def actions(self) -> list[Action]:
         """The device's actions of a training step, in order."""
-        return self._executor(self._programs.program(self._engine.micro_batches)).actions
+        return self._executor(self._engine.micro_batches, False).actions
 
-    def _executor(self, program: Program) -> Executor:
-        key = id(program)
-        if key not in self._executors:
-            # The executor keeps the program, so that no other program gets its id.
-            self._executors[key] = Executor(program, device=self._engine.stage_id)
-        return self._executors[key]
+    def _new_executor(self, num_microbatches: int, forward_only: bool) -> Executor:
+        program = self._programs.program(num_microbatches, forward_only=forward_only)
+        return Executor(program, device=self._engine.stage_id)
 
 
 class PlannedEngine(PipelineEngine):  # type: ignore[misc]

@@ -82,10 +82,6 @@ class _Pending:
     tensors: list[torch.Tensor]
     spec: ValueSpec | None = None
 
-    def is_over(self) -> bool:
-        """Whether the transfer is known to be over; gloo only knows after a wait."""
-        return all(work.is_completed() for work in self.works)
-
     def finish(self) -> None:
         """Wait until the transfer is over."""
         for work in self.works:

@@ -44,8 +44,10 @@ class HeldRun:
         """The exit code; of what another process has started only that it has ended."""
         if self._process is not None:
             return self._process.poll()
-        is_alive = self.pid and self._adopted is not None and self._adopted.status() != psutil.STATUS_ZOMBIE
-        return None if is_alive else _UNKNOWN_EXIT
+        with contextlib.suppress(psutil.Error):
+            if self.pid and self._adopted is not None and self._adopted.status() != psutil.STATUS_ZOMBIE:
+                return None
+        return _UNKNOWN_EXIT
 
     def terminate(self) -> None:
         """Ask the command on every node to end."""

@@ -55,10 +55,9 @@ def check_one_node(command: Command) -> None:
     flag = "deepspeed --num_nodes" if is_deepspeed else "torchrun --nnodes"
     unknown = "left to a host file or --include" if is_deepspeed else "a range"
     raise ConfigError(
-        f"{flag}: {command.num_nodes or unknown}; this command starts processes on this node only, and a "
-        "part of the nodes would be another job. For a plan for several nodes, describe them in a JOB.yaml "
-        "for `quartet plan`; to train with it, put `quartet train --plan PLAN.json --` before the "
-        "command on every node"
+        f"{flag}: {command.num_nodes or unknown}; without --launcher quartet starts processes on this node "
+        "only; add --launcher to `quartet tune`, or plan with a JOB.yaml (`quartet plan`) and train with "
+        "`quartet train --plan PLAN.json --` before the command on every node"
     )
 
 

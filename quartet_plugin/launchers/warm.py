@@ -294,7 +294,7 @@ class WarmLauncher:
             left_out.append(answer.unsafe)
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> Handle:
-        """See `launchers.local.Launcher`; `latest` says how it was started."""
+        """See `launchers.protocol.Launcher`; `latest` says how it was started."""
         self.prepare(argv, env=env, cwd=cwd)
         handle: Handle | None = None
         if self._server is not None and self._reason is None:
@@ -317,7 +317,7 @@ class WarmLauncher:
         self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, output: int
     ) -> WarmHandle | None:
         """The forked process, from a server with the imports of now; None with the reason noted."""
-        for _ in range(2):
+        for is_last in (False, True):
             server = self._server
             if server is None:
                 return None
@@ -332,7 +332,8 @@ class WarmLauncher:
                     return WarmHandle(answer.pid, descriptor, server)
                 self._reason = f"the trial server refused: {answer.refusal}"
             self.close()
-            self.prepare(argv, env=env, cwd=cwd)
+            if not is_last:
+                self.prepare(argv, env=env, cwd=cwd)
         return None
 
     def close(self) -> None:

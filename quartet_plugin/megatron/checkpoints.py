@@ -179,23 +179,25 @@ class CheckpointGuard:
         if then is None or now is None:
             if not self._has_plan:
                 return
-            raise AgreedRefusalError(f"checkpoint {name}: {reason}, and it does not say which; {cure}")
+            raise AgreedRefusalError(
+                f"checkpoint {name}: {reason}, but it does not record those stages; {cure}"
+            )
         if then.digest != now.digest:
             raise AgreedRefusalError(
-                f"checkpoint {name}: {reason} ({then.text}), this run has {now.text}: layers would get each "
-                f"other's state; {cure}"
+                f"checkpoint {name}: {reason} ({then.text}); this run has {now.text}, so layers would load "
+                f"the wrong state; {cure}"
             )
         were_grouped = _has_grouped_experts(saved_args)
         if form == "GLOBAL" and were_grouped != _has_grouped_experts(args):
-            order = "grouped products" if were_grouped else "one expert after the other"
+            order = "grouped by product" if were_grouped else "one expert after the other"
             raise AgreedRefusalError(
-                f"checkpoint {name}: its optimizer state has the experts' weights in the order of {order}: "
-                f"experts would get each other's state; keep --moe-grouped-gemm as it was, or {cure}"
+                f"checkpoint {name}: its optimizer state stores expert weights {order}; "
+                f"keep --moe-grouped-gemm as it was, or {cure}"
             )
         if form == "LOCAL" and then.slots != now.slots:
             raise AgreedRefusalError(
-                f"checkpoint {name}: it lies on the nodes of another mapping; train with the plan that saved "
-                "it, or start from a global checkpoint"
+                f"checkpoint {name}: it is stored on the nodes of another mapping; train with the plan that "
+                "saved it, or start from a global checkpoint"
             )
 
 
@@ -205,13 +207,13 @@ def _bound(
     """The reason that binds a checkpoint to its stages, and its cure; None if it loads onto any stages."""
     if form == "LEGACY":
         return (
-            "its format (--ckpt-format torch) binds it to the stages it was saved with",
+            "its format (--ckpt-format torch) can be loaded only with the stages it was saved with",
             "`quartet convert` it, --to the plan that saved it (or stock), or load it with that layout and "
             "save it with --ckpt-format torch_dist",
         )
     if form == "LOCAL":
         return (
-            "a local checkpoint is bound to the stages it was saved with",
+            "a local checkpoint can be loaded only with the stages it was saved with",
             "start from a global checkpoint (--load)",
         )
     loads_optimizer = not (
@@ -226,7 +228,8 @@ def _bound(
     if sharding in _RESHARDABLE or (sharding is None and getattr(saved, "ckpt_fully_parallel_save", False)):
         return None
     return (
-        f"its optimizer state ({sharding or 'an old form'}) is bound to the stages it was saved with",
+        f"its optimizer state ({sharding or 'an old form'}) can be loaded only with the stages it was saved "
+        "with",
         "save it with --dist-ckpt-optim-fully-reshardable (as `quartet convert` does, --to the plan that "
         "saved it), or load the weights alone with --no-load-optim",
     )

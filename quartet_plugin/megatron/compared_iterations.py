@@ -175,7 +175,8 @@ def _reason_not_to_keep(model: Any, *, folder: Path) -> str | None:
     place = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(place).free
     if free < needed:
-        return f"{free >> 20} MiB free; the weights that plans start from need {needed >> 20}"
+        needs = f"the initial weights of compared runs need {needed >> 20} MiB"
+        return f"{needs}, and {place} has {free >> 20} MiB free"
     return None
 
 

@@ -38,7 +38,8 @@ _NOT_SPLIT = {
     "fp4": f"--fp4-format: {_FULL_BACKWARD}, because delayed gradients of quantized layers were not tried",
     "tp_comm_overlap": f"--tp-comm-overlap: {_FULL_BACKWARD}, because it computes weight gradients itself",
     "use_transformer_engine_op_fuser": (
-        f"--use-transformer-engine-op-fuser: {_FULL_BACKWARD}, because fused layers have no such store"
+        f"--use-transformer-engine-op-fuser: {_FULL_BACKWARD}, because fused layers have no store for weight "
+        "gradients"
     ),
 }
 

@@ -98,7 +98,7 @@ class CustomSchedule:
         self._check_placement()
         if self.named is not None and (self.family is not None or _NAME.fullmatch(self.named) is None):
             raise PlanError(
-                f"schedule.custom.named: {self.named[:40]!r}; a schedule's name, and no family beside it"
+                f"schedule.custom.named: {self.named[:40]!r}; must be a schedule's name, without `family`"
             )
         if self.named is None and self.family is None and self.orders is None:
             raise PlanError("schedule.custom: the order is missing; give named, family or orders")

@@ -18,8 +18,6 @@ class Capabilities:
     stock_schedules: frozenset[str] = frozenset({"no-pipelining", "1f1b", "interleaved"})
     changes_tensor_parallel: bool = True
     changes_num_layers: bool = True
-    changes_zero_stage: bool = False
-    has_zero_buckets: bool = False
 
 
 MEGATRON = Capabilities(framework="megatron-core", title="Megatron", has_recheck=True)
@@ -30,8 +28,6 @@ DEEPSPEED = Capabilities(
     stock_schedules=frozenset({"no-pipelining", "1f1b"}),
     changes_tensor_parallel=False,
     changes_num_layers=False,
-    changes_zero_stage=True,
-    has_zero_buckets=True,
 )
 
 

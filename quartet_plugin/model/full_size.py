@@ -44,7 +44,7 @@ class FullSize:
 
     def __post_init__(self) -> None:
         if (self.confirmation is None) != bool(self.unconfirmed):
-            raise ConfigError("unconfirmed: must be there exactly without `confirmation`")
+            raise ConfigError("unconfirmed: must be set if and only if `confirmation` is missing")
 
 
 def write_full_size(result: FullSize, *, path: Path) -> None:

@@ -197,7 +197,10 @@ def experts_of(args: Namespace) -> Experts | None:
         pattern = [int(layer % pattern == 0) for layer in range(args.num_layers)]
     num_dense = pattern.index(1) if 1 in pattern else len(pattern)
     if 0 in pattern[num_dense:] or len(pattern) != args.num_layers:
-        raise ConfigError("--moe-layer-freq: a plan without a run has dense layers first, then experts alone")
+        raise ConfigError(
+            "--moe-layer-freq: `quartet plan` supports dense layers followed by expert layers only; use "
+            "`quartet tune`"
+        )
     return Experts(
         num_experts=args.num_experts,
         experts_per_token=args.moe_router_topk,
@@ -215,7 +218,10 @@ def latent_attention_of(args: Namespace) -> LatentAttention | None:
     if not getattr(args, "multi_latent_attention", False):
         return None
     if args.q_lora_rank is None:
-        raise ConfigError("--q-lora-rank: not given; a plan without a run has compressed queries")
+        raise ConfigError(
+            "--q-lora-rank: missing; `quartet plan` supports latent attention only with compressed queries; "
+            "add it"
+        )
     return LatentAttention(
         q_lora_rank=args.q_lora_rank,
         kv_lora_rank=args.kv_lora_rank,

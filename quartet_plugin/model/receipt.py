@@ -144,6 +144,14 @@ class Receipt:
             raise ConfigError("steps: must be numbered from 1 on, at least one")
 
     @property
+    def agreement(self) -> str:
+        """What the plan agrees with if it passed, in words."""
+        other = "your command" if self.reference == "command" else "stock parallelism at the plan's shape"
+        if self.layout_reference is not None:
+            other = f"stock under {self.layout_reference.layout}"
+        return f"losses and gradient norms equal those of {other} within tolerance"
+
+    @property
     def decisive_steps(self) -> tuple[StepComparison, ...]:
         """The comparison that the verdict is of: with stock under the plan's layout where there is one."""
         return self.steps if self.layout_reference is None else self.layout_reference.steps

@@ -33,7 +33,7 @@ class ShapePoint:
 
     def __post_init__(self) -> None:
         if (self.measured is None) != (self.trial is None):
-            raise ConfigError(f"trial: {self.trial}; must be there exactly with `measured`")
+            raise ConfigError(f"trial: {self.trial}; must be set if and only if `measured` is set")
 
 
 @record

@@ -47,7 +47,7 @@ def check_sizes(partition: Partition) -> None:
         raise PlanError(f"{name}: more than {MAX_CELLS} cells")
     wrong = (partition.carried | partition.kept) - {Tensor.INPUT, Tensor.WEIGHT, Tensor.OUTPUT_GRAD}
     if wrong or partition.carried & partition.kept:
-        raise PlanError(f"{name}: carried and kept are apart, and name only the factors I, W and dO")
+        raise PlanError(f"{name}: carried and kept must be disjoint subsets of I, W and dO")
     for phase in Phase:
         steps = partition.steps[phase]
         if not steps or any(len(triples) != devices for triples in steps):
@@ -99,7 +99,8 @@ def _check_home(partition: Partition, tensor: Tensor) -> None:
         places = owners.get(block, ())
         if not places or len(set(places)) != len(places):
             raise PlanError(
-                f"{partition.name}: {tensor}{block_text(block)} has no home, or one twice; each needs one"
+                f"{partition.name}: {tensor}{block_text(block)} is assigned to no device, or twice to one; "
+                "assign each block to at least one device, and once to each"
             )
         if home.parts > 1 and len(places) != home.parts:
             raise PlanError(

@@ -128,6 +128,12 @@ def _without_moves(plan: Plan) -> object:
 
 def _limits(*, num_cut_off: int, num_left: int) -> Iterator[str]:
     if num_cut_off:
-        yield f"splits: of {num_cut_off} choices local search's best: their enumeration ended at its limit"
+        yield (
+            f"splits: for {num_cut_off} combinations only a local search was possible; the full enumeration "
+            "reached its limit"
+        )
     if num_left:
-        yield f"splits: {num_left} choices keep the balanced one, after the work for those predicted faster"
+        yield (
+            f"splits: {num_left} slower combinations keep the balanced split; the work limit was spent on "
+            "faster ones"
+        )

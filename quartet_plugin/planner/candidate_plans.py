@@ -125,7 +125,7 @@ class PlanCandidates:
         every = self._allowed(self._distinct([*allowed, *moved_plans]))
         chosen, num_chosen_from = self._to_order(_in_order(every, costs_of))
         if num_chosen_from > len(chosen):
-            self._limits += (f"searched orders: for the {len(chosen)} best plans, of {num_chosen_from}",)
+            self._limits += (f"searched orders: only for the best {len(chosen)} of {num_chosen_from} plans",)
         ordered = [best for plan in chosen for best in self._ordered(plan, costs_of, splits_of, order_of)]
         return self._distinct([*every, *ordered])
 
@@ -194,15 +194,20 @@ class PlanCandidates:
         yield from self._limits_of_layouts
         if len(layouts) > MAX_OPENED:
             yield (
-                f"choices beside the layout: of the {MAX_OPENED} layouts predicted fastest, of {len(layouts)}"
+                f"other axes and knobs: searched only in the {MAX_OPENED} layouts with the shortest "
+                f"predicted time (of {len(layouts)})"
             )
         num_custom = sum(bool(self._custom_names(layout)) for layout in layouts)
         if num_custom > MAX_CUSTOM_LAYOUTS:
             yield (
-                f"custom schedules: of the {MAX_CUSTOM_LAYOUTS} layouts predicted fastest, of {num_custom}"
+                f"custom schedules: tried only in the {MAX_CUSTOM_LAYOUTS} layouts with the shortest "
+                f"predicted time (of {num_custom})"
             )
         if self._cut:
-            yield f"choices: those of {len(self._cut)} layouts are enumerated up to a limit of {self._limit}"
+            yield (
+                f"combinations: {len(self._cut)} layouts have more than the limit of {self._limit} each; "
+                "the rest is not predicted"
+            )
 
     @property
     def layouts(self) -> tuple[Candidate, ...]:
@@ -228,11 +233,12 @@ class PlanCandidates:
         bounds = least_seconds_of(layouts, request=self._request, constants=self._constants)
         order = sorted(range(len(layouts)), key=bounds.__getitem__)
         first, left = bounds[order[0]], bounds[order[most]]
-        why = "do not fit" if math.isinf(left) else "have none"
+        why = "do not fit in memory" if math.isinf(left) else "have no bound"
         if 0.0 < first < math.inf and left < math.inf:
-            why = f"are bounded by {left / first:.2f} times the least, or more"
+            why = f"have bounds of at least {left / first:.2f}x the smallest"
         self._limits_of_layouts = (
-            f"layouts: {most} of {len(layouts)} are predicted, those of the least bounds; the others {why}",
+            f"layouts: {most} of {len(layouts)} are predicted, those with the smallest lower bound on "
+            f"iteration time; the others {why}",
         )
         return [layouts[index] for index in sorted(order[:most])]
 
@@ -246,7 +252,7 @@ class PlanCandidates:
         """Every other choice for a layout, without custom schedules."""
         path = layout.path[: _num_of_layout(layout)]
         if path not in self._opened:
-            self._opened[path] = tuple(self._branches(path, kinds=None, limit=self._limit))
+            self._opened[path] = tuple(self._branches(path, limit=self._limit))
         return self._opened[path]
 
     @property
@@ -294,14 +300,12 @@ class PlanCandidates:
             self._opened_custom[path] = tuple(
                 candidate
                 for begun in paths
-                for candidate in self._branches(begun, kinds=None, limit=MAX_CHOICES // MAX_OPENED)
+                for candidate in self._branches(begun, limit=MAX_CHOICES // MAX_OPENED)
             )
         return self._opened_custom[path]
 
-    def _branches(
-        self, path: tuple[int, ...], *, kinds: Sequence[str] | None, limit: int
-    ) -> Iterator[Candidate]:
-        """All choices that begin with `path`; only those of `kinds` vary, and none to a custom schedule."""
+    def _branches(self, path: tuple[int, ...], *, limit: int) -> Iterator[Candidate]:
+        """All choices that begin with `path`, up to a limit."""
         waiting, num = [path], 0
         while waiting and num < limit:
             begun = waiting.pop()
@@ -313,9 +317,8 @@ class PlanCandidates:
             num += 1
             yield source.candidate(plan)
             for depth in range(len(begun), len(source.path)):
-                if kinds is None or _kind(source.names[depth]) in kinds:
-                    before = tuple(source.path[:depth])
-                    waiting += [(*before, other) for other in source.others(depth)]
+                before = tuple(source.path[:depth])
+                waiting += [(*before, other) for other in source.others(depth)]
         if waiting:
             self._cut.add(path)
 

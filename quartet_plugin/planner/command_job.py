@@ -106,7 +106,7 @@ def job_of_command(
         )
     said = [name for name in _SAID if name in sections]
     if said:
-        raise ConfigError(f"{said[0]}: the command says it; remove the section, or the command")
+        raise ConfigError(f"{said[0]}: given by the command as well; remove the section, or the command")
     args, unread = read_arguments(command.arguments)
     shape = _shape(args, vocab_size)
     cluster = sections.get("cluster")
@@ -210,7 +210,7 @@ def _shape(args: Namespace, vocab_size: int | None) -> ModelShape:
         plain = args.vocab_size or vocab_size
         if plain is None:
             raise ConfigError(
-                "--padded-vocab-size: not in the command, whose tokenizer decides it; say --vocab-size "
+                "--padded-vocab-size: missing; the command's tokenizer determines it; give --vocab-size "
                 "before the --"
             )
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size

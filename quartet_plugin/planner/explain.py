@@ -172,8 +172,8 @@ def job_of_plan(
     name, _, count = nodes[0].node_class.rpartition(" x")
     if len(classes) > 1 or count != str(nodes[0].num_slots):
         raise PlanError(
-            f"made_for.nodes: {nodes[0].node_class!r}; no cluster of equal devices can be told from it: give "
-            "--cluster with a cluster file or the JOB.yaml"
+            f"made_for.nodes: {nodes[0].node_class!r}; does not describe a cluster of equal devices; add "
+            "--cluster CLUSTER.json or --cluster JOB.yaml"
         )
     device, assumed = _device_of(name, devices)
     machines = uniform_cluster_of_device(
@@ -194,7 +194,7 @@ def job_of_plan(
     return job, {
         **assumed,
         "precision": precision,
-        "links": "the device's usual ones",
+        "links": "library values for this device",
         "search": "auto",
     }
 
@@ -205,10 +205,10 @@ def _device_of(name: str, devices: Mapping[str, DeviceSpec] | None) -> tuple[Dev
         return device_named(name, extra=devices), {}
     except ConfigError:
         if name.lower().startswith("cpu"):
-            words = "a usual processor core (speed and memory of yours are not known: give --cluster)"
+            words = "generic CPU core (your CPU's speed and memory are not known; add --cluster)"
             return PROCESSOR_CORE, {"device": words}
         device, is_known = library_device(name)
-        remark = "" if is_known else f" (nothing is known of {name}: give --hardware or --cluster)"
+        remark = "" if is_known else f" ({name} is not in the device library; add --hardware or --cluster)"
         return device, {"device": f"{device.name}{remark}"}
 
 

@@ -505,22 +505,22 @@ def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
         raise ConfigError(f"search.mapping: {_listed(search.mapping or ())}; must be auto (solved) or stock")
     if search.change_class != "B":
         raise ConfigError(
-            f"search.change_class: {search.change_class}; a plan without a run knows no command to stay near "
-            "to; it is for `quartet tune`"
+            f"search.change_class: {search.change_class}; `quartet plan` supports only B; remove it, or use "
+            "`quartet tune`"
         )
     for knob in LAYOUT_KNOBS:
         requested = search.requested(knob.name)
         if not knob.is_of(MEGATRON.framework) and requested not in (None, (STOCK,)):
             raise ConfigError(
-                f"search.{knob.name}: {knob.request_text(requested[0])}; a plan without a run is for "
-                "Megatron, which has no such knob: leave it out"
+                f"search.{knob.name}: {knob.request_text(requested[0])}; `quartet plan` plans for Megatron, "
+                "which has no such knob; omit it"
             )
     check_table_rules(search.forbid)
     unknown = [name for name in search.schedule or () if name not in SCHEDULES]
     if unknown:
         raise ConfigError(
-            f"search.schedule: {unknown[0]!r}; a plan without a run has {', '.join(SCHEDULES[:-1])} or "
-            f"{SCHEDULES[-1]}; files of schedules need `quartet tune`"
+            f"search.schedule: {unknown[0]!r}; `quartet plan` supports {', '.join(SCHEDULES[:-1])} or "
+            f"{SCHEDULES[-1]}; use `quartet tune` for schedule files"
         )
     if model.num_experts is None and search.expert_parallel not in (None, (1,)):
         asked = _listed(search.expert_parallel)

@@ -50,11 +50,14 @@ class OrderCandidates:
         lines = []
         if self._solved:
             lines.append(
-                f"mappings: of {len(self._slots)} slots the named orders and the solver's best {NUM_SOLVED} "
-                f"for {len(self._solved)} layouts"
+                f"mappings: {len(self._slots)} slots; for {len(self._solved)} layouts only the named rank "
+                f"orders and the solver's best {NUM_SOLVED} are predicted"
             )
         if self._num_named:
-            lines.append(f"mappings: {self._num_named} more choices have the named orders alone")
+            lines.append(
+                f"mappings: for {self._num_named} further combinations only the named rank orders are "
+                "predicted"
+            )
         return tuple(lines)
 
     def of(self, plan: Plan, calibrated: CalibratedSplits) -> list[Order]:

@@ -145,7 +145,11 @@ def best_order(
     those of memory.
     """
     if not limits.allows(placement):
-        raise InfeasibleError("search.schedule_family.placement: the layout's stages lie otherwise")
+        allowed = ", ".join(limits.placements or ())
+        raise InfeasibleError(
+            f"search.schedule_family.placement: {allowed}; the placement of this layout's stages is not "
+            "among them; allow it, or set placement: auto"
+        )
     held = np.bincount(placement, weights=[layer.activation_bytes for layer in costs.layers])
     costs = replace(costs, memory_limit_bytes=limits.capped(costs.memory_limit_bytes, held))
     num_actions = 3 * len(placement) * costs.num_microbatches

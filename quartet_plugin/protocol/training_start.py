@@ -90,14 +90,15 @@ def absence_of(starts: Sequence[ProcessStart]) -> str:
     """Why no training was found, with the Python processes that were seen."""
     if not starts:
         return (
-            "the command started no Python process that has quartet-plugin; install it in the environment "
-            "that trains, and do not start python with -I, -S or without QUARTET_START"
+            "no Python process with quartet-plugin was started; install it in the training environment, keep "
+            "the variable QUARTET_START, and start python without -I and -S"
         )
     programs = list(dict.fromkeys(start.program for start in starts))
     shown = ", ".join(programs[:_MAX_SHOWN]) + (", ..." if len(programs) > _MAX_SHOWN else "")
     return (
-        f"the command starts no training: of its {len(starts)} Python processes ({shown}) none imports "
-        "megatron.training, megatron.bridge.training or deepspeed with a RANK"
+        f"the command starts no training: none of its {len(starts)} Python processes ({shown}) imports "
+        "megatron.training, megatron.bridge.training or deepspeed with RANK set; give the command that "
+        "starts the training"
     )
 
 

@@ -89,7 +89,7 @@ class FrameworkSeam:
             return None
         return self._line(
             f"takes ({_listed(function.parameters)}) in {self.framework.release}, "
-            f"({') or ('.join(map(_listed, sorted(known)))}) elsewhere"
+            f"({') or ('.join(map(_listed, sorted(known)))}) in supported releases"
         )
 
     def source_fault(self, function: KnownFunction | None) -> str | None:
@@ -99,10 +99,10 @@ class FrameworkSeam:
             return fault
         if any(item.source == function.source for item in self.known.values() if item and item.is_tried):
             return None
-        return self._line(f"its source is another one in {self.framework.release} ({function.source})")
+        return self._line(f"source differs in {self.framework.release} ({function.source})")
 
     def _line(self, text: str) -> str:
-        return f"{self.path}: {text}; known is that of {self.framework.needed}"
+        return f"{self.path}: {text}; supported: {self.framework.needed}"
 
 
 def _listed(parameters: str) -> str:
@@ -150,7 +150,8 @@ class Installation:
         for change in self._applied:
             if vars(change.holder).get(change.name) is not change.replacement:
                 raise SeamError(
-                    f"{change.holder.__name__}.{change.name}: was changed since; undo the latest change first"
+                    f"{change.holder.__name__}.{change.name}: was changed after quartet replaced it; "
+                    "undo the latest change first"
                 )
         while self._applied:
             change = self._applied.pop()
@@ -184,8 +185,8 @@ def install[S: FrameworkSeam](wrappers: Mapping[S, Wrapper]) -> Installation:
         installation.uninstall()
         seam = seam_of[id(original)]
         raise SeamError(
-            f"{seam.path}: {place} keeps {seam.framework.name}'s own ({seam.framework.release}); "
-            "load quartet_plugin before what has put it there"
+            f"{seam.path}: {place} still refers to {seam.framework.name}'s original function "
+            f"({seam.framework.release}); import quartet_plugin before the module that imported it"
         )
     return installation
 
@@ -311,8 +312,8 @@ def _check_aliases(seam: FrameworkSeam, original: Any) -> None:
 
 def _taken(seam: FrameworkSeam, path: str, value: Any) -> SeamError:
     return SeamError(
-        f"{path}: already replaced by {_owner(value)} (here is {seam.framework.release}); "
-        "load quartet_plugin without it, or before it"
+        f"{path}: already replaced by {_owner(value)} (installed: {seam.framework.release}); "
+        "remove that plugin, or import quartet_plugin first"
     )
 
 

@@ -30,8 +30,8 @@ def axis_lines(history: RunHistory) -> list[str]:
     for row, gain in enumerate(_sorted(gains)):
         head = "axes" if row == 0 else ""
         lines.append(
-            f"{head:<10}{NAMES[gain.axis]:<{width}}  {_words(gain)} over the best plan without it, "
-            f"{_best_without(gain, history)}"
+            f"{head:<10}{NAMES[gain.axis]:<{width}}  {_words(gain)} faster than the best plan that keeps "
+            f"your value, {_best_without(gain, history)}"
         )
     return lines + [f"{'':<10}{words}" for words in _without_row(history)]
 
@@ -43,9 +43,7 @@ def axis_section(history: RunHistory) -> str:
         reason = _why_none(history)
         return markup.section(_HEADING, markup.note(f"{reason[0].upper()}{reason[1:]}."))
     rows = [[NAMES[gain.axis], _words(gain), _best_without(gain, history)] for gain in _sorted(gains)]
-    table = markup.table(
-        ["axis", "gives", "best plan with the axis as in your command"], rows, label=_HEADING
-    )
+    table = markup.table(["axis", "gain", "best plan with the axis as in your command"], rows, label=_HEADING)
     note = markup.note(
         "The winner over the best known plan that keeps your command's value of the axis, both predicted by "
         "the cost model, calibrated with the trials. Axes interact: their gains do not multiply "
@@ -99,4 +97,4 @@ def _sorted(gains: AxisGains) -> list[AxisGain]:
 
 def _words(gain: AxisGain) -> str:
     """The gain in percent: a status has one speedup, the winner's as it was measured."""
-    return f"{100 * (gain.gain - 1):.0f} %" if gain.gain >= _LEAST else "nothing"
+    return f"{100 * (gain.gain - 1):.0f} %" if gain.gain >= _LEAST else "less than 0.5 %"

@@ -64,5 +64,5 @@ def _failed(results: BatchResults) -> str:
 
 def _started_from(results: BatchResults) -> str:
     rows = [(job.name, job.started_from) for job in results.jobs if job.started_from is not None]
-    table = markup.table(("job", "from"), rows, label="Begun with") if rows else ""
-    return markup.section("Begun with the measurements of", table)
+    table = markup.table(("job", "from"), rows, label="Started from") if rows else ""
+    return markup.section("Started from the measurements of", table)

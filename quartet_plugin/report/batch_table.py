@@ -115,7 +115,7 @@ def outcome_words(job: JobResult) -> str:
         return f"{seconds}{clean(job.best)}"
     if job.speedup is None:
         return _NO_BETTER
-    return f"{speedup_spread(job.speedup)} the job's own command, {clean(job.best)}"
+    return f"{speedup_spread(job.speedup)} as fast as the job's own command, {clean(job.best)}"
 
 
 def csv_text(results: BatchResults) -> str:

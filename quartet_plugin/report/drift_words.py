@@ -1,4 +1,4 @@
-"""Drift checks in words: the ratio, whether it is within chance, and what trials are compared with."""
+"""Drift checks in words: the ratio, whether noise explains it, and what trials are compared with."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,19 @@ from quartet_plugin.report.formatting import speedup_words
 def drift_sentence(check: DriftMeasurement) -> str:
     """One drift check with its verdict and the rule, for the middle of a line."""
     ran = (
-        f"after {check.num_tried} trials your command ran at {speedup_words(check.ratio)} of its first "
-        "measured speed"
+        f"after {check.num_tried} trials your command was measured again: {speedup_words(check.ratio)} of "
+        "its first speed"
     )
     limit = check.chance_limit
     if limit is None:
         return ran
-    span = f"chance ({speedup_words(1.0 / limit)} to {speedup_words(limit)})"
+    span = f"the noise range {speedup_words(1.0 / limit)} to {speedup_words(limit)}"
     if check.is_within_chance:
-        return f"{ran}, within {span}: trials are still compared with the first"
-    return f"{ran}, beyond {span}: later trials are compared with this one"
+        return f"{ran}, inside {span}; later trials are still compared with the first measurement"
+    return (
+        f"{ran}, outside {span}; the machine has changed, and later trials are compared with the new "
+        "measurement"
+    )
 
 
 def drift_lines(checks: Sequence[DriftMeasurement]) -> list[str]:

@@ -48,8 +48,8 @@ _MEANING = {
     "ends_comm": "gradients of the embedding's copies",
     "optimizer": "the optimizer's step",
     "step_overhead": "between steps: data, logging",
-    "straggler": "the slowest of many nodes",
-    "action": "work of each action besides its layers",
+    "straggler": "extra waiting for the slowest node",
+    "action": "fixed overhead of each pipeline action (forward or backward of one microbatch on one stage)",
     "residual": "measured time that no other term explains",
 }
 # Of the parts of `compute`.
@@ -57,7 +57,7 @@ _PART_MEANING = {
     "gemm": "matrix multiplications of the layers",
     "attention": "attention scores, and their products with the values",
     "elementwise": "norms, activations, additions: bound by memory",
-    "launch": "starting kernels on the host",
+    "launch": "host time for kernel launches",
     "head": "the output layer, and the loss",
 }
 
@@ -380,9 +380,10 @@ def _closing(explanation: Explanation) -> list[str]:
     lines = [bubble]
     bubbles = (0.0 if explanation.baseline is None else explanation.baseline.bubble_fraction,)
     if max(explanation.bubble_fraction, *bubbles) > 0.0:
-        lines.append(
-            "          idle, from a pipeline's first action to its last; pp_bubble: the busiest rank waits"
-        )
+        lines += [
+            "          bubble: idle share of all devices between the first and last action of the pipeline",
+            "          pp_bubble: seconds in which the busiest pipeline rank waits",
+        ]
     lines += _residual_lines(explanation)
     other = explanation.runner_up
     if other is None:

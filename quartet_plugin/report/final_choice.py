@@ -46,13 +46,13 @@ def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
         chance = 1.0 - choice.chance_better if is_ahead else choice.chance_better
         parts[0] += (
             f", the median ratio of the same {choice.num_rounds} rounds, "
-            f"faster at all with probability {100 * chance:.0f} %"
+            f"probability of being faster {100 * chance:.0f} %"
         )
         if chance >= 1.0 - 0.5**choice.num_rounds:
-            parts[0] += f", the highest that {choice.num_rounds} rounds can give"
+            parts[0] += f" (the maximum for {choice.num_rounds} rounds)"
     if not choice.is_runner_up_win and choice.chance_better is None:
         rounds = f"{choice.num_rounds} round{'' if choice.num_rounds == 1 else 's'}"
-        parts.append(f"trial {number} left after {rounds}, before it could be proven")
+        parts.append(f"trial {number} was dropped after {rounds}, not proven faster than your command")
     elif not choice.is_runner_up_win:
         words = f"trial {number} is not proven faster than your command"
         if choice.proof_level is not None:

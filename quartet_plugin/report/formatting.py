@@ -59,8 +59,8 @@ def speedup_words(ratio: float, *, drift: float = 1.0) -> str:
 
 def speedup_sentence(ratio: float, *, drift: float = 1.0) -> str:
     """The same without a table, so the words include the baseline."""
-    again = "" if drift == 1.0 else f" as measured again, at {speedup_words(drift)} of its first speed"
-    return f"{speedup_words(ratio)} the baseline{again}"
+    again = "" if drift == 1.0 else f" (baseline remeasured at {speedup_words(drift)} of its first speed)"
+    return f"{speedup_words(ratio)} as fast as the baseline{again}"
 
 
 def drift_note(drifts: Iterable[float]) -> str | None:
@@ -68,7 +68,7 @@ def drift_note(drifts: Iterable[float]) -> str | None:
     speeds = dict.fromkeys(speedup_words(drift) for drift in drifts if drift != 1.0)
     if not speeds:
         return None
-    return f"{_DRIFTED} over the baseline as measured again, at {', '.join(speeds)} of its first speed"
+    return f"{_DRIFTED} speedup over the baseline remeasured at {', '.join(speeds)} of its first speed"
 
 
 def bubble_words(fraction: float) -> str:

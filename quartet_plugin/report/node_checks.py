@@ -124,7 +124,7 @@ def _speed(facts: NodeFacts) -> CheckRow:
         return CheckRow(check="speed", state="ok", finding="nothing to compare")
     usual_s = statistics.median_low(seconds.values())
     slow = [
-        f"{name} computes {taken_s / usual_s:.2f} times slower"
+        f"{name}: computations take {taken_s / usual_s:.2f}x the usual time"
         for name, taken_s in seconds.items()
         if taken_s > SLOW_FACTOR * usual_s
     ]

@@ -155,7 +155,11 @@ def _cards(history: RunHistory) -> str:
     launched = [row for row in history.trials if row.number > 0 and row.repeats is None]
     failed = sum(bool(row.verdict) and not row.is_measured for row in launched)
     cards.append(
-        ("trials", f"{history.num_spent}", f"of {history.num_asked} asked for, {failed} without a time")
+        (
+            "trials",
+            f"{history.num_spent}",
+            f"of {history.num_asked} requested; {failed} without a measurement",
+        )
     )
     wall_s = sum(row.wall_s for row in history.trials)
     cards.append(("time in trials", duration(wall_s), f"the session took {duration(history.elapsed_s)}"))
@@ -227,9 +231,9 @@ def _regret(history: RunHistory) -> str:
 
 def _progress(history: RunHistory) -> str:
     caption = (
-        f"In {OBJECTIVE_WORDS[history.objective]}. These are single measurements, and the best of them is "
-        "partly luck. The line is the best so far; hollow points repeat an earlier plan or were unstable, "
-        "crosses were refused or failed."
+        f"In {OBJECTIVE_WORDS[history.objective]}. Each point is a single measurement, so the best value is "
+        "partly luck. The line is the best value so far. Hollow points are repeats of an earlier plan or "
+        "unstable measurements, crosses are plans that were refused or failed."
     )
     if history.drift_checks:
         caption += (

@@ -93,9 +93,9 @@ def unstable_words(history: RunHistory) -> str:
     """The number of launches whose iterations vary too much, and what follows."""
     num, num_measured = history.launch_parts.num_unstable, history.launch_parts.num_measured
     if not num:
-        return f"none of {num_measured} measured launches"
-    words = f"{num} of {num_measured} measured launches, those of the gate included: their iteration times "
-    words += "vary too much; each was repeated once, and if it was unstable again its median counts"
+        return f"none of {num_measured} measured launches was unstable"
+    words = f"{num} of {num_measured} measured launches (parity checks included) had unstable iteration "
+    words += "times; each was repeated once, and the median is used if it was unstable again"
     return words + ("; the machine was too busy" if num >= BUSY_SHARE * num_measured else "")
 
 
@@ -104,17 +104,17 @@ def time_words(expense: SearchExpense) -> str:
     measured = f"measured {duration(expense.measured_s)} ({100 * expense.measured_share:.0f} %)"
     parts = (
         ("warm-up", expense.warmup_s),
-        ("gate", expense.gate_s),
+        ("parity checks", expense.gate_s),
         (_starts_name(expense), expense.starts_s),
-        ("waiting", expense.waiting_s),
+        ("waiting between launches", expense.waiting_s),
     )
     return ", ".join([measured, *(f"{name} {duration(seconds)}" for name, seconds in parts)])
 
 
 def _starts_name(expense: SearchExpense) -> str:
     if not expense.num_warm_starts:
-        return "starts and ends"
-    return f"starts ({expense.num_warm_starts} warm, {expense.num_cold_starts} cold) and ends"
+        return "startup and shutdown"
+    return f"startup and shutdown ({expense.num_warm_starts} warm, {expense.num_cold_starts} cold)"
 
 
 def expense_card(history: RunHistory) -> tuple[str, str, str]:

@@ -81,8 +81,8 @@ def status_lines(history: RunHistory) -> list[str]:
         lines += other_model_lines(history)
         lines += choice_lines(history.winner)
     elif history.state == "finished":
-        rest = "; it is in best/plan.json" if history.baseline_note else ""
-        lines.append(f"winner    none: {baseline_words(history)} stays as it is{rest}")
+        rest = "; best/plan.json holds the stock plan" if history.baseline_note else ""
+        lines.append(f"winner    none: no plan was proven faster than {baseline_words(history)}{rest}")
     if history.regret is not None:
         lines += regret_lines(history.regret, compared_with=regret_base(history), checks=history.drift_checks)
     lines += prediction_lines(history)
@@ -203,7 +203,7 @@ def counts_words(history: RunHistory) -> str:
 def slow_node_words(history: RunHistory) -> list[str]:
     """Every slow node in words, by name."""
     return [
-        clean(f"node {node.host} computes {node.factor:.2f} times slower than the others")
+        clean(f"node {node.host}: computations take {node.factor:.2f}x the time of the other nodes'")
         for node in history.slow_nodes
     ]
 
@@ -249,8 +249,7 @@ def regret_lines(regret: Regret, *, compared_with: str, checks: Sequence[DriftMe
         return ["regret    none: every plan of the space was tried"]
     return [
         f"regret    {_figure(regret, compared_with)}",
-        f"          most likely {clean(regret.likely or '', limit=200)}: the best in "
-        f"{100 * regret.likely_chance:.0f} % of the draws",
+        f"          most likely {clean(regret.likely or '', limit=200)}: {_chance_words(regret)}",
         f"          {_basis(regret)}",
         f"          {_SCOPE}",
         *(f"          {words}" for words in _doubt(compared_with, checks)),
@@ -265,10 +264,14 @@ def regret_words(regret: Regret, *, compared_with: str, checks: Sequence[DriftMe
     figure, basis = _figure(regret, compared_with), _basis(regret)
     doubt = "".join(f" {words[:1].upper()}{words[1:]}." for words in _doubt(compared_with, checks))
     return (
-        f"{figure[:1].upper()}{figure[1:]}. Most likely it would be {likely}, the best in "
-        f"{100 * regret.likely_chance:.0f} % of the draws. {basis[:1].upper()}{basis[1:]}. "
+        f"{figure[:1].upper()}{figure[1:]}. Most likely it would be {likely}, {_chance_words(regret)}. "
+        f"{basis[:1].upper()}{basis[1:]}. "
         f"{_SCOPE[:1].upper()}{_SCOPE[1:]}.{doubt}"
     )
+
+
+def _chance_words(regret: Regret) -> str:
+    return f"the best untried plan in {100 * regret.likely_chance:.0f} % of random samples of the prediction"
 
 
 def _figure(regret: Regret, compared_with: str) -> str:
@@ -289,7 +292,7 @@ def _doubt(compared_with: str, checks: Sequence[DriftMeasurement]) -> list[str]:
         return []
     return [
         "the regret is based on the first measurement of your command, which later ran at "
-        f"{speedup_words(farthest.ratio)} of it: the regret may be wrong by as much"
+        f"{speedup_words(farthest.ratio)} of it; the estimate may be off by that ratio"
     ]
 
 
@@ -299,7 +302,8 @@ def _basis(regret: Regret) -> str:
         "measured trials": "predicted from the measured plans and their similarity",
     }.get(regret.source, regret.source)
     untried, measured = regret.num_untried, regret.num_measured
+    advice = "; run more trials to find out" if regret.notable >= LIKELY else ""
     return (
-        f"{untried} untried plans of the {untried + measured} compared, {how}; {measured - 1} trials and "
-        f"your command were measured{'; run more trials to find out' if regret.notable >= LIKELY else ''}"
+        f"{untried} of the {untried + measured} plans compared are untried; their times are {how}; "
+        f"{measured - 1} trials and your command were measured{advice}"
     )

@@ -100,7 +100,8 @@ def lower_bound(
         time_limit_s=time_limit_s,
     )
     return _rounded(
-        max(least.makespan_s, anywhere_s), "the busiest device's load and way under the best split"
+        max(least.makespan_s, anywhere_s),
+        "load of the busiest device plus the shortest path before and after it, with the best split",
     )
 
 
@@ -144,7 +145,7 @@ def _fixed(costs: Costs, placement: Sequence[int], split: Sequence[int]) -> Boun
     stages = stage_costs(costs, placement=placement, layers_per_stage=split)
     device_s, path_s = root_bounds(relaxation(costs, stages))
     worst = int(device_s.argmax())
-    reason = f"device {worst}: its load between the earliest start and the least that must follow"
+    reason = f"device {worst}: earliest start + its load + least time that must follow"
     if path_s > device_s[worst]:
         reason = "the longest path"
     return Bound(

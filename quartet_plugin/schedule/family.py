@@ -135,8 +135,8 @@ def generate(
     if math.isinf(makespan):
         share_bytes = np.bincount(device, weights=costs.activation_bytes)
         raise InfeasibleError(
-            f"memory limit: one microbatch needs {share_bytes.tolist()} activation bytes a device; "
-            "raise the limit, or split finer"
+            f"memory_limit_bytes: one microbatch needs {share_bytes.tolist()} bytes of activations on the "
+            "devices; raise the limit, or use more stages"
         )
     return Schedule(
         num_devices=len(offsets) - 1,

@@ -138,7 +138,7 @@ def simulate(
     device, index = kernel.check_memory(orders, offsets, lanes, limit, peak)
     if device >= 0:
         action = Action.decode(int(schedule.orders[device][index]), schedule.num_microbatches)
-        reason = f"{action} on device {device} exceeds its limit of {limit[device]:g} activation bytes"
+        reason = f"{action} on device {device} exceeds its limit of {limit[device]:g} bytes of activations"
         raise refusal(schedule, reason, mark=(device, index))
     ran, start, end, sequence = kernel.run_orders(orders, offsets, parts, lanes)
     if ran < len(orders):

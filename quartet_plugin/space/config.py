@@ -74,16 +74,16 @@ def distinct[T](values: tuple[T, ...] | None) -> tuple[T, ...] | None:
     if values is None:
         return None
     if not 1 <= len(values) <= MAX_CHOICES:
-        raise ValueError(f"a list has from 1 to {MAX_CHOICES} entries")
+        raise ValueError(f"must have 1 to {MAX_CHOICES} entries")
     if len(set(values)) != len(values):
-        raise ValueError("a list names each choice once")
+        raise ValueError("must not repeat an entry")
     return values
 
 
 def _listed(value: Any) -> Any:
     """The values of a request that has no `auto`: a literal is a single one."""
     if value == AUTO:
-        raise ValueError("names values to try; leave the key out to keep your own")
+        raise ValueError("must list values to try, not auto; omit the key to keep your own value")
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
@@ -141,7 +141,7 @@ def _rule_of(knob: Knob, value: Any) -> Any:
     if value != AUTO:
         return value
     if AUTO not in knob.words:
-        raise ValueError("a rule names values that no plan may have; auto is none")
+        raise ValueError("must be a value or a list; auto is not allowed in search.forbid")
     return [AUTO]
 
 
@@ -179,13 +179,15 @@ class ScalingConfig(Section):
         default=None, description="layers x hidden size, like 24x2048; auto: by the budget"
     )
     ffn_ratios: Annotated[tuple[_FfnRatio, ...], _AS_LIST, _ANY_DISTINCT] = Field(
-        default=(), description="FFN sizes over the hidden size, tried beside your own ratio, like [3, 3.5]"
+        default=(),
+        description="FFN sizes over the hidden size, tried in addition to your own ratio, like [3, 3.5]",
     )
     query_groups: Annotated[tuple[_Degree, ...], _AS_LIST, _ANY_DISTINCT] = Field(
-        default=(), description="key-value groups, tried beside your own ratio of heads to groups"
+        default=(), description="key-value groups, tried in addition to your own ratio of heads to groups"
     )
     head_sizes: Annotated[tuple[_HeadSize, ...], _AS_LIST, _ANY_DISTINCT] = Field(
-        default=(), description="head sizes, tried beside your own: more, smaller heads or fewer, larger ones"
+        default=(),
+        description="head sizes, tried in addition to your own: more, smaller heads or fewer, larger ones",
     )
 
 
@@ -205,21 +207,23 @@ class FamilyConfig(Section):
 
     slack: Annotated[tuple[_Slack, ...] | None, BeforeValidator(choices), AfterValidator(distinct)] = Field(
         default=None,
-        description="microbatches of overtaking, 0: a static order; auto: any",
+        description="microbatches that an action may run ahead of the static order; 0: none; auto: any",
     )
     weight_gradients: Annotated[
         tuple[_Waiting, ...] | None, BeforeValidator(choices), AfterValidator(distinct)
     ] = Field(
         default=None,
-        description="weight gradients that may wait, 0: none; auto: any number",
+        description="largest number of delayed weight gradients on a device; 0: none; auto: any number",
     )
     memory_cap: _Cap = Field(
         default="unlimited",
-        description="activations that a device may hold, in those of one microbatch",
+        description="largest number of microbatches whose activations a device may hold",
     )
     placement: Annotated[
         tuple[_Placement, ...] | None, BeforeValidator(choices), AfterValidator(distinct)
-    ] = Field(default=None, description="where stages lie: linear, loop, v or snake; auto: any")
+    ] = Field(
+        default=None, description="how stages are placed on devices: linear, loop, v or snake; auto: any"
+    )
 
     @property
     def limits(self) -> FamilyLimits:
@@ -270,7 +274,7 @@ def _block_label(value: Any) -> str:
 def _no_switch(value: Any) -> Any:
     """Raises ValueError for `true` and `false`, which Python takes for the numbers 1 and 0."""
     if isinstance(value, bool):
-        raise ValueError("a switch; write one of its values")
+        raise ValueError("must be one of the knob's values, not true or false")
     return value
 
 
@@ -302,7 +306,7 @@ class Forbidden(_RuleAxes):  # type: ignore[misc]
     @model_validator(mode="after")
     def _names_an_axis(self) -> "Forbidden":
         if not self.axes:
-            raise ValueError("names at least one axis with the values that no plan may have")
+            raise ValueError("must name at least one axis, with values that no plan may have")
         return self
 
     @property
@@ -330,7 +334,8 @@ class SearchConfig(_SearchAxes):  # type: ignore[misc]
     """
 
     scaling: ScalingConfig | None = Field(
-        default=None, description="other widths and depths, so another model: never without this key"
+        default=None,
+        description="search other widths and depths, so another model; off unless this section is present",
     )
     schedule_family: FamilyConfig | None = Field(
         default=None, description="limits of searched orders; named schedules have no such parameters"

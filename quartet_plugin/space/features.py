@@ -6,7 +6,7 @@ from quartet_plugin.model.megatron_arguments import GRAPHED_PARTS
 from quartet_plugin.space.axes import Axis
 from quartet_plugin.space.needed_flags import axes_without
 
-__all__ = ["Axis", "batching_features", "locked_axes", "objective_axes"]
+__all__ = ["Axis", "batching_features", "lock_words", "locked_axes", "objective_axes"]
 
 _ALL = frozenset(Axis)
 _DATA = frozenset({Axis.DEGREES, Axis.MICRO_BATCH})
@@ -161,6 +161,12 @@ def locked_axes(features: Iterable[str], *, change_class: str) -> dict[Axis, str
         for axis in (Axis.DEGREES, Axis.MICRO_BATCH, Axis.OPTIONS):
             locked.setdefault(axis, "search.change_class A")
     return locked
+
+
+def lock_words(feature: str, axes: Iterable[str]) -> str:
+    """Which axes a feature locks at stock, in words; `without --FLAG` names a missing flag."""
+    cause = feature if axes_without(feature) is not None else f"because of {feature}"
+    return f"not tuned {cause} (docs/support.md): {', '.join(axes)}"
 
 
 def _locked_by(feature: str, *, change_class: str) -> frozenset[Axis]:

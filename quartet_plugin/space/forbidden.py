@@ -129,13 +129,13 @@ def _fault_in_table(rule: Forbidden) -> str | None:
     for axis, values in rule.axes.items():
         if axis not in (*_COLUMNS, "schedule"):
             return (
-                f"{axis}; a plan without a run is forbidden by {', '.join(_COLUMNS)} and schedule; others "
-                "are for `quartet tune`"
+                f"{axis}; a rule of `quartet plan` may use only {', '.join(_COLUMNS)} and schedule; use "
+                "`quartet tune` for other axes"
             )
         unknown = [value for value in values if axis == "schedule" and value not in TABLE_SCHEDULES]
         if unknown:
             named = f"{', '.join(TABLE_SCHEDULES[:-1])} or {TABLE_SCHEDULES[-1]}"
-            return f"{unknown[0]}; a plan without a run has {named}"
+            return f"{unknown[0]}; `quartet plan` supports {named}"
     return None
 
 

@@ -39,10 +39,10 @@ class Refused:
         return f"--{(self.alias or self.dest).replace('_', '-')}"
 
 
-_CAPTURED = "the captured order is Megatron's own"
+_CAPTURED = "CUDA graphs are captured in the order of Megatron's schedule"
 _SEPARATE_SCHEDULE = "it runs through a schedule of its own"
 _NOT_BY_STAGE = "parameters are not held by stages"
-_NO_STAGES = "no --hybrid-layer-pattern says its stages"
+_NO_STAGES = "the stages are not given; use --hybrid-layer-pattern"
 _CHUNK_ORDER = "it expects Megatron's own order of chunks"
 _GATHERED = "weights are gathered in Megatron's own order"
 _SHARDS = "tensor_parallel_num_weight_shards"
@@ -69,7 +69,10 @@ REFUSED = (
     Refused("hybrid_context_parallel", _SEPARATE_SCHEDULE),
     Refused("hybrid_override_pattern", _NO_STAGES),
     Refused("variable_seq_lengths", "the shapes of boundary tensors are not known beforehand"),
-    Refused("defer_embedding_wgrad_compute", "it works off its queue at the end of Megatron's own order"),
+    Refused(
+        "defer_embedding_wgrad_compute",
+        "it computes the deferred embedding gradients at the end of Megatron's schedule",
+    ),
     Refused("overlap_param_gather_with_optimizer_step", _CHUNK_ORDER),
     Refused("fine_grained_activation_offloading", _CHUNK_ORDER),
     Refused("cpu_offloading_num_layers", _CHUNK_ORDER),
@@ -78,11 +81,15 @@ REFUSED = (
     # Megatron derives the two sizes above from these when it validates its arguments.
     Refused(_SHARDS, _GATHERED, _is_set, is_flag_only=True),
     Refused(f"expert_{_SHARDS}", _GATHERED, _is_set, is_flag_only=True),
-    Refused("moe_expert_rank_capacity_factor", "it may run a step twice through a stash of its own", _is_set),
-    Refused("moe_paged_stash", "it has a stash of its own"),
+    Refused(
+        "moe_expert_rank_capacity_factor",
+        "it may repeat a step from its stash, which custom schedules do not support",
+        _is_set,
+    ),
+    Refused("moe_paged_stash", "its activation stash assumes Megatron's schedule"),
     Refused(
         "num_distributed_optimizer_instances",
-        "its reductions run in two rounds that this was not tried with",
+        "its two-step gradient reduction is untested with custom schedules",
         _is_above_one,
     ),
     Refused("optimizer", "layer-wise optimizers were not tried with it", lambda value: "muon" in str(value)),
@@ -91,9 +98,12 @@ REFUSED = (
         "it counts the microbatches of Megatron's own order",
         _is_set,
     ),
-    Refused("init_model_with_meta_device", "weights come later"),
+    Refused(
+        "init_model_with_meta_device",
+        "weights are created after the model is built, which custom schedules do not support",
+    ),
     Refused("perform_rl_step", _SEPARATE_SCHEDULE),
-    Refused("inprocess_restart", "process groups of the runtime would not be made again"),
+    Refused("inprocess_restart", "process groups for custom schedules are not recreated after a restart"),
 )
 
 

@@ -222,7 +222,7 @@ class StudyStorage:
         if self.remake == "nothing":
             return f"{_NO_REPLAY}; put a copy back, or start another run with --from {self.folder}"
         words = _REMAKE_WORDS[self.remake]
-        return f"`quartet tune --resume` puts it aside and makes the study again from {words}"
+        return f"`quartet tune --resume` renames it and rebuilds the study from {words}"
 
     def _proxy(self) -> Any:
         import optuna
@@ -267,7 +267,7 @@ class StudyStorage:
         detail = getattr(error, "details", None)
         text = str(detail() if callable(detail) else error.__cause__ or error)
         if self.address == JOURNAL and isinstance(error, ValueError):
-            text = "a record is damaged; `quartet status` says what becomes of it"
+            text = "a record is damaged; run `quartet status` for the fix"
         return (self.scrubbed(text).splitlines() or [""])[0][:200]
 
     def scrubbed(self, text: str) -> str:
@@ -290,7 +290,7 @@ class StudyStorage:
                 if self.file is not None or waited_s >= self.patience_s:
                     raise
                 if waited_s == 0:
-                    self.say(f"{error}; it is asked again for {self.patience_s / 60:.0f} min")
+                    self.say(f"{error}; retrying for {self.patience_s / 60:.0f} min")
             end_s = min(waited_s + wait_s, self.patience_s)
             while waited_s < end_s:
                 if self.should_stop():
@@ -323,7 +323,7 @@ class StudyStorage:
                 if self.remake == "folders" or _is_torn(content, num_valid):
                     self._cut(path, num_valid, content)
                 elif self.remake == "log":
-                    self.put_aside("is damaged in its middle")
+                    self.put_aside("has a damaged record in the middle")
                 else:
                     cure = self._journal_cure(content, num_valid)
                     raise StorageError(
@@ -351,20 +351,20 @@ class StudyStorage:
         return len(content) - num_valid
 
     def put_aside(self, why: str) -> None:
-        """Rename the study's file, where it has one, and say why and what the study is made again from."""
+        """Rename the study's file, where it has one, and say why and what the study is rebuilt from."""
         path = self.file
-        words = f"study {self.shown} {why}"
+        words = f"study {self.shown} {why}; "
         if path is not None:
             aside = _free_name(path, "damaged")
             for ending in ("", "-journal", "-wal", "-shm"):
                 with contextlib.suppress(FileNotFoundError):
                     Path(f"{path}{ending}").rename(f"{aside}{ending}")
-            words = f"{path.name} {why} and is now {aside.name}"
+            words = f"{path.name} {why}; renamed to {aside.name}, "
         else:
             # A server's study stays where it is, and the new one gets a name of its own.
             name = self.folder / STUDY_NAME
             name.rename(_free_name(name, "damaged"))
-        self.say(f"{words}: the study is made again from {_REMAKE_WORDS[self.remake]}")
+        self.say(f"{words}rebuilding the study from {_REMAKE_WORDS[self.remake]}")
 
     def _cut(self, path: Path, num_valid: int, content: bytes) -> None:
         copy = _free_name(path, "torn")
@@ -373,9 +373,8 @@ class StudyStorage:
             file.truncate(num_valid)
         lost = len(content) - num_valid
         self.say(
-            f"{path.name}: {_whereabouts(content, num_valid)}; {lost} bytes were cut off and a copy is "
-            f"{copy.name}: "
-            "trials that they finished are read again from their folders"
+            f"{path.name}: {_whereabouts(content, num_valid)}; removed {lost} bytes (copy: {copy.name}); "
+            "removed trials are restored from their folders"
         )
 
 
@@ -412,7 +411,8 @@ def _free_name(path: Path, word: str) -> Path:
 
 def _whereabouts(content: bytes, num_valid: int) -> str:
     """Where a journal is damaged: in its last record, or before it."""
-    return "its end was torn" if _is_torn(content, num_valid) else "a record in its middle was damaged"
+    is_torn = _is_torn(content, num_valid)
+    return "the last record is incomplete" if is_torn else "a record in the middle is damaged"
 
 
 def _is_torn(content: bytes, num_valid: int) -> bool:

@@ -88,7 +88,7 @@ def _modules(reports: Sequence[RankReport], expected: Sequence[str], *, has_part
         parts.append(f"{', '.join(sorted(more)[:5])} ran")
     if fewer:
         parts.append(f"{', '.join(sorted(fewer)[:5])} did not run")
-    return f"modules: {' and '.join(parts)}, unlike in your command"
+    return f"modules differ from your command: {', '.join(parts)}"
 
 
 def _order_of_ranks(plan: Plan, ran: Sequence[tuple[RankReport, Execution]]) -> str | None:
@@ -137,7 +137,7 @@ def _differences(plan: Plan, schedule: Schedule | None, done: Execution) -> Iter
     devices = plan.layout.pipeline_parallel
     if schedule is None:
         if done.schedule != plan.schedule.name:
-            yield f"schedule {done.schedule} ran, the plan has {plan.schedule.label}"
+            yield f"executed schedule {done.schedule}, planned {plan.schedule.label}"
         placement = (
             loop(devices, plan.layout.virtual_stages) if plan.layout.virtual_stages > 1 else linear(devices)
         )
@@ -172,7 +172,7 @@ def _knobs(plan: Plan, done: Execution) -> Iterator[str]:
 def _actions(plan: Plan, schedule: Schedule, done: Execution) -> Iterator[str]:
     label = plan.schedule.label
     if done.schedule != PROGRAM or done.actions is None:
-        yield f"schedule {done.schedule} ran, the plan has {label}"
+        yield f"executed schedule {done.schedule}, planned {label}"
         return
     order = schedule.orders[done.pipeline_rank]
     expected = digest_of_actions(order_texts(order, num_microbatches=schedule.num_microbatches))
@@ -180,18 +180,18 @@ def _actions(plan: Plan, schedule: Schedule, done: Execution) -> Iterator[str]:
     num_full = int((kinds == ActionKind.B).sum())
     if done.actions.num_full_backwards != num_full * done.actions.num_steps:
         yield (
-            f"{done.actions.num_full_backwards} full backwards ran in {done.actions.num_steps} steps, "
-            f"{label} has {num_full} in one"
+            f"{done.actions.num_full_backwards} full backwards in {done.actions.num_steps} steps; "
+            f"{label} plans {num_full} per step"
         )
     if done.actions.digest != expected:
-        yield f"other actions ran on pipeline rank {done.pipeline_rank} than those of {label}"
+        yield f"pipeline rank {done.pipeline_rank}: the executed actions differ from {label}"
     stages = (order >> 2) // schedule.num_microbatches
     counts = plan.split.transformer_layers_per_stage
     num_split = sum(int(((kinds == ActionKind.W) & (stages == s)).sum()) for s, n in enumerate(counts) if n)
     if done.actions.num_split_backwards < num_split * done.actions.num_steps:
         yield (
-            f"{done.actions.num_split_backwards} split backwards ran in {done.actions.num_steps} steps, "
-            f"{label} has {num_split} in one"
+            f"{done.actions.num_split_backwards} split backwards in {done.actions.num_steps} steps; "
+            f"{label} plans {num_split} per step"
         )
 
 

@@ -179,7 +179,7 @@ def _make_folder(request: TrialRequest, *, number: int) -> Path:
         free_bytes = shutil.disk_usage(parent).free
         if free_bytes < request.min_free_bytes:
             raise StorageError(
-                f"{parent}: {free_bytes >> 20} MiB free; a trial needs {request.min_free_bytes >> 20}: "
+                f"{parent}: {free_bytes >> 20} MiB free; a trial needs {request.min_free_bytes >> 20} MiB; "
                 "delete old runs, or choose a run folder on another disk"
             )
         while True:

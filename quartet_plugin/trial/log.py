@@ -3,6 +3,7 @@
 import os
 import re
 import stat
+from io import FileIO
 from pathlib import Path
 
 from quartet_plugin.protocol.masking import masked
@@ -37,19 +38,22 @@ class CappedLog:
             if self._path.lstat().st_size <= self._max_bytes // 2:
                 return False
             descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "r+b", buffering=0) as file:
+                return self._cut_out(file)
         except OSError:
             return False
-        with os.fdopen(descriptor, "r+b", buffering=0) as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                return False
-            head = os.pread(descriptor, self._kept_bytes, 0)
-            tail = os.pread(descriptor, self._kept_bytes, status.st_size - self._kept_bytes)
-            self._num_left_out += status.st_size - 2 * self._kept_bytes
-            file.truncate(0)
-            note = f"\n[... about {self._num_left_out} bytes left out ...]\n".encode()
-            for piece in (head, note, tail):
-                file.write(piece)
+
+    def _cut_out(self, file: FileIO) -> bool:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            return False
+        head = os.pread(file.fileno(), self._kept_bytes, 0)
+        tail = os.pread(file.fileno(), self._kept_bytes, status.st_size - self._kept_bytes)
+        self._num_left_out += status.st_size - 2 * self._kept_bytes
+        file.truncate(0)
+        note = f"\n[... about {self._num_left_out} bytes left out ...]\n".encode()
+        for piece in (head, note, tail):
+            file.write(piece)
         return True
 
 

@@ -194,9 +194,11 @@ def _reported(observations: AttemptObservations, err: RankFailure) -> Verdict:
         cause = Cause.DEVICE
     if cause is Cause.MEMORY:
         excess = max(1, *(e.wanted_bytes for e in observations.snapshot.errs.values() if e.kind == err.kind))
+        # A single byte stands for a message without the allocation's size.
+        size = f" of {excess / 2**20:,.0f} MiB" if excess > 1 else ""
         reason = (
-            f"out of memory on rank {err.launch_rank} in phase {err.phase}: "
-            f"{excess / 2**20:,.0f} MiB more than were free, after {err.peak_memory_bytes / 2**20:,.0f} MiB"
+            f"out of memory on rank {err.launch_rank} in phase {err.phase}: an allocation{size} failed "
+            f"(peak so far {err.peak_memory_bytes / 2**20:,.0f} MiB)"
         )
     else:
         excess = 0
@@ -228,11 +230,11 @@ def _death(observations: AttemptObservations) -> Verdict | None:
         return _verdict(observations, Cause.EXIT, f"{who} ended with exit code {code} and no report")
     if code == -signal.SIGKILL:
         why = (
-            "the host ran out of memory"
+            ": the host ran out of memory"
             if observations.num_oom_kills
-            else "perhaps the host ran out of memory"
+            else "; the host may have run out of memory; check its kernel log"
         )
-        return _verdict(observations, Cause.KILLED, f"{who} was killed (SIGKILL): {why}")
+        return _verdict(observations, Cause.KILLED, f"{who} was killed (SIGKILL){why}")
     if code == -signal.SIGTERM:
         return _verdict(observations, Cause.LAUNCHER, f"{who} was ended by SIGTERM from outside")
     return _verdict(observations, Cause.SIGNAL, f"{who} was ended by {_signal_name(code)}")
@@ -256,9 +258,13 @@ def _silent(observations: AttemptObservations) -> Verdict:
     missing = sorted(set(snapshot.beats) - set(snapshot.reports))
     if missing and observations.exit_code != 0:
         return _verdict(observations, Cause.EXIT, f"rank {missing[0]} ended without a report")
-    rank = missing[0] if missing else "a rank"
+    who = f"rank {missing[0]}" if missing else "at least one rank"
+    code = "" if observations.exit_code is None else f" with exit code {observations.exit_code}"
     return _verdict(
-        observations, Cause.NOTHING, f"the command ended normally and rank {rank} had measured nothing"
+        observations,
+        Cause.NOTHING,
+        f"the command ended{code}, but {who} reported no measured iteration; make it train for at least "
+        "warmup + measure iterations",
     )
 
 

@@ -187,10 +187,11 @@ class ProcessRegistry:
         known = {(process.pid, process.boot_id): process for process in self._known}
         new = {new for new in identities if not _is_same(new, known.get((new.pid, new.boot_id)))}
         if new:
-            self._known |= new
-            content = _ProcessesFile(attempt_id=self._attempt_id, processes=tuple(sorted(self._known)))
+            known_now = self._known | new
+            content = _ProcessesFile(attempt_id=self._attempt_id, processes=tuple(sorted(known_now)))
             self._fence()
             write_json_atomic(self._path, dump(content))
+            self._known = known_now  # after the file: what could not be written is added again
 
 
 def _is_same(identity: Identity, other: Identity | None) -> bool:

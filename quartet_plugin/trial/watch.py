@@ -173,7 +173,8 @@ class AttemptMonitor:
             return False
         with contextlib.suppress(StorageError):
             self._add_orphans()
-            self.registry.search()
+            if not self.registry.alive:
+                self.registry.search()
         return bool(self.registry.alive)
 
     def _look(self) -> Snapshot | None:
@@ -330,9 +331,10 @@ class AttemptMonitor:
             self._rescan(self._files.scan())
         with contextlib.suppress(Exception):
             reap(self._remaining(), grace_s=0.0, clock=self.clock)
-        if self.handle.poll() is None:
-            self.handle.kill()
-            self._wait(5.0, until=self._has_exited)
+        with contextlib.suppress(Exception):
+            if self.handle.poll() is None:
+                self.handle.kill()
+                self._wait(5.0, until=self._has_exited)
         if isinstance(self.handle, NodesHandle):
             with contextlib.suppress(Exception):
                 self.handle.end_on_nodes()

@@ -30,8 +30,8 @@ class Expiry:
         """The message for the user."""
         if self.is_wall:
             return f"the trial's deadline of {self.limit_s:g} s passed in phase {self.phase}"
-        who = "no rank has" if self.rank is None else f"rank {self.rank} has not"
-        return f"hang: {who} moved for {self.limit_s:g} s in phase {self.phase}"
+        who = "no rank made" if self.rank is None else f"rank {self.rank} made no"
+        return f"hang: {who} progress for {self.limit_s:g} s in phase {self.phase}"
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from quartet_plugin.errors import InfrastructureError, SeamError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.space.features import EXPERTS_IN_PLACE, WHOLE_NODES, Axis, batching_features
+from quartet_plugin.space.features import EXPERTS_IN_PLACE, WHOLE_NODES, Axis, batching_features, lock_words
 from quartet_plugin.space.partition_limits import stock_partition_reason
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.trial.request import Outcome, TrialResult
@@ -67,19 +67,25 @@ def _show_limits(context: TuningContext, space: Space, job: TrainingJob) -> None
     batching = () if space.search.change_class == "C" else batching_features(job.features)
     for feature, axes in by_feature.items():
         more = " (search.change_class: C tunes degrees and micro_batch)" if feature in batching else ""
-        say(f"{feature} keeps these axes as they are: {', '.join(axes)}{more}")
+        say(f"{lock_words(feature, axes)}{more}")
     for line in _order_limits(space):
         say(line)
     if space.no_custom_schedules is not None and Axis.SCHEDULE not in space.locked:
         say(f"{space.no_custom_schedules}; the framework's own schedules stay")
     elif job.full_backward is not None and Axis.SCHEDULE not in space.locked:
-        say(f"{job.full_backward}; schedules that split them are tried only where search.schedule names them")
+        say(
+            f"{job.full_backward}; schedules with a split backward are tried only if search.schedule lists "
+            "them"
+        )
     if (reason := stock_partition_reason(space)) is not None:
-        say(f"{reason}; layers stay cut in the framework's own way")
+        say(f"{reason}; tensor_partition stays stock")
     if job.neutralised:
         say(f"left out in trials: {', '.join(job.neutralised)}")
     if context.run.config.search.scaling is not None and space.shapes == (job.shape,):
-        say("scaling: no other shape lies within the tolerance and the band")
+        say(
+            "search.scaling: no other shape is within scaling.tolerance and scaling.depth_width_band; "
+            "widen one of them"
+        )
 
 
 def _order_limits(space: Space) -> Iterator[str]:

@@ -27,8 +27,8 @@ from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.trial_backend import ParityCheck, trial_weights
 from quartet_plugin.tuner.trial_launcher import TrialLaunch, TrialLauncher
 
-_NOT_KEPT = "trial 0 stored no weights"
-_WITH_WORKERS = "trials run at the same time"
+_NOT_KEPT = "the baseline trial stored no weights"
+_WITH_WORKERS = "trials run in parallel"
 
 
 def parity_check_of(plan: Plan, *, context: TuningContext) -> ParityCheck:
@@ -48,12 +48,16 @@ def parity_check_of(plan: Plan, *, context: TuningContext) -> ParityCheck:
 def why_nothing_is_kept(command: Command) -> str | None:
     """Why trial 0 keeps no weights, as far as the command tells; None where it keeps them."""
     if command.starter == "deepspeed" or command.entry == DEEPSPEED_MODULE:
-        return "DeepSpeed: only Megatron's trials are compared by their first iterations"
+        return "only Megatron's trials are compared by their first iterations; this command uses DeepSpeed"
     if command.entry == BRIDGE_MODULE:
-        return "Megatron-Bridge: only Megatron's own trials are compared by their first iterations"
+        return (
+            "only trials of Megatron's own training are compared by their first iterations; this command "
+            "uses Megatron-Bridge"
+        )
     if command.starter == "other":
         return None
-    return refusal_to_compare(arguments_in(command.arguments))
+    refusal = refusal_to_compare(arguments_in(command.arguments))
+    return None if refusal is None else f"the command has {refusal}"
 
 
 def baseline_start(context: TuningContext) -> ComparedStart | None:
@@ -170,7 +174,7 @@ class ComparedTrials:
         if plan.shape != plan.made_for.shape:
             return "the plan's model has another shape than the stored weights"
         if has_depth_proxy:
-            return "a model with fewer layers is measured first"
+            return "a depth proxy is measured first"
         if not self.has_weights:
             return "the weights that trial 0 stored are missing"
         if self.load_s > max(self.start_s, self.iterations_s):

@@ -109,7 +109,8 @@ class TrialConfig(Section):
         default=1, ge=1, le=10_000, description="nodes of each trial, with a launcher that has nodes"
     )
     crop: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=10_000)] = Field(
-        default="auto", description="layers per stage of a smaller model that is tried first, or none"
+        default="auto",
+        description="layers per stage of the depth proxy, a smaller model measured first; none: no proxy",
     )
 
     @property

@@ -403,7 +403,7 @@ class Coordinator:
         study = TuneStudy.open(storage, space=space, seed=config.seed, sampler=config.sampler)
         if study is not None and log is not None and study.lacks(log):
             study.close()
-            storage.put_aside("lacks trials that were finished")
+            storage.put_aside("is missing finished trials")
             study = None
         if study is not None:
             self._say(storage.tool_line)
@@ -430,7 +430,7 @@ class Coordinator:
         )
         if num_unknown := study.num_unknown:
             self._say(
-                f"{num_unknown} trials are left out, whose plan neither events.jsonl nor their folder holds"
+                f"{num_unknown} trials are skipped: their plan is in neither events.jsonl nor their folder"
             )
         self._say(storage.tool_line)
         if log is not None:

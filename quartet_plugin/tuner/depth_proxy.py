@@ -70,7 +70,10 @@ def depth_proxy_for(
     if layers is not None and (proposer is None or not is_sequential):
         layers = None
         if asked != "auto":
-            why = f"trial.crop: {asked}; only what the cost model proposes one at a time has depth proxies"
+            why = (
+                f"trial.crop: {asked}; depth proxies need study.starts: auto and a run without --workers; "
+                "set trial.crop: none"
+            )
     if why:
         context.observer.message(why)
     if layers is None or proposer is None:
@@ -89,10 +92,11 @@ def layers_to_keep(space: Space, result: TrialResult, *, asked: str | int) -> tu
     framework = capabilities(space.baseline.made_for.framework)
     if Axis.SCALING in space.locked or not framework.changes_num_layers:
         why = space.locked.get(Axis.SCALING, framework.title)
-        return None, "" if asked == "auto" else f"trial.crop: {asked}; {why} keeps the number of layers"
+        fault = f"trial.crop: {asked}; {why} keeps the number of layers; set trial.crop: none"
+        return None, "" if asked == "auto" else fault
     if isinstance(asked, int):
-        is_less = asked < largest
-        return (asked, "") if is_less else (None, f"trial.crop: {asked}; a stage has {largest} layers")
+        fault = f"trial.crop: {asked}; the largest stage has {largest} layers; give fewer, or set it to none"
+        return (asked, "") if asked < largest else (None, fault)
     layers = math.ceil(AUTO_FRACTION * largest)
     saved_s = (result.wall_s - result.start_s) * (1.0 - layers / largest)
     is_worth_it = saved_s >= max(LEAST_SAVED_S, LEAST_SAVED * result.wall_s)
@@ -124,11 +128,12 @@ class DepthProxy:
         self.is_open = True
         plan, say = self.baseline.plan, self.context.observer.message
         self.proposer.predictor.learn(trials)
-        say(f"plans are first tried with {self.layers} of {_largest_stage(plan)} layers on a stage")
+        largest = _largest_stage(plan)
+        say(f"plans are first measured as depth proxies: {self.layers} of {largest} layers per stage")
         first_drift = 1.0 if self.is_begun else drift
         if not self._measure(plan, number=BASELINE, num_left=num_left, drift=first_drift):
             self.is_on = False
-            say("the baseline's depth proxy could not be measured: plans are tried with all layers")
+            say("the baseline's depth proxy could not be measured; plans are measured with all layers")
         for trial in trials:
             plan, number = trial.plan, trial.number
             if self.is_on and number != BASELINE and self._is_recorded(plan, number=number):
@@ -155,7 +160,8 @@ class DepthProxy:
         record = TrialRecord(
             verdict="measured",
             outcome=DEPTH_PROXY,
-            reason=f"its depth proxy is too slow: {iteration_s:.3g} s +- {spread:.0%} predicted",
+            reason=f"skipped: its depth proxy predicts {iteration_s:.3g} s per iteration "
+            f"(±{spread:.0%}), too slow",
             attempt_id=result.attempt_id,
             wall_s=result.wall_s,
             num_iterations=0,

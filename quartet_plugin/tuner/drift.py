@@ -104,16 +104,17 @@ class DriftMonitor:
         check = DriftMeasurement(num_tried=due, ratio=ratio, chance_limit=limit)
         self.measurements.append(check)
         context.events.add("control", trial=BASELINE, after=due, ratio=ratio, chance_limit=limit)
-        words = f"after {due} trials your command runs at {ratio:.2f}x of its first measured speed"
-        span = f"({1.0 / limit:.2f}x to {limit:.2f}x)"
+        words = f"after {due} trials your command was measured again: {ratio:.2f}x of its first speed"
+        span = f"the noise range {1.0 / limit:.2f}x to {limit:.2f}x"
         if not check.is_within_chance:
             context.observer.message(
-                f"{words}, beyond chance {span}: the machine has changed; later trials are compared with that"
+                f"{words}, outside {span}; the machine has changed, and later trials are compared with the "
+                "new measurement"
             )
             return ratio
         if abs(math.log(ratio)) > math.log1p(LEAST_DRIFT):
             context.observer.message(
-                f"{words}, within chance {span}: later trials are still compared with the first measurement"
+                f"{words}, inside {span}; later trials are still compared with the first measurement"
             )
         return 1.0
 

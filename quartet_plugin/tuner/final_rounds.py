@@ -23,7 +23,7 @@ from quartet_plugin.tuner.winner_choice import CLEAR_GAIN, FinalistResult
 type RoundResults = dict[int, dict[int, TrialResult]]
 
 # What "proven" means; the figure is the sequential test's, measured by `python -m benchmarks.final_rounds`.
-PROOF_WORDS = "by a test that errs in less than 2 % of searches"
+PROOF_WORDS = "sequential test, false-positive rate below 2 % per search"
 
 
 def proven_finalists(
@@ -38,7 +38,7 @@ def proven_finalists(
     finalists: list[FinishedTrial] = []
 
     def drop(trial: FinishedTrial, reason: str) -> None:
-        context.observer.message(f"trial {trial.number} is out: {reason}")
+        context.observer.message(f"trial {trial.number} is not a finalist: {reason}")
 
     config = context.run.config.study
     proofs = parity.num_runs_to_prove(trial.plan for trial in ranked[: config.top_k])
@@ -86,15 +86,15 @@ def finalist_words(
     numbers = [trial.number for trial in finalists]
     left = [trial for trial in ranked if trial.number not in numbers]
     words = (
-        f"{len(ranked)} plans are not clearly slower than your command; {len(finalists)} of them go to "
-        f"the final rounds (at most study.top_k), by {rank_words}: "
+        f"{len(finalists)} finalists (at most study.top_k) of {len(ranked)} plans that are not clearly "
+        f"slower than your command, ranked by {rank_words}: "
     )
     words += ", ".join(map(name, finalists))
     if left:
-        words += f"; next, left out: {name(left[0])}"
+        words += f"; first plan not included: {name(left[0])}"
     order = [trial.number for trial in ranked]
     if left and order.index(left[0].number) < max(map(order.index, numbers)):
-        words += f"; trial {numbers[-1]} has the place of your own model"
+        words += f"; trial {numbers[-1]} is included as the best plan of your own model"
     return words
 
 
@@ -220,7 +220,7 @@ class FinalRounds:
             words = faster_words(sorted(test.proven))
             say(f"decided after {rounds}: {words}")
         elif gone:
-            say(f"after {rounds} left out, since a win is unlikely: trial {', '.join(map(str, gone))}")
+            say(f"dropped after {rounds}, unlikely to win: trial {', '.join(map(str, gone))}")
 
 
 def faster_words(proven: Sequence[int]) -> str:
@@ -228,9 +228,9 @@ def faster_words(proven: Sequence[int]) -> str:
     if not proven:
         return "no plan is proven faster"
     if len(proven) == 1:
-        return f"trial {proven[0]} is proven faster than your command, {PROOF_WORDS}"
+        return f"trial {proven[0]} is proven faster than your command ({PROOF_WORDS})"
     numbers = f"{', '.join(map(str, proven[:-1]))} and {proven[-1]}"
-    return f"trials {numbers} are proven faster than your command, {PROOF_WORDS}"
+    return f"trials {numbers} are proven faster than your command ({PROOF_WORDS})"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -104,7 +104,7 @@ class FullSizeStudy:
         num_nodes = len(full.made_for.nodes)
         say(
             f"full size: {num_nodes} nodes: {of_plan.iteration_s:.4g} s per iteration predicted, "
-            f"{gain.median:.2f}x ({gain.low:.2f}x to {gain.high:.2f}x) of your command"
+            f"{gain.median:.2f}x as fast as your command ({gain.low:.2f}x to {gain.high:.2f}x)"
         )
         if ranking.trial.plan.layout.data_parallel == 1 < full.layout.data_parallel:
             say("full size: its trial had one replica, so the time of the gradient reduction is assumed")
@@ -214,7 +214,7 @@ class FullSizeStudy:
     ) -> tuple[Confirmation, Plan] | str:
         """The comparison and the plan with the nodes that it ran on, or why there is none."""
         if isinstance(self.nodes, str):
-            self.context.observer.message(f"full size: not measured: {self.nodes}")
+            self.context.observer.message(f"full size is not measured ({self.nodes})")
             return self.nodes
         if not self.context.budget.fits(num_launches=2 * ROUNDS):
             return "no time is left for it"
@@ -256,7 +256,7 @@ class FullSizeStudy:
             for of, seconds in ((full, times), (command, of_command))
         )
         ratio = speedup(value, baseline_value=baseline_value)
-        self.context.observer.message(f"full size: {ratio:.2f}x of your command measured")
+        self.context.observer.message(f"full size: measured {ratio:.2f}x as fast as your command")
         return Confirmation(iteration_s=tuple(times), baseline_iteration_s=tuple(of_command), speedup=ratio)
 
 

@@ -43,7 +43,7 @@ from quartet_plugin.tuner.history_rows import (
     with_events,
     with_record,
 )
-from quartet_plugin.tuner.run_folder import TuningRun, resume_run
+from quartet_plugin.tuner.run_folder import TuningRun, begun_run
 from quartet_plugin.tuner.trial_backend import nodes_of
 from quartet_plugin.tuner.trial_launcher import VERDICTS
 
@@ -64,7 +64,7 @@ def open_run(path: Path) -> TuningRun:
         raise ConfigError(f"{path}: no such run; name a folder that `quartet tune` wrote")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path}: no run: it has no config.json; name a folder that `quartet tune` wrote")
-    return resume_run(path, config=None, command=None)
+    return begun_run(path, config=None, command=None)
 
 
 class _Reader:

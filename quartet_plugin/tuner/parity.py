@@ -279,7 +279,7 @@ class ParityKeeper:
     def _leave_out(self, plan: Plan, reason: str, *, outcome: str, trial: int) -> None:
         kind = self._quarantine_kind(plan, reason, outcome=outcome)
         self.context.events.add("quarantine", trial=trial, schedule=kind.label, reason=reason)
-        self.context.observer.message(f"{kind.label} is left out from now on: {reason}")
+        self.context.observer.message(f"{kind.label} is excluded from the search: {reason}")
 
     def _kind(self, plan: Plan) -> ParityKind:
         return kind_of_plan(plan, features=self.features)
@@ -289,7 +289,7 @@ class ParityKeeper:
         refusal = ParityRefusal(
             verdict=_QUARANTINES[outcome],
             outcome=outcome,
-            reason=f"quarantined: {kind.label}: {reason}",
+            reason=f"{kind.label} is excluded from the search: {reason}",
             culprit=plan.key,
         )
         self._quarantined.setdefault(kind, refusal)
@@ -315,7 +315,7 @@ class ParityKeeper:
         kind = self._kind(plan)
         if why_apart and why_apart != self._reason_shown:
             self._reason_shown = why_apart
-            self.context.observer.message(f"parity checks need separate launches: {why_apart}")
+            self.context.observer.message(f"parity checks run as separate launches, because {why_apart}")
         self.context.fence()
         left_s = self.context.budget.remaining_s(num_launches=num_left + self.num_runs)
         self.context.observer.plan_started(
@@ -359,7 +359,7 @@ class ParityKeeper:
         self.context.events.add("parity-verdict", trial=trial, schedule=kind.label, verdict=receipt.verdict)
         if receipt.failure is None and is_first:
             self.context.observer.message(
-                f"parity check of {kind.label}: trains as stock does, {_worst(receipt)}"
+                f"parity check of {kind.label} passed: {receipt.agreement} ({_worst(receipt)})"
             )
 
     def _run(self, plan: Plan) -> Receipt:
@@ -378,7 +378,7 @@ class ParityKeeper:
         self._unavailable = ParityRefusal(verdict="infeasible", outcome="INFEASIBLE", reason=text, culprit="")
         self.context.events.add("quarantine", trial=trial, schedule="every custom schedule", reason=text)
         self.context.observer.message(
-            f"custom schedules are left out, because they cannot be checked ({kind.label}): {text}"
+            f"custom schedules are excluded from the search: they cannot be checked ({kind.label}): {text}"
         )
         return self._unavailable
 
@@ -390,13 +390,11 @@ class ParityKeeper:
 
 def _failed(receipt: Receipt, kind: ParityKind) -> ParityRefusal:
     assert receipt.failure is not None
-    reason = f"{kind.label} does not train as stock does and is left out from now on: "
+    reason = f"{kind.label} is excluded from the search: it does not train as stock does: "
     reason += receipt.failure.reason
     return ParityRefusal(verdict="wrong", outcome="WRONG", reason=reason)
 
 
 def _worst(receipt: Receipt) -> str:
     loss, norm = worst_of(receipt.decisive_steps)
-    within = f"{len(receipt.steps)} steps, loss within {loss:.1e}, gradient norm within {norm:.1e}"
-    by_layout = receipt.layout_reference
-    return within if by_layout is None else f"{within} of stock under {by_layout.layout}"
+    return f"{len(receipt.steps)} steps, loss within {loss:.1e}, gradient norm within {norm:.1e}"

@@ -140,6 +140,6 @@ def _words(host: str, factor: float) -> str:
     if factor == 1.0:
         return f"node {host} computes as fast as the others again"
     return (
-        f"node {host} is slow: it computes {factor:.2f} times slower than the others, in two launches; "
-        "`quartet doctor --nodes` may say why"
+        f"node {host} is slow: its computations take {factor:.2f}x the time of the other nodes', in two "
+        "launches; run `quartet doctor --nodes`"
     )

@@ -306,7 +306,8 @@ def _check_disk(request: ParityCheck) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise ParityUnavailableError(
-            f"{place}: {free >> 20} MiB free; the weights that both runs start from need {needed >> 20}"
+            f"{place}: {free >> 20} MiB free; the initial weights of both runs need {needed >> 20} MiB; "
+            "free disk space"
         )
 
 

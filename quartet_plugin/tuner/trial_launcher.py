@@ -139,8 +139,8 @@ class TrialLauncher:
         self.end(launch, result)
         if other_devices := self.other_devices(result):
             raise InfrastructureError(
-                f"{launch.label}: it ran {other_devices}; "
-                "--resume where the baseline ran, or start another run"
+                f"trial {launch.label}: ran {other_devices}; "
+                "resume on the devices of the baseline, or start another run"
             )
         # A preemption ends ranks and tuner alike; the attempt is closed, and its trial is there to resume.
         is_lost = result.outcome is Outcome.INFRA and context.should_stop()

@@ -22,17 +22,17 @@ CLEAR_GAIN = 1.05
 CLEAR_CHANCE = 0.9
 
 _RULE = (
-    "of the plans that are proven faster than your command, the fastest by the median ratio in the "
+    "the fastest of the plans proven faster than your command, by the median of their speed ratios in the "
     "same rounds"
 )
 _RULE_OF_OTHER_MODELS = (
-    "; another model only if it is faster than your command and than each such plan of your own model, "
-    f"by {100 * (CLEAR_GAIN - 1):.0f} % or more, and faster at all with a probability of "
-    f"{100 * CLEAR_CHANCE:.0f} % or more"
+    f"; a different model wins only if it is at least {100 * (CLEAR_GAIN - 1):.0f} % faster than your "
+    "command and than every proven plan of your own model, and faster than the latter with a probability of "
+    f"at least {100 * CLEAR_CHANCE:.0f} %"
 )
 
 # The order of `in_order_of_choice` where none may win.
-NEAREST_RULE = "the finalist whose speedup's 95 % interval has the highest lower end"
+NEAREST_RULE = "chosen by the highest lower end of the 95 % interval of the speedup"
 
 NUM_RESAMPLES = 10_000
 

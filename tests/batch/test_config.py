@@ -63,7 +63,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ({"name": "a", "command": COMMAND, "trials": 0}, "greater than or equal to 1"),
         ({"name": "a", "command": COMMAND, "priority": True}, "valid integer"),
         ({"name": "a", "command": COMMAND, "like": "b"}, "no such job"),
-        ({"name": "a", "command": COMMAND, "like": "a"}, "a -> a: a circle"),
+        ({"name": "a", "command": COMMAND, "like": "a"}, "a -> a: forms a cycle"),
     ],
 )
 def test_what_no_job_can_be_is_refused(job: dict[str, Any], says: str) -> None:
@@ -75,7 +75,7 @@ def test_keys_of_the_whole_file_are_checked() -> None:
     assert "did you mean limits?" in refusal(job, limit={})
     assert "did you mean jobs_at_once?" in refusal(job, limits={"jobs_at_onc": 2})
     assert "jobs: none" in refusal()
-    assert "two jobs have this name" in refusal(job, {**job, "name": "A"})
+    assert "the name is used twice" in refusal(job, {**job, "name": "A"})
 
 
 def first_of(job: dict[str, Any]) -> Job | None:

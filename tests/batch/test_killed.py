@@ -55,7 +55,7 @@ def test_killed_twice_and_gone_on_with_twice(tmp_path: Path, monkeypatch: pytest
     output_of_second = second.stdout
     assert output_of_second is not None
     wait_until(
-        lambda: b"j1: goes on" in (output_of_second.readline() or b"j1: goes on"),
+        lambda: b"j1: still running" in (output_of_second.readline() or b"j1: still running"),
         what="adoption",
         timeout_s=500.0,
     )

@@ -84,7 +84,7 @@ def test_braces_are_doubled() -> None:
         ({"axes": {"model": MODELS}, "name": "{model}/x", "command": "x"}, "letters, digits"),
         (
             {"axes": {"model": MODELS, "n": [1, 2]}, "name": "{model}", "command": "x"},
-            "two jobs have this name",
+            "the name is used twice",
         ),
         ({"axes": {"n": [1]}, "command": "x", "exclude": [{"m": 1}]}, "unknown key"),
         ({"axes": {"n": [1]}, "command": "x", "exclude": [{"n": 2}]}, "none of 1"),

@@ -19,7 +19,7 @@ from tests.model.plans import PLAN
 from tests.model.test_receipt import receipt_of
 from tests.report.test_node_checks import facts_of
 
-FAULT = "a.b: its source is another one in megatron-core 0.19.2 (0123)"
+FAULT = "a.b: source differs in megatron-core 0.19.2 (0123)"
 
 
 def report(*, fault: str | None = None, changed: str | None = None) -> dict[str, Any]:

@@ -78,7 +78,8 @@ def test_a_plan_without_a_description_is_explained_with_what_is_assumed(
     older = tmp_path / "older.json"
     write_plan(replace(plan, made_for=replace(plan.made_for, job=None)), path=older)
     data = explained(capsys, str(older))
-    assert data["assumed"] == {"precision": "bf16", "links": "the device's usual ones", "search": "auto"}
+    links = "library values for this device"
+    assert data["assumed"] == {"precision": "bf16", "links": links, "search": "auto"}
 
 
 def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +122,7 @@ def test_refused_degrees_are_listed(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("plan.json", "--cluster", "missing.yaml"), 2, "missing.yaml"),
         (("plan.json", "--cluster", "other.yaml"), 2, "made_for: shape"),
         (("plan.json", "--cluster", "small.json"), 2, "made_for: devices"),
-        (("unequal.json",), 2, "give --cluster"),
+        (("unequal.json",), 2, "add --cluster CLUSTER.json"),
         (("plan.json", "--hardware", "nowhere"), 2, "nowhere: no such folder"),
     ],
 )
@@ -174,7 +175,7 @@ def test_a_device_without_a_file_is_stood_in_for_and_said(
     write_plan(plan_with(made_for=replace(MADE_FOR, nodes=nodes)), path=tmp_path / "plan.json")
     data = explained(capsys, str(tmp_path / "plan.json"))
     assumed: dict[str, str] = data["assumed"]  # type: ignore[assignment]
-    assert "nothing is known of Some GPU" in assumed["device"]
+    assert "Some GPU is not in the device library" in assumed["device"]
 
 
 def test_experts_are_planned_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,7 +281,7 @@ def test_a_run_is_explained_by_its_winner_as_its_trials_calibrated_the_model(
     assert data["num_calibrating_trials"] == sum(
         row["verdict"] == "measured" for row in read_trials(capsys, "r")
     )
-    # What the trials taught is nearer to the measured time than what a usual processor core would take.
+    # What the trials taught is nearer to the measured time than what a generic CPU core would take.
     alone = run.parents[1] / "alone.json"
     shutil.copy(run / "best" / "plan.json", alone)
     assumed = explained(capsys, str(alone))

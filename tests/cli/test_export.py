@@ -277,12 +277,12 @@ def test_the_script_sets_what_megatron_needs_with_more_tensor_parallelism(tmp_pa
         (
             NATIVE_PLAN,
             ("torchrun", "x.py", "--decoder-first-pipeline-num-layers=3"),
-            "needs a command without --decoder-first",
+            "remove --decoder-first",
         ),
         (
             NATIVE_PLAN,
             ("torchrun", "x.py", "--account_for_loss_in_pipeline_split"),
-            "needs a command without --account-for-loss",
+            "remove --account-for-loss",
         ),
         (
             replace(NATIVE_PLAN, made_for=replace(NATIVE_PLAN.made_for, framework="deepspeed")),

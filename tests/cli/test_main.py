@@ -114,7 +114,7 @@ def test_a_bug_is_named_as_one(install: Install, capsys: pytest.CaptureFixture[s
     install(raising(KeyError("x")))
     assert main(["probe"]) == 1
     assert capsys.readouterr().err == (
-        "quartet: internal error, please report it with --debug: KeyError: 'x'\n"
+        "quartet: internal error: KeyError: 'x'; run again with --debug and report the traceback\n"
     )
 
 

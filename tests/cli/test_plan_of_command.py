@@ -271,7 +271,7 @@ def test_a_cluster_file_and_a_job_files_search_are_taken(
         ),
         (words("--moe-layer-freq 2 --num-experts 4"), (), "--moe-layer-freq"),
         (words("--fp8-format hybrid"), ("--cluster", "A100"), "model.precision: fp8"),
-        (words(), ("--cluster", "H100", "--global-batch", "8"), "batch: the command says it"),
+        (words(), ("--cluster", "H100", "--global-batch", "8"), "batch: given by the command as well"),
         (words(), ("--cluster", "missing.json"), "missing.json"),
         (words(), ("--cluster", "H9000"), "device 'H9000': unknown"),
         (words(start="torchrun --nproc-per-node gpu x.py"), (), "how many processes"),

@@ -77,4 +77,4 @@ def test_lines_name_the_latest_device(files: tuple[str, str]) -> None:
     ends = [list(row) for row in simulation.end_s]
     ends[1][-1] += 0.5
     shown = command.lines([{"wall_s": 1.0, "end_s": ends}], simulation, time_scale=1.0)
-    assert shown[-1] == "latest against the simulator: 500.0 ms, on device 1"
+    assert shown[-1] == "largest delay against the simulation: 500.0 ms, on device 1"

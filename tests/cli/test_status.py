@@ -93,7 +93,7 @@ def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "finished  10 of 10 trials" in text
     assert "infeasible" in text
     assert "winner    trial " in text
-    assert "x the baseline" not in text, "one speedup, that of the winner"
+    assert "as fast as the baseline" not in text, "one speedup, that of the winner"
     assert f"study     sqlite:///{run}/study.sqlite3" in text
 
 
@@ -368,8 +368,8 @@ def test_a_torn_journal_is_named_and_a_damaged_one_repaired(
     journal.write_bytes(b"".join(lines[:-1]) + lines[-1][:5])
     assert f"record {len(lines)} is damaged" in refused(capsys, 6, "status", str(path))
     journal.write_bytes(b"".join([*lines[:9], b"{]\n", *lines[9:]]))
-    assert "`quartet status` says what becomes of it" in refused(capsys, 6, "trials", str(path))
-    assert "bytes were cut off" in printed(capsys, "repair", str(path))
+    assert "run `quartet status` for the fix" in refused(capsys, 6, "trials", str(path))
+    assert "bytes (copy: study.journal.torn-1)" in printed(capsys, "repair", str(path))
     assert journal.read_bytes() == b"".join(lines[:9])
     assert "nothing is damaged" in printed(capsys, "repair", str(path))
 

@@ -213,7 +213,21 @@ def test_an_engine_that_cannot_say_does_not_end_a_training_on_nodes(
     training = Training(away, away, 0)
     assert train_nodes._follow(training, ["true"], token="ab" * 16) == 0
     assert training.calls == ["poll", "poll", "poll", "end"]
-    assert capsys.readouterr().err.count("squeue: no answer: the training is left alone") == 1
+    assert capsys.readouterr().err.count("squeue: no answer; the training continues") == 1
+
+
+def test_a_closed_pipe_ends_a_training_on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `quartet train ... | head`: what was started on the nodes does not outlive the command."""
+
+    def show(_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_nodes._Following, "show", show)
+    training = Training()
+    with pytest.raises(BrokenPipeError):
+        train_nodes._follow(training, ["true"], token="ab" * 16)
+    assert training.calls == ["end"]
 
 
 def test_the_second_ctrl_c_ends_a_training_on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ class FakeGate:
     def check(self, plan: Plan) -> Receipt:
         self.checked.append(plan)
         if not self.executes:
-            raise NotAsPlannedError("rank 0: schedule 1f1b ran, the plan has zb-v")
+            raise NotAsPlannedError("rank 0: executed schedule 1f1b, planned zb-v")
         failed: dict[str, Any] = {"verdict": "failed", "failure": FAILED}
         return receipt_of(plan_key=plan.key, plan_digest=plan.digest, **({} if self.passes else failed))
 

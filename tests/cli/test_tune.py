@@ -89,7 +89,7 @@ def test_a_script_that_fails_by_itself_is_shown(tmp_path: Path, capfd: pytest.Ca
         (["tune", "torchrun", "--nproc-per-node", "2", "x.py"], 2, "after --"),
         (["tune", "--", sys.executable, "nowhere.py"], 2, "'nowhere.py': not found"),
         (["tune", "--", "./torchrun", "x.py"], 2, "'./torchrun': not found"),
-        (["tune", "--", "ls", "-l"], 2, "started no Python process"),
+        (["tune", "--", "ls", "-l"], 2, "no Python process with quartet-plugin was started"),
         (["tune", "--", "no-such-run", "train.py"], 2, "'no-such-run': not found"),
         (["tune", "--", "sbatch", "train.sh"], 2, "only queues a job"),
         (["tune", "--", "torchrun", "--nnodes", "2", "x.py"], 2, "on this node only"),
@@ -333,7 +333,7 @@ def test_the_closing_lines_without_a_winner_name_the_nearest_trial(tmp_path: Pat
     assert result.winner is None
     lines = summary_lines(result, plan=None, run=run)
     nearest = result.rankings[0]
-    assert lines[1].startswith(f"nearest   trial {nearest.trial.number}, ")
+    assert lines[1].startswith(f"nearest   trial {nearest.trial.number} (not proven faster), ")
     assert "highest lower end" in lines[2]
     assert lines[4].startswith(f"trial {nearest.trial.number} ")
     assert lines[-1].startswith("explain   quartet explain ")

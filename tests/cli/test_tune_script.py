@@ -137,8 +137,8 @@ def test_a_training_in_the_background_is_followed_to_its_end(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("echo nothing here", "started no Python process"),
-        ('"$0" helper.py; echo done', r"\(helper.py\) none imports megatron.training"),
+        ("echo nothing here", "no Python process with quartet-plugin was started"),
+        ('"$0" helper.py; echo done', r"\(helper.py\) imports megatron.training"),
     ],
 )
 def test_a_command_that_trains_nothing_is_refused_with_what_was_seen(

@@ -236,7 +236,7 @@ def test_many_workers_on_one_study_whose_database_is_killed(tmp_path: Path, num_
         own.stop()
         tuner.release()
         wait_until(
-            lambda: "it is asked again" in tuner.words or tuner.process.poll() is not None,
+            lambda: "retrying for" in tuner.words or tuner.process.poll() is not None,
             what="the tuner to miss its database",
             timeout_s=600.0,
         )

@@ -103,7 +103,7 @@ def test_a_changed_source_is_named_and_nothing_is_touched(seam: Seam, importer: 
     known = seam.known["0.19.8"]
     assert known is not None
     changed = replace(seam, known={"0.19.8": replace(known, source="0" * 16)})
-    with pytest.raises(SeamError, match=rf"{seam.path}: its source is another one in deepspeed 0\.19\.8"):
+    with pytest.raises(SeamError, match=rf"{seam.path}: source differs in deepspeed 0\.19\.8"):
         resolve(changed)
     for other in REPLACED:
         resolve(other)
@@ -140,7 +140,7 @@ def test_the_entry_ends_with_4_where_a_function_was_changed(tmp_path: Path) -> N
     )
     assert done.returncode == 4, done.stderr[-2000:]
     assert (
-        "PipelineEngine._exec_schedule: already replaced by __main__ (here is deepspeed 0.19.8)"
+        "PipelineEngine._exec_schedule: already replaced by __main__ (installed: deepspeed 0.19.8)"
         in done.stderr
     )
     assert "script ran" not in done.stdout

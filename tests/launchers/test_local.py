@@ -35,7 +35,7 @@ def run(tmp_path: Path, program: str, **environment: str) -> tuple[int, str]:
     [
         (
             "torchrun --nnodes 2 a.py",
-            "torchrun --nnodes: 2; this command starts processes on this node only",
+            "torchrun --nnodes: 2; without --launcher quartet starts processes on this node only",
         ),
         ("torchrun --nnodes 1:4 a.py", "torchrun --nnodes: a range; "),
         ("deepspeed --num_nodes 2 --num_gpus 4 a.py", "deepspeed --num_nodes: 2; "),

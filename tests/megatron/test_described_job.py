@@ -120,5 +120,5 @@ def test_what_a_described_job_cannot_say_is_refused_by_the_flags_name(tmp_path: 
         with pytest.raises(Exception, match=flag):
             check_fit(plan, args, version="0.19.2", world_size=8)
     args = native_flags().values(words_of(plan, without="--q-lora-rank"))
-    with pytest.raises(Exception, match="--q-lora-rank: not given"):
+    with pytest.raises(Exception, match="--q-lora-rank: missing"):
         check_fit(plan, args, version="0.19.2", world_size=8)

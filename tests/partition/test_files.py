@@ -38,7 +38,7 @@ def broken(**changes: object) -> dict[str, object]:
         ({"mesh": []}, "mesh"),
         ({"mesh": [1024, 1024]}, "1048576 devices"),
         ({"carried": ["O"]}, "carried"),
-        ({"kept": ["I"]}, "carried and kept are apart"),
+        ({"kept": ["I"]}, "carried and kept must be disjoint"),
         ({"schema_version": 2}, "schema_version"),
         ({"pieces": {"M": 1, "N": 2, "K": 2}}, "M is 1; must be 0 to 0"),
         ({"steps": {"F": [], "B": [], "G": []}}, "phase F"),

@@ -142,7 +142,7 @@ def test_a_carried_tensor_has_no_copies() -> None:
 def test_homes_that_lack_a_block_are_refused() -> None:
     partition = named_partition("home2x2-in")
     homes = {**partition.homes, Tensor.INPUT: Home((((0, 0),),) * 4)}
-    with pytest.raises(PlanError, match="I01 has no home"):
+    with pytest.raises(PlanError, match="I01 is assigned to no device"):
         validate(replace(partition, homes=homes))
     homes = {**partition.homes, Tensor.WEIGHT: partition.homes[Tensor.OUTPUT]}
     with pytest.raises(PlanError, match="homes of W and dW differ"):

@@ -220,4 +220,6 @@ def test_what_a_limit_cuts_off_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     space = space_of(4, num_layers=24, search={**search, "schedule": ["1f1b"]})
     monkeypatch.setattr(module, "MAX_WORK", 1)
     _, _, candidates = candidates_of(space, truth_of(space, 0))
-    assert any(line.startswith("splits: 1 choices keep the balanced one") for line in candidates.limits)
+    assert any(
+        line.startswith("splits: 1 slower combinations keep the balanced split") for line in candidates.limits
+    )

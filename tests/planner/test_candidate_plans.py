@@ -149,7 +149,7 @@ def test_of_too_many_layouts_those_that_may_be_fastest_are_predicted(
     assert bounds[fastest.shape, fastest.layout] <= fastest.equal_work_s
     candidates.best(costs_of=rates, splits_of=no_splits, order_of=no_order)
     (words,) = [line for line in candidates.limits if line.startswith("layouts: ")]
-    assert words.startswith(f"layouts: {most} of {len(every)} are predicted, those of the least bounds; ")
+    assert words.startswith(f"layouts: {most} of {len(every)} are predicted, those with the smallest ")
 
 
 def test_plans_that_cannot_be_predicted_are_left_out() -> None:

@@ -148,7 +148,7 @@ def test_context_parallel_cuts_sequences() -> None:
     [
         ("search", {"split": "6+3"}, "must sum to num_layers"),
         ("search", {"expert_parallel": 2}, "needs model.num_experts"),
-        ("search", {"schedule": "mine.json"}, "files of schedules need"),
+        ("search", {"schedule": "mine.json"}, "`quartet tune` for schedule files"),
         ("search", {"mapping": "tp-pp-dp"}, "auto .solved. or stock"),
         ("search", {"inside": "data"}, "inside"),
         ("model", {"num_experts": 1}, "num_experts"),
@@ -316,8 +316,8 @@ def test_forbidden_layouts_are_no_candidates() -> None:
 @pytest.mark.parametrize(
     ("search", "words"),
     [
-        ({"forbid": {"mapping": "1,0"}}, "mapping; a plan without a run"),
-        ({"forbid": {"schedule": "searched"}}, "searched; a plan without a run has no-pipelining"),
+        ({"forbid": {"mapping": "1,0"}}, "mapping; a rule of `quartet plan` may use only"),
+        ({"forbid": {"schedule": "searched"}}, "searched; `quartet plan` supports no-pipelining"),
         ({"change_class": "C"}, "change_class: C"),
         ({"scaling": {"shapes": "1x64"}}, "scaling.shapes: 1x64"),
     ],

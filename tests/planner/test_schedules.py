@@ -175,7 +175,7 @@ def test_named_only_searches_nothing() -> None:
 
 
 def test_a_file_of_a_schedule_is_refused() -> None:
-    with pytest.raises(ConfigError, match="files of schedules need `quartet tune`"):
+    with pytest.raises(ConfigError, match="use `quartet tune` for schedule files"):
         parsed(schedule="mine.json")
 
 

@@ -187,7 +187,7 @@ def test_no_plan_has_parts_in_graphs_that_nothing_captures() -> None:
 @pytest.mark.parametrize(
     ("search", "words"),
     [
-        ({"zero_stage": 1}, "search.zero_stage: 1; a plan without a run is for Megatron"),
+        ({"zero_stage": 1}, "search.zero_stage: 1; `quartet plan` plans for Megatron"),
         ({"moe_token_dispatcher": ["alltoall"]}, "search.moe_token_dispatcher: alltoall; must be the comm"),
         ({"recompute_modules": "mlp", "recompute": "selective"}, "needs --disable-bias-linear"),
         ({"cuda_graph_modules": "attn"}, "search.cuda_graph_modules: attn; the command captures no graphs"),

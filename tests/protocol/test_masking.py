@@ -135,7 +135,7 @@ def test_passwords_and_named_values_are_masked_in_text(text: str, shown: str) ->
 @pytest.mark.parametrize(
     "text",
     [
-        *("out of memory on rank 3 in phase init: 12,345 MiB more", "/data/disk-usage/hf_hub", "sk-learn"),
+        *("out of memory on rank 3 in phase init: peak 12,345 MiB", "/data/disk-usage/hf_hub", "sk-learn"),
         *("http://localhost:6006/a", "[2001:db8::1]:29500", "a risk-free disk-based task-list", "bearer of"),
         *("sorted(rows, key=lambda row: row.key)", "num_token=5", "hf_llama/model", "eyJ", "2x4:8@gpu"),
         *("/models/hf_mixtral8x7b", "convert_hf_checkpoint2.py", "/data/oscar/sk-wiki-20240101"),

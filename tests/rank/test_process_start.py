@@ -143,7 +143,7 @@ def test_what_is_not_one_training_is_refused_with_what_was_seen() -> None:
     changed = fault_of([start_of(), start_of(pid=11, rank=1, world_size=4)])
     assert changed is not None
     assert "of 2 and of 4 ranks" in changed
-    assert "quartet-plugin; install it" in absence_of([])
+    assert "was started; install it" in absence_of([])
     assert "(-u train.py)" in absence_of([start_of(framework=None)])
 
 

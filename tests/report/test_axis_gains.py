@@ -24,11 +24,13 @@ GAINS = AxisGains(
 )
 
 
-def test_the_axis_that_gave_most_comes_first_and_no_gain_is_nothing() -> None:
+def test_the_axis_that_gave_most_comes_first_and_no_gain_is_said() -> None:
     first, second = axis_lines(replace(history(), axis_gains=GAINS))
     assert first.startswith("axes      layers per stage")
-    assert first.endswith("21 % over the best plan without it, predicted: PP 2 · <zb-h1>, not tried")
-    assert second.split()[:2] == ["micro-batch", "nothing"]
+    assert first.endswith(
+        "21 % faster than the best plan that keeps your value, predicted: PP 2 · <zb-h1>, not tried"
+    )
+    assert second.split()[:5] == ["micro-batch", "less", "than", "0.5", "%"]
     assert not second.startswith("axes")
 
 

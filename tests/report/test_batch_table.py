@@ -59,7 +59,7 @@ def test_predicted_seconds_have_a_column_of_their_own() -> None:
 
 def test_a_job_without_a_better_plan_says_so() -> None:
     assert ended_words(replace(DONE, speedup=None)) == "done: done: no better plan was found"
-    assert ended_words(DONE) == "done: done: 1.25x (1.20x to 1.30x) the job's own command, PP 2"
+    assert ended_words(DONE) == "done: done: 1.25x (1.20x to 1.30x) as fast as the job's own command, PP 2"
 
 
 def test_csv_has_a_row_a_job() -> None:

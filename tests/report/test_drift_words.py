@@ -12,13 +12,14 @@ def test_each_check_has_a_verdict_and_says_what_trials_are_compared_with() -> No
     ]
     within, beyond, unknown = drift_lines(checks)
     assert within == (
-        "drift     after 10 trials your command ran at 2.11x of its first measured speed, within chance "
-        "(0.40x to 2.50x): trials are still compared with the first"
+        "drift     after 10 trials your command was measured again: 2.11x of its first speed, inside the "
+        "noise range 0.40x to 2.50x; later trials are still compared with the first measurement"
     )
     assert beyond == (
-        "          after 20 trials your command ran at 0.67x of its first measured speed, beyond chance "
-        "(0.91x to 1.10x): later trials are compared with this one"
+        "          after 20 trials your command was measured again: 0.67x of its first speed, outside the "
+        "noise range 0.91x to 1.10x; the machine has changed, and later trials are compared with the new "
+        "measurement"
     )
-    assert unknown == "          after 30 trials your command ran at 1.50x of its first measured speed"
+    assert unknown == "          after 30 trials your command was measured again: 1.50x of its first speed"
     assert drift_lines([]) == []
     assert drift_paragraph(checks[:1]).startswith("After 10 trials")

@@ -144,7 +144,7 @@ def test_your_command_stands_beside_the_plan() -> None:
         in text
     )
     assert "bubble    20.0 % of all device time; your command: 40.0 %" in text
-    assert "pp_bubble: the busiest rank waits" in text
+    assert "pp_bubble: seconds in which the busiest pipeline rank waits" in text
 
 
 def test_the_differences_say_where_the_time_is_saved() -> None:

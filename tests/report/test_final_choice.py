@@ -28,7 +28,7 @@ CHOICE = FinalChoice(
 LINES = [
     "chosen    the faster in the same rounds",
     "runner-up trial 9, another model: trial 2 is 1.088x as fast as trial 9, the median ratio of the "
-    "same 5 rounds, faster at all with probability 94 %",
+    "same 5 rounds, probability of being faster 94 %",
 ]
 
 
@@ -55,7 +55,7 @@ def test_a_runner_up_that_is_faster_is_said_with_the_reason() -> None:
     other_model = replace(CHOICE, gain=1 / 1.03, chance_better=0.1)
     assert choice_lines(chosen(other_model))[1] == (
         "runner-up trial 9, another model: trial 9 is 1.030x as fast as trial 2, the median ratio of the "
-        "same 5 rounds, faster at all with probability 90 %; the gain is too small or too uncertain to "
+        "same 5 rounds, probability of being faster 90 %; the gain is too small or too uncertain to "
         "prefer another model"
     )
     unsure = replace(other_model, is_runner_up_other_model=False, is_runner_up_win=False)
@@ -67,12 +67,12 @@ def test_a_runner_up_that_is_faster_is_said_with_the_reason() -> None:
 
 
 def test_the_selection_and_a_chance_that_cannot_be_larger_are_said() -> None:
-    sure = replace(CHOICE, chance_better=0.96875, selection="2 of 3 plans go to the final rounds")
+    sure = replace(CHOICE, chance_better=0.96875, selection="2 finalists of 3 plans")
     first, second, third = choice_lines(chosen(sure))
-    assert first == "selected  2 of 3 plans go to the final rounds"
+    assert first == "selected  2 finalists of 3 plans"
     assert second == LINES[0]
-    assert third.endswith("with probability 97 %, the highest that 5 rounds can give")
-    assert "Selected: 2 of 3 plans go to the final rounds. Chosen: " in choice_paragraph(chosen(sure))
+    assert third.endswith("probability of being faster 97 % (the maximum for 5 rounds)")
+    assert "Selected: 2 finalists of 3 plans. Chosen: " in choice_paragraph(chosen(sure))
 
 
 def test_few_shared_rounds_and_no_runner_up_are_said() -> None:
@@ -80,9 +80,9 @@ def test_few_shared_rounds_and_no_runner_up_are_said() -> None:
     assert "by the ratio of their speedups: they share only 2 rounds" in choice_lines(chosen(few))[1]
     unproven = replace(few, is_runner_up_win=False)
     assert choice_lines(chosen(unproven))[1].endswith(
-        "; trial 9 left after 2 rounds, before it could be proven"
+        "; trial 9 was dropped after 2 rounds, not proven faster than your command"
     )
-    assert "not proven" not in choice_lines(chosen(unproven))[1]
+    assert "is not proven" not in choice_lines(chosen(unproven))[1]
     assert choice_lines(chosen(FinalChoice(rule="x")))[1].startswith("runner-up none")
 
 

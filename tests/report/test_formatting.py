@@ -9,17 +9,17 @@ from tests.model.plans import PLAN, plan_with
 
 def test_a_speedup_over_the_first_baseline_has_no_mark() -> None:
     assert speedup_words(1.4351) == "1.44x"
-    assert speedup_sentence(1.4351) == "1.44x the baseline"
+    assert speedup_sentence(1.4351) == "1.44x as fast as the baseline"
     assert drift_note([1.0, 1.0]) is None
 
 
 def test_a_speedup_after_a_drift_has_a_mark_and_one_line_for_it() -> None:
     assert speedup_words(1.4351, drift=0.721) == "1.44x*"
     assert speedup_sentence(1.4351, drift=0.721) == (
-        "1.44x the baseline as measured again, at 0.72x of its first speed"
+        "1.44x as fast as the baseline (baseline remeasured at 0.72x of its first speed)"
     )
     assert drift_note([1.0, 0.721, 0.721, 1.25]) == (
-        "* over the baseline as measured again, at 0.72x, 1.25x of its first speed"
+        "* speedup over the baseline remeasured at 0.72x, 1.25x of its first speed"
     )
 
 

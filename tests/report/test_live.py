@@ -46,7 +46,7 @@ def test_plain_lines_are_one_an_event() -> None:
     with PlainLines(lines.append, clock=lambda: now[0]) as shown:
         play(shown)
     assert all("\n" not in line for line in lines)
-    assert "trial 0: your command: 0.500 s/iteration, 1,000 tokens/s, 1.00x the baseline" in lines
+    assert "trial 0: your command: 0.500 s/iteration, 1,000 tokens/s, 1.00x as fast as the baseline" in lines
     assert "trial 1, 1 of 10: measure 4/13, 0 s; about 2 min 05 s left" in lines
     assert "the baseline: launch, 0 s" in lines
     words = "PP 2 · MB 4 · split 6+2 · 1f1b · ranks 1,0"
@@ -148,9 +148,9 @@ def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -
     assert len(lines) <= height - 1
     assert all(len(line) <= width for line in lines)
     assert lines[-1].startswith("trial 61: launch")
-    note = next(index for index, line in enumerate(lines) if line.startswith("* over the baseline"))
+    note = next(index for index, line in enumerate(lines) if line.startswith("* speedup over"))
     assert " ".join(line.strip() for line in lines[note:-1]) == (
-        "* over the baseline as measured again, at 0.72x of its first speed "
+        "* speedup over the baseline remeasured at 0.72x of its first speed "
         "41 % of the time so far spent in measured iterations"
     )
     assert lines[note - 1].startswith("61 ")

@@ -52,7 +52,7 @@ def test_nodes_that_are_alike_are_well() -> None:
     [
         ("packages", "fail", {"packages": {"torch": "2.9.0"}}, "torch: 2.11.0 on n0; 2.9.0 on n1"),
         ("devices", "fail", {"devices": ["NVIDIA H100 80GB HBM3"] * 7}, "7 x NVIDIA H100 80GB HBM3 on n1"),
-        ("speed", "warn", {"product_s": [3.0e-3] * 7 + [4.65e-3]}, "n1 computes 1.50 times slower"),
+        ("speed", "warn", {"product_s": [3.0e-3] * 7 + [4.65e-3]}, "n1: computations take 1.50x the usual"),
         ("python", "warn", {"python": "3.11.0"}, "3.12.1 on n0; 3.11.0 on n1"),
         ("driver", "warn", {"driver": "NVRM version 550"}, "NVRM version 550 on n1"),
         ("links", "warn", {"ports": {"mlx5_0:1": "1: DOWN, 10 Gb/sec"}}, "n1 mlx5_0:1 (1: DOWN"),
@@ -117,4 +117,4 @@ def test_the_speed_is_compared_where_there_is_something_to_compare() -> None:
     for others in ({"product_s": []}, {"num_cores": 48}):
         assert rows_of(slow, others)["speed"].finding == "nothing to compare"
     found = rows_of({}, slow, {})["speed"]
-    assert (found.state, found.finding) == ("warn", "n1 computes 2.90 times slower")
+    assert (found.state, found.finding) == ("warn", "n1: computations take 2.90x the usual time")

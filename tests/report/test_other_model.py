@@ -36,7 +36,7 @@ def test_status_and_page_warn_and_name_the_best_plan_of_the_users_model() -> Non
     first = lines.index(f"model     {COST}")
     assert lines[first + 1] == (
         "          a search without `scaling` keeps your own model; best plan of your own model: trial 3, "
-        "0.425 s/iteration, 1.18x the baseline in one launch: "
+        "0.425 s/iteration, 1.18x as fast as the baseline in one launch: "
         "/runs/heavy-head/trials/000003/attempt-1/plan.json"
     )
     text = page(OTHER, Extras())

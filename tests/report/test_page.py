@@ -166,7 +166,7 @@ def test_the_page_says_what_was_found() -> None:
     assert "no progress for 30 s" in text
     assert "as trial 2" in text
     assert "--save, --tensorboard-dir" in text
-    assert "moe keeps these axes as they are: mapping" in text
+    assert "Not tuned because of moe (docs/support.md): mapping" in text
     assert "sh /runs/heavy-head/best/command.sh" in text
     assert "Etttttt|ttL" in text
 
@@ -552,7 +552,7 @@ def test_a_picture_from_elsewhere_keeps_its_place() -> None:
 def test_what_limits_cut_off_stands_beside_the_regret() -> None:
     plain = page(history(), Extras())
     assert "too large to predict every plan" not in plain
-    cut = replace(history(), limits=("mappings: of 8 slots the named orders", *ATTACKS[:1]))
+    cut = replace(history(), limits=("mappings: 8 slots; for 2 layouts", *ATTACKS[:1]))
     text = page(cut, Extras())
-    assert "The space was too large to predict every plan: mappings: of 8 slots the named orders" in text
+    assert "The space was too large to predict every plan: mappings: 8 slots; for 2 layouts" in text
     assert "<script>" not in text

@@ -54,8 +54,8 @@ def test_what_is_not_measured_is_shown() -> None:
     parts = LaunchSeconds(gate_s=300.0, warmup_s=120.0, measured_s=900.0)
     run = history(launch_s=1800.0, launch_parts=parts, search_s=1860.0, winner=WINNER)
     words = (
-        "measured 15 min 00 s (48 %), warm-up 2 min 00 s, gate 5 min 00 s, starts and ends 8 min 00 s, "
-        "waiting 1 min 00 s"
+        "measured 15 min 00 s (48 %), warm-up 2 min 00 s, parity checks 5 min 00 s, "
+        "startup and shutdown 8 min 00 s, waiting between launches 1 min 00 s"
     )
     assert expense_lines(run)[1] == f"time      {words}"
     assert words in page(run, extras=Extras())
@@ -68,7 +68,7 @@ def test_what_is_not_measured_is_shown() -> None:
 def test_starts_are_counted_where_some_are_warm() -> None:
     parts = LaunchSeconds(measured_s=900.0, num_warm=12, num_cold=1)
     run = history(launch_s=1800.0, launch_parts=parts, search_s=1860.0, winner=WINNER)
-    assert "starts (12 warm, 1 cold) and ends 15 min 00 s" in expense_lines(run)[1]
+    assert "startup and shutdown (12 warm, 1 cold) 15 min 00 s" in expense_lines(run)[1]
     assert status_record(run)["spent"]["num_warm_starts"] == 12
 
 
@@ -105,13 +105,13 @@ def test_unstable_launches_are_counted_and_a_busy_machine_is_said() -> None:
     few = history(launch_s=100.0, launch_parts=LaunchSeconds(num_measured=31, num_unstable=2))
     (line,) = [line for line in expense_lines(few) if line.startswith("unstable")]
     assert line.startswith(
-        "unstable  2 of 31 measured launches, those of the gate included: their iteration times vary too much"
+        "unstable  2 of 31 measured launches (parity checks included) had unstable iteration times; each was"
     )
     assert "busy" not in line
     many = history(launch_s=100.0, launch_parts=LaunchSeconds(num_measured=31, num_unstable=4))
     assert expense_lines(many)[2].endswith("; the machine was too busy")
     none = history(launch_s=100.0, launch_parts=LaunchSeconds(num_measured=31))
-    assert expense_lines(none)[2] == ("unstable  none of 31 measured launches")
+    assert expense_lines(none)[2] == "unstable  none of 31 measured launches was unstable"
 
 
 def test_every_key_of_the_status_is_documented() -> None:

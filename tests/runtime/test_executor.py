@@ -19,10 +19,31 @@ from tests.runtime.pipelines import SCHEDULES, TorchStages, reference_grads, spe
 
 
 class Wire:
-    """Untagged first-in-first-out queues of one stream and direction each, as a communicator has them."""
+    """Untagged first-in-first-out queues of one stream and direction each, as a communicator has them.
+
+    A receiver ends at once where a device has failed.
+    """
 
     def __init__(self) -> None:
-        self.queues: dict[tuple[int, int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._queues: dict[tuple[int, int, int], queue.Queue[Any]] = {}
+
+    def queue_of(self, key: tuple[int, int, int]) -> "queue.Queue[Any]":
+        """The queue of a group, from one device to another: one object for both threads."""
+        with self._lock:
+            if key not in self._queues:
+                self._queues[key] = queue.Queue()
+                if self._is_closed:
+                    self._queues[key].put(None)
+            return self._queues[key]
+
+    def close(self) -> None:
+        """Nothing more is sent."""
+        with self._lock:
+            self._is_closed = True
+            for one in self._queues.values():
+                one.put(None)
 
 
 class ThreadTransport:
@@ -43,7 +64,7 @@ class ThreadTransport:
             self.pending.add(transfer)
             if transfer.side is Side.SEND:
                 assert tensor is not None
-                self._wire.queues[key].put((message, tensor.detach().clone()))
+                self._wire.queue_of(key).put((message, tensor.detach().clone()))
             else:
                 self._posted[key].append(transfer)
 
@@ -56,7 +77,10 @@ class ThreadTransport:
         key = (message.group, message.source_device, message.target_device)
         while transfer not in self._arrived:
             first = self._posted[key].popleft()
-            got, tensor = self._wire.queues[key].get(timeout=20)
+            arrived = self._wire.queue_of(key).get(timeout=60)
+            if arrived is None:
+                raise ConnectionError("another device has failed")
+            got, tensor = arrived
             assert got == first.message
             self._arrived[first] = tensor
         return self._arrived.pop(transfer)
@@ -84,6 +108,7 @@ def run_threads(program: Program, computes: Sequence[Any], *, runs: int = 1) -> 
                 assert transport.num_ends == run + 1
         except BaseException as error:
             failures.put(error)
+            wire.close()
 
     threads = [threading.Thread(target=device, args=(index,)) for index in range(len(computes))]
     for thread in threads:

@@ -78,7 +78,7 @@ def test_any_parameters_make_a_legal_order_within_the_cap(
 
 def test_a_cap_below_one_microbatch_is_refused() -> None:
     family = family_starts(1, 2, 4)[0]
-    with pytest.raises(InfeasibleError, match="memory limit"):
+    with pytest.raises(InfeasibleError, match="memory_limit_bytes"):
         generate(family, uniform((0, 1)), 4, memory_limit_bytes=np.array([0.9, 2.0]))
 
 

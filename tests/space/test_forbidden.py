@@ -171,9 +171,9 @@ def test_the_own_command_is_measured_whatever_is_forbidden(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ({}, "names at least one axis"),
-        ([{"tensor_parallel": "auto"}], "a rule names values that no plan may have; auto is none"),
-        ([{"schedule": "auto", "data_parallel": 2}], "a rule names values"),
+        ({}, "must name at least one axis"),
+        ([{"tensor_parallel": "auto"}], "must be a value or a list; auto is not allowed in search.forbid"),
+        ([{"schedule": "auto", "data_parallel": 2}], "must be a value or a list"),
         ([{"tensor": 2}], "tensor"),
         ([{"split": "half"}], "counts like 6+2"),
         ([{"shape": "wide"}], "layers x hidden size"),

@@ -159,7 +159,7 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path: Path, monkeypatch: pyt
         result = tune(begin_at(tmp_path / "r", own.url), machine, observer=watching)
         assert outcomes(result) == outcomes(reference)
         assert slept
-        assert any("it is asked again" in text for text in watching.messages)
+        assert any("retrying for" in text for text in watching.messages)
 
 
 @pytest.mark.parametrize("moment", ["enqueue", pytest.param("has_waiting", marks=pytest.mark.slow)])

@@ -141,11 +141,11 @@ def changed_stage(**changes: Any) -> Callable[[Execution], Execution]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda done: replace(done, schedule="interleaved", actions=None), "schedule interleaved ran"),
-        (lambda done: replace(done, actions=None), "the plan has zb-v"),
-        (changed_actions(digest="0" * 64), "other actions ran on pipeline rank 1"),
-        (changed_actions(num_split_backwards=0), "0 split backwards ran in 5 steps, zb-v has 8 in one"),
-        (changed_actions(num_full_backwards=40), "40 full backwards ran in 5 steps, zb-v has 0 in one"),
+        (lambda done: replace(done, schedule="interleaved", actions=None), "executed schedule interleaved"),
+        (lambda done: replace(done, actions=None), "planned zb-v"),
+        (changed_actions(digest="0" * 64), "pipeline rank 1: the executed actions differ"),
+        (changed_actions(num_split_backwards=0), "0 split backwards in 5 steps; zb-v plans 8 per step"),
+        (changed_actions(num_full_backwards=40), "40 full backwards in 5 steps; zb-v plans 0 per step"),
         (lambda done: replace(done, num_microbatches=2), "2 microbatches ran, the plan has 4"),
         (lambda done: replace(done, stages=done.stages[:1]), "1 stages were built, the plan has 2"),
         (changed_stage(first_layer=0), "split: layers 0 to 2 were built, stage 1 of the plan has 2 to 4"),
@@ -237,7 +237,7 @@ def test_other_actions_while_the_batch_grows_are_a_difference() -> None:
     plan = custom_plan()
     done = [replace(on_the_way(plan, rank), ramps_batch=True) for rank in (0, 1)]
     wrong = [done[0], changed_actions(digest="0" * 64)(done[1])]
-    assert "other actions ran" in str(difference_from(plan, ran_by(plan, wrong)))
+    assert "the executed actions differ" in str(difference_from(plan, ran_by(plan, wrong)))
 
 
 def ran_by(plan: Plan, done: list[Execution]) -> list[RankReport]:

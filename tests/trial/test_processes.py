@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quartet_plugin.errors import ConfigError
+from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.trial.processes import (
@@ -143,6 +143,25 @@ def test_the_book_holds_descendants_and_survives_its_writer(
     assert ProcessRegistry.read(path, attempt_id="b" * 32).identities == frozenset()
     assert reap(again.alive, grace_s=1.0) == frozenset()
     assert not again.alive
+
+
+def test_a_process_that_could_not_be_written_down_is_added_again(
+    tmp_path: Path, processes: list[subprocess.Popen[str]]
+) -> None:
+    processes.append(start())
+    is_full = True
+
+    def fence() -> None:
+        if is_full:
+            raise StorageError("the disk is full")
+
+    path = tmp_path / "processes.json"
+    registry = ProcessRegistry(path, attempt_id=ID, fence=fence)
+    with pytest.raises(StorageError):
+        registry.add([known(processes[0])])
+    is_full = False
+    registry.add([known(processes[0])])
+    assert ProcessRegistry.read(path, attempt_id=ID).alive == {known(processes[0])}
 
 
 def test_a_named_process_is_believed_only_with_the_attempts_mark(

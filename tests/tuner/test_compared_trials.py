@@ -90,7 +90,7 @@ def test_a_plan_that_fails_in_its_trial_is_never_measured(tmp_path: Path) -> Non
     assert machine.disk[run.folder.trial(first.number)].iteration_s == ()
     assert machine.disk[run.folder.trial(first.number)].outcome is Outcome.WRONG
     assert [event["trial"] for event in events(run, "quarantine")] == [first.number]
-    assert sum("zb-v (v) is left out from now on" in line for line in watching.messages) == 1
+    assert sum("zb-v (v) is excluded from the search" in line for line in watching.messages) == 1
     assert not any(f"trial {first.number}: your" in line for line in watching.messages)
     assert machine.checked == []
     again = keeping(gate=zb_v_is_wrong, disk=machine.disk)
@@ -124,7 +124,9 @@ def test_a_command_that_says_too_few_iterations_is_told_so(tmp_path: Path) -> No
     tune(run, machine, observer=watching)
     assert machine.compared == []
     assert machine.checked
-    words = r"need separate launches: the command trains for 6 iterations, and a compared trial takes (\d+)"
+    words = (
+        r"separate launches, because the command trains for 6 iterations, and a compared trial takes (\d+)"
+    )
     (found,) = filter(None, (re.search(words, message) for message in watching.messages))
     assert int(found[1]) > 6
 
@@ -167,7 +169,7 @@ def test_weights_that_are_gone_are_noticed(tmp_path: Path) -> None:
     assert {kind_of(plan) for plan in (*machine.checked, *machine.compared)} >= kinds
     assert (
         sum(
-            "need separate launches: the weights that trial 0 stored are missing" in x
+            "separate launches, because the weights that trial 0 stored are missing" in x
             for x in watching.messages
         )
         == 1
@@ -280,12 +282,10 @@ def test_where_a_plan_is_checked_and_why(tmp_path: Path, custom: Plan) -> None:
     wider = replace(custom, shape=replace(custom.shape, ffn_hidden_size=custom.shape.ffn_hidden_size + 8))
     assert kept.why_apart(wider) == "the plan's model has another shape than the stored weights"
     assert kept.start_of(wider) is None
-    assert kept.why_apart(custom, has_depth_proxy=True) == "a model with fewer layers is measured first"
+    assert kept.why_apart(custom, has_depth_proxy=True) == "a depth proxy is measured first"
     assert replace(kept, load_s=4.0).why_apart(custom) is None
     assert "reading the weights takes 6 s" in str(replace(kept, load_s=6.0).why_apart(custom))
-    assert (
-        replace(kept, reason="trials run at the same time").why_apart(custom) == "trials run at the same time"
-    )
+    assert replace(kept, reason="trials run in parallel").why_apart(custom) == "trials run in parallel"
     dropout = replace(kept, settings=("hidden_dropout",)).start_of(custom)
     assert dropout is not None
     assert dropout.num_warmup(2) == 7

@@ -101,17 +101,17 @@ def test_the_finalists_are_said_and_logged_before_the_final_rounds(tmp_path: Pat
     watching = Watching()
     study = {"trials": 10, "top_k": 2}
     result = tune(begin(tmp_path / "r", study=study), FakeMachine(), observer=watching)
-    (line,) = [line for line in watching.messages if "go to the final rounds" in line]
+    (line,) = [line for line in watching.messages if "ranked by the speedup" in line]
     numbers = {ranking.trial.number for ranking in result.rankings}
     events = read_events(tmp_path / "r" / "events.jsonl")
     (event,) = [event for event in events if event["kind"] == "finalists"]
     assert set(event["trials"]) == numbers
     assert line.startswith(
-        f"{len(event['ranked'])} plans are not clearly slower than your command; 2 of them go to the "
-        "final rounds (at most study.top_k), by the speedup"
+        f"2 finalists (at most study.top_k) of {len(event['ranked'])} plans that are not clearly slower than "
+        "your command, ranked by the speedup"
     )
     assert all(f"trial {row['trial']} {row['speedup']:.2f}x" in line for row in event["ranked"][:3])
-    assert "; next, left out: trial " in line
+    assert "; first plan not included: trial " in line
 
 
 def test_a_second_attempt_of_a_launch_is_said(tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def test_a_change_within_chance_is_said_and_the_first_measurement_stays(tmp_path
     (check,) = result.drift_checks
     assert check.is_within_chance
     (line,) = [line for line in watching.messages if line.startswith("after 6 trials")]
-    assert "within chance" in line
+    assert "inside the noise range" in line
     assert line.endswith("later trials are still compared with the first measurement")
     assert {trial.record.drift for trial in result.trials} == {1.0}
     assert read_history(tmp_path / "r").drift_checks == result.drift_checks
@@ -472,7 +472,9 @@ def test_what_is_measured_on_a_machine_that_has_slowed_down_is_compared_with_tha
     for limit, before, later in zip(drifted[1:], limits[1:], found.trials[1:], strict=True):
         assert before is not None
         assert limit == pytest.approx(before / later.record.drift)
-    shown = [re.match(r"trial (\d+): .* ([\d.]+)x the baseline", line) for line in watching.messages]
+    shown = [
+        re.match(r"trial (\d+): .* ([\d.]+)x as fast as the baseline", line) for line in watching.messages
+    ]
     own_value = found.trials[0].record.value
     assert own_value is not None
     assert {int(one[1]): float(one[2]) for one in shown if one} == {

@@ -67,8 +67,8 @@ def test_every_custom_plan_is_proven_in_its_trial_and_a_wrong_one_is_refused_the
     pipeline = ["--pipeline-model-parallel-size", "2"]
     run = tune(tmp_path, CONFIG, [*command, *pipeline])
     printed = capfd.readouterr().out
-    assert "parity check of zb-h1 (linear): trains as stock does" in printed
-    assert "zb-v (v) is left out from now on: step 2: loss" in printed
+    assert "parity check of zb-h1 (linear) passed: losses" in printed
+    assert "zb-v (v) is excluded from the search: step 2: loss" in printed
 
     assert not list((run / "parity").rglob("attempt-*"))
     assert not (run / "parity" / "weights").exists()

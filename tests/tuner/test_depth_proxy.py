@@ -92,7 +92,7 @@ def test_plans_that_are_behind_end_at_their_cropped_model(tmp_path: Path) -> Non
     result = tune(run, machine, observer=watching)
     behind = ended_cropped(result)
     assert behind, "the sampler's own plans are far off"
-    assert any("first tried with 2 of 4 layers on a stage" in text for text in watching.messages)
+    assert any("depth proxies: 2 of 4 layers per stage" in text for text in watching.messages)
     assert whole_launches(machine) == 13 - len(behind), "their whole models were not launched"
     assert crop_launches(machine) > len(behind), "the baseline is cropped too"
     by_number = {trial.number: trial for trial in result.trials}
@@ -207,7 +207,7 @@ def test_nothing_is_cropped_where_that_is_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("features", "crop", "word"),
-    [(("moe",), 2, "moe keeps the number of layers"), ((), 4, "a stage has 4 layers")],
+    [(("moe",), 2, "moe keeps the number of layers"), ((), 4, "the largest stage has 4 layers")],
 )
 def test_what_was_asked_for_in_vain_is_said(
     tmp_path: Path, features: tuple[str, ...], crop: int, word: str
@@ -227,7 +227,7 @@ def test_a_baseline_that_cannot_be_cropped_ends_it(tmp_path: Path) -> None:
     machine, watching = FakeMachine(outcome=outcome_of), Watching()
     result = tune(begin(tmp_path / "a", study={"trials": 3}, trial={"crop": 2}), machine, observer=watching)
     assert crop_launches(machine) == 1
-    assert any("plans are tried with all layers" in text for text in watching.messages)
+    assert any("plans are measured with all layers" in text for text in watching.messages)
     assert not ended_cropped(result)
 
 

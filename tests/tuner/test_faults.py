@@ -268,7 +268,7 @@ def test_row_36_times_of_other_devices_are_not_told(tmp_path: Path) -> None:
     place = [away]
     machine.on_launch = lambda request: ran_on.update({request.folder: place[0]})
     machine.nodes = lambda result: ran_on.get(result.folder, home)  # type: ignore[method-assign]
-    with pytest.raises(InfrastructureError, match=r"3: it ran on H100 x2, the baseline on cpu x2") as caught:
+    with pytest.raises(InfrastructureError, match="trial 3: ran on H100 x2, the baseline on cpu") as caught:
         tune(resume(tmp_path / "r"), machine)
     assert caught.value.exit_code is ExitCode.INFRASTRUCTURE
     place[0] = home
@@ -378,7 +378,7 @@ def test_row_42_an_own_command_that_was_mended_is_launched_again(
 def test_row_6_an_own_command_that_only_starts_slowly_is_told_what_to_raise(tmp_path: Path) -> None:
     machine = FakeMachine(outcome=lambda plan: Outcome.INFRA)
     plain = machine._result
-    reason = "hang: rank 0 has not moved for 300 s in phase init"
+    reason = "hang: rank 0 made no progress for 300 s in phase init"
     machine._result = lambda request: replace(plain(request), reason=reason)  # type: ignore[method-assign]
     with pytest.raises(InfrastructureError, match=r"in phase init; .* raise trial\.deadline_s"):
         tune(begin(tmp_path / "r"), machine)

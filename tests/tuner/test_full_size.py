@@ -238,5 +238,5 @@ def test_a_confirmation_and_its_lack_go_apart() -> None:
         unconfirmed="no time",
     )
     confirmed = Confirmation(iteration_s=(1.0,), baseline_iteration_s=(1.2,), speedup=1.2)
-    with pytest.raises(ConfigError, match="exactly without"):
+    with pytest.raises(ConfigError, match="must be set if and only if"):
         replace(result, confirmation=confirmed)

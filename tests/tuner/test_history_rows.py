@@ -56,9 +56,9 @@ def test_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
 
 
 def test_the_limits_of_the_latest_proposal_that_has_some() -> None:
-    earlier = {"kind": "proposed", "cut_off": ["mappings: of 8 slots the named orders"]}
-    later = {"kind": "proposed", "cut_off": ["custom schedules: of 3 layouts", 7]}
+    earlier = {"kind": "proposed", "cut_off": ["mappings: 8 slots; for 2 layouts only the named rank orders"]}
+    later = {"kind": "proposed", "cut_off": ["custom schedules: tried only in 3 layouts", 7]}
     assert limits_of([]) == ()
     assert limits_of([earlier, later, {"kind": "proposed"}, {"kind": "told"}]) == (
-        "custom schedules: of 3 layouts",
+        "custom schedules: tried only in 3 layouts",
     )

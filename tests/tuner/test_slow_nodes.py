@@ -20,7 +20,7 @@ SEARCH = {"pipeline_parallel": 2, "virtual_stages": 1, "schedule": "1f1b", "micr
 
 
 def machine_that_is_slow(when: Callable[[int], bool], **options: Any) -> FakeMachine:
-    """Two nodes of one slot, the second of which computes 1.8 times slower in the launches of `when`."""
+    """Two nodes of one slot, the second of which takes 1.8 times as long in the launches of `when`."""
     healthy, slow = Truth(NODES), Truth(NODES, slowdowns=(1.0, 1.8))
 
     def seconds(plan: Plan) -> float:
@@ -51,7 +51,8 @@ def test_a_node_made_slow_in_the_middle_is_found_named_and_given_the_light_stage
     result = tune(run, machine, observer=watching)
     named = [line for line in watching.messages if line.startswith("node ")]
     assert len(named) == 1
-    assert "node node-1 is slow: it computes 1.80 times slower than the others, in two launches" in named[0]
+    words = "node node-1 is slow: its computations take 1.80x the time of the other nodes', in two launches"
+    assert words in named[0]
     (suspect,) = events(tmp_path, "node-suspect")
     assert (suspect["node"], suspect["launch"], suspect["factor"]) == ("node-1", "4", 1.8)
     (confirmed,) = events(tmp_path, "node-speed")

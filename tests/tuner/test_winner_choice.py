@@ -254,14 +254,15 @@ def test_the_finalists_their_rank_values_and_the_next_plan_are_said() -> None:
         [first, second, third], finalists=[first, second], speedups=speedups, rank_words="the speedup"
     )
     assert words == (
-        "3 plans are not clearly slower than your command; 2 of them go to the final rounds (at most "
-        "study.top_k), by the speedup: trial 1 1.95x, trial 3 1.40x; "
-        "next, left out: trial 2 1.38x"
+        "2 finalists (at most study.top_k) of 3 plans that are not clearly slower than your command, ranked "
+        "by the speedup: trial 1 1.95x, trial 3 1.40x; first plan not included: trial 2 1.38x"
     )
     moved_up = finalist_words(
         [first, third, second], finalists=[first, second], speedups={}, rank_words="the speedup"
     )
-    assert moved_up.endswith("; next, left out: trial 2; trial 3 has the place of your own model")
+    assert moved_up.endswith(
+        "; first plan not included: trial 2; trial 3 is included as the best plan of your own model"
+    )
     assert finalist_words([], finalists=[], speedups={}, rank_words="the speedup") == ""
 
 
@@ -269,9 +270,9 @@ def test_the_rule_names_other_models_only_where_one_was_a_finalist() -> None:
     times = {1: [0.5, 0.51, 0.5, 0.49], 2: [0.9, 1.3, 0.8, 1.1]}
     choice = choice_of(after_rounds([1.0] * 4, times), seed=0)
     assert choice is not None
-    assert "another model" not in choice.rule
+    assert "a different model" not in choice.rule
     assert not choice.is_runner_up_win
     assert choice.proof_level == pytest.approx(level(4))
     with_other = choice_of(after_rounds([1.0] * 4, times, other_models=(2,)), seed=0)
     assert with_other is not None
-    assert "; another model only if it is faster" in with_other.rule
+    assert "; a different model wins only if it is at least 5 % faster" in with_other.rule

@@ -34,7 +34,7 @@ from quartet_plugin.cost.iteration.plan_terms import (
     slowdown_indices,
     step_terms_of,
 )
-from quartet_plugin.cost.iteration.replay import blocks_on_sends, both_ways, makespans, with_sends
+from quartet_plugin.cost.iteration.replay import DEADLOCK, blocks_on_sends, both_ways, makespans, with_sends
 from quartet_plugin.cost.iteration.step import (
     RowPrediction,
     contention_gain,
@@ -153,7 +153,7 @@ class IterationModel:
                 order.orders, order.offsets, order.placement, order.num_microbatches, times, delays
             )
             if spans.min() < 0.0:
-                raise PlanError("orders: they wait for each other; take another schedule")
+                raise PlanError(DEADLOCK)
             seconds += weight * spans
         return seconds
 
@@ -239,7 +239,7 @@ class IterationModel:
             slopes_of_order = np.zeros(len(scale))
             span = self._time(scale, slopes_of_order, core_slowdown=core_slowdown, order=order)
             if span < 0.0:
-                raise PlanError("orders: they wait for each other; take another schedule")
+                raise PlanError(DEADLOCK)
             seconds += weight * span
             slopes += weight * slopes_of_order
         if len(self._orders) > 1:

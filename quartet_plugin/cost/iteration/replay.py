@@ -20,6 +20,7 @@ from quartet_plugin.schedule.kernel import Lanes
 from quartet_plugin.schedule.schedule import PartArray
 from quartet_plugin.schedule.simulate import bubble_fraction
 
+DEADLOCK = "orders: deadlock, the devices wait for one another; use another schedule"
 # Two times count as equal within this part of the makespan.
 SAME = 1e-9
 # Schedules that wait for their sends where the framework's transfers block. Runtimes of split backwards and
@@ -112,7 +113,7 @@ def replayed_s(
             hideable,
         )
         if span < 0.0:
-            raise PlanError("orders: they wait for each other; take another schedule")
+            raise PlanError(DEADLOCK)
         seconds += weight * span
     if any(len(order.parts) for order, _ in orders):
         # Pairs keep a rank busy for less than its actions take alone. Such orders are never folded.

@@ -62,6 +62,7 @@ class GradReductions:
         """Forget a step that was interrupted."""
         self._running = None
         self._parts.clear()
+        self._first_steps.clear()  # their order has the parts
 
     def _groups_of(self, chunk: Any) -> list[Any]:
         if chunk not in self._parts:

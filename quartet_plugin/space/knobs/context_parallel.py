@@ -7,8 +7,8 @@ from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, 
 # Features with which trials keep it.
 _KEPT = {
     "mtp": "the loss of further tokens is a mean over each device's tokens",
-    "attention_variant": "its attention is none of the CPU device's",
-    "heterogeneous": "its attention is none of the CPU device's",
+    "attention_variant": "the CPU device does not have its attention",
+    "heterogeneous": "the CPU device does not have its attention",
 }
 
 

@@ -57,17 +57,17 @@ def _parts_fault(value: Value, context: KnobContext) -> str | None:
     if "mlp" in parts and "moe" in features and not (job.experts and job.experts.num_dense_layers):
         return "mlp: every layer has experts"
     if "mlp" in parts and context.is_on("overlap_moe_expert_parallel_comm", feature="overlap_moe"):
-        return "mlp: refused beside --overlap-moe-expert-parallel-comm"
+        return "mlp: not supported with --overlap-moe-expert-parallel-comm"
     if has_routing and {"moe_capacity", "fp8"} & set(features):
-        return "moe_preprocess: refused with a capacity, or padding of the router for fp8"
+        return "moe_preprocess: not supported with a capacity, or with padding of the router for fp8"
     if context.layout.recompute == "selective":
         again = set(context.recomputed_modules)
         if has_routing and "moe" in again:
-            return "moe_router: refused beside recompute of moe"
+            return "moe_router: not supported with recompute of moe"
         if "attn" in parts and "core_attn" in again:
-            return "attn: refused beside recompute of core_attn with dropout"
+            return "attn: not supported with recompute of core_attn with dropout"
         if "mlp" in parts & again:
-            return "mlp: refused beside its recompute with dropout"
+            return "mlp: not supported with its recompute with dropout"
     return None
 
 
@@ -78,7 +78,7 @@ def _kept(rules: KnobRules) -> str | None:
     if job.setting("cuda_graph_modules") is None:
         return "the command captures whole layers, or the iteration"
     if job.setting("delay_wgrad_compute") is True:
-        return "delayed weight gradients in graphs want a newer Transformer Engine"
+        return "delayed weight gradients in graphs need a newer Transformer Engine"
     return next((name for name in ("hybrid", "cpu_offload") if name in job.features), None)
 
 

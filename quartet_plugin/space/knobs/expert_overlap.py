@@ -58,9 +58,9 @@ def _fault_beside_shared(value: Value, context: KnobContext) -> str | None:
     if not value:
         return None
     if context.is_on(OVERLAP, feature="overlap_moe"):
-        return "refused beside --overlap-moe-expert-parallel-comm"
+        return "not supported with --overlap-moe-expert-parallel-comm"
     if context.layout.recompute == "selective" and "shared_experts" in context.recomputed_modules:
-        return "refused beside recompute of shared_experts"
+        return "not supported with recompute of shared_experts"
     return _dispatcher_fault(context)
 
 
@@ -69,11 +69,11 @@ def _kept_beside_microbatch(rules: KnobRules) -> str | None:
     if (kept := _kept_on_device(rules)) is not None:
         return kept
     if job.precision == "fp32":
-        return "refused in fp32"
+        return "not supported in fp32"
     if "hybrid" in job.features:
         return "HybridModel makes no plan of such a schedule"
     if (job.mtp_layers or 0) > 1:
-        return "refused beside more than one layer of multi-token prediction"
+        return "not supported with more than one layer of multi-token prediction"
     return None
 
 
@@ -92,15 +92,15 @@ def _fault_beside_microbatch(value: Value, context: KnobContext) -> str | None:
         and job.mtp_layers
         and Version(job.framework_version) < _MTP_ON_ONE_STAGE
     ):
-        return f"beside multi-token prediction needs PP above 1 before Megatron {_MTP_ON_ONE_STAGE}"
+        return f"with multi-token prediction needs PP above 1 before Megatron {_MTP_ON_ONE_STAGE}"
     if context.is_custom:
         return "runs in the framework's own schedules alone"
     if layout.recompute == "full":
-        return "refused beside full recompute"
+        return "not supported with full recompute"
     if "moe" in context.recomputed_modules:
-        return "refused beside recompute of moe"
+        return "not supported with recompute of moe"
     if context.is_on(SHARED, feature="moe_shared_expert_overlap"):
-        return "refused beside --moe-shared-expert-overlap"
+        return "not supported with --moe-shared-expert-overlap"
     return _dispatcher_fault(context)
 
 

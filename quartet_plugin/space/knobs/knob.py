@@ -132,7 +132,7 @@ class Knob:
     @property
     def description(self) -> str:
         """The meaning, with how a word is written that q.yaml takes for a search of the knob."""
-        note = f"; its value {AUTO} is written [{AUTO}], since {AUTO} tunes it" if AUTO in self.words else ""
+        note = f"; write [{AUTO}] for its value {AUTO}; {AUTO} alone tunes it" if AUTO in self.words else ""
         return f"{self.meaning}{note}"
 
     def value_of(self, plan: Plan) -> Value | None:

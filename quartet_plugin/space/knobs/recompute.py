@@ -42,7 +42,7 @@ def module_fault(text: str, context: KnobContext) -> str | None:
     features, experts = rules.job.features, rules.job.experts
     is_overlapped = context.is_on("overlap_moe_expert_parallel_comm", feature="overlap_moe")
     is_grouped = context.is_on("moe_grouped_gemm", feature="moe_grouped_gemm")
-    with_fp8 = "refused with the delayed scaling of fp8" if "fp8" in features else None
+    with_fp8 = "not supported with the delayed scaling of fp8" if "fp8" in features else None
     # Where a checkpoint discards its output, 0.19 asks Transformer Engine for fp8 whatever the precision
     # (megatron/core/tensor_parallel/random.py).
     in_place = "needs --transformer-impl transformer_engine" if rules.job.layer_impl == "local" else with_fp8
@@ -53,14 +53,14 @@ def module_fault(text: str, context: KnobContext) -> str | None:
         "mlp": None if "no_linear_bias" in features else "needs --disable-bias-linear",
         "moe_act": with_fp8 if is_grouped else "needs --moe-grouped-gemm",
         "mla_up_proj": None if "multi_latent_attention" in features else "needs --multi-latent-attention",
-        "moe": "refused beside overlap of expert communication" if is_overlapped else None,
+        "moe": "not supported with overlap of expert communication" if is_overlapped else None,
     }
     if "moe" not in features:
         faults["moe"] = faults["moe_act"] = faults["shared_experts"] = "the model has no experts"
     elif experts is not None and not experts.shared_ffn_hidden_size:
         faults["shared_experts"] = "the model has no shared expert"
     elif context.is_on("moe_shared_expert_overlap", feature="moe_shared_expert_overlap"):
-        faults["shared_experts"] = "refused beside --moe-shared-expert-overlap"
+        faults["shared_experts"] = "not supported with --moe-shared-expert-overlap"
     return next((f"{name}: {fault}" for name in modules_of(text) if (fault := faults.get(name))), None)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quartet_plugin.errors import QuartetError
+from quartet_plugin.errors import QuartetError, StorageError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.protocol.environment import CLAIM_RENEWAL_S
 from quartet_plugin.protocol.masking import masked
@@ -113,11 +113,13 @@ class Worker:
 
         def should_end() -> bool:
             nonlocal renewed_s, is_held
-            self._beat()
             if self.should_stop():
                 return True
-            if is_held and self.clock() - renewed_s >= CLAIM_RENEWAL_S:
-                renewed_s, is_held = self.clock(), self.queue.renew(claim)
+            # A file system that fails does not end a trial here: its monitor says for how long it may fail.
+            with contextlib.suppress(StorageError):
+                self._beat()
+                if is_held and self.clock() - renewed_s >= CLAIM_RENEWAL_S:
+                    renewed_s, is_held = self.clock(), self.queue.renew(claim)
             return not is_held  # once lost it stays lost
 
         try:

@@ -48,9 +48,9 @@ def test_what_keeps_it(features: tuple[str, ...], command: dict[str, Any], reaso
     ("value", "changes", "fault"),
     [
         ("attn+mlp", {}, "mlp: every layer has experts"),
-        (ROUTING, {"features": ("moe", "fp8", *GRAPHS)}, "moe_preprocess: refused with a capacity"),
-        (ROUTING, {"recompute_modules": "moe"}, "moe_router: refused beside recompute of moe"),
-        (f"attn+{ROUTING}", {"recompute_modules": "core_attn"}, "attn: refused beside recompute"),
+        (ROUTING, {"features": ("moe", "fp8", *GRAPHS)}, "moe_preprocess: not supported with a capacity"),
+        (ROUTING, {"recompute_modules": "moe"}, "moe_router: not supported with recompute of moe"),
+        (f"attn+{ROUTING}", {"recompute_modules": "core_attn"}, "attn: not supported with recompute"),
     ],
 )
 def test_its_rules_are_megatrons(value: str, changes: dict[str, Any], fault: str) -> None:

@@ -127,8 +127,8 @@ def test_what_keeps_all_of_them(job: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     ("job", "reason"),
     [
-        ({"precision": "fp32"}, "refused in fp32"),
-        ({"mtp_layers": 2}, "refused beside more than one layer of multi-token prediction"),
+        ({"precision": "fp32"}, "not supported in fp32"),
+        ({"mtp_layers": 2}, "not supported with more than one layer of multi-token prediction"),
         ({"features": ("moe", "hybrid")}, "HybridModel makes no plan of such a schedule"),
     ],
 )
@@ -157,9 +157,9 @@ def test_a_device_that_cannot_run_it_refuses_the_request_with_the_fix() -> None:
             {"pipeline_parallel": 2, "data_parallel": 2},
             "needs virtual stages in a pipeline",
         ),
-        (EXPERT_OVERLAP, {}, {"recompute": "full"}, "refused beside full recompute"),
-        (EXPERT_OVERLAP, {"recompute_modules": "moe"}, {}, "refused beside recompute of moe"),
-        (EXPERT_OVERLAP, {SHARED: True}, {}, "refused beside --moe-shared-expert-overlap"),
+        (EXPERT_OVERLAP, {}, {"recompute": "full"}, "not supported with full recompute"),
+        (EXPERT_OVERLAP, {"recompute_modules": "moe"}, {}, "not supported with recompute of moe"),
+        (EXPERT_OVERLAP, {SHARED: True}, {}, "not supported with --moe-shared-expert-overlap"),
         (
             EXPERT_OVERLAP,
             {"moe_token_dispatcher": "allgather"},
@@ -167,12 +167,12 @@ def test_a_device_that_cannot_run_it_refuses_the_request_with_the_fix() -> None:
             "needs --moe-token-dispatcher-type alltoall or flex",
         ),
         (DELAYED_WEIGHT_GRADIENTS, {}, {}, "needs --overlap-moe-expert-parallel-comm"),
-        (SHARED_EXPERT_OVERLAP, {OVERLAP: True}, {}, "refused beside --overlap-moe-expert-parallel-comm"),
+        (SHARED_EXPERT_OVERLAP, {OVERLAP: True}, {}, "not supported with --overlap-moe-expert-parallel-comm"),
         (
             SHARED_EXPERT_OVERLAP,
             {"recompute_modules": "moe_act+shared_experts"},
             {"recompute": "selective"},
-            "refused beside recompute of shared_experts",
+            "not supported with recompute of shared_experts",
         ),
         (
             SHARED_EXPERT_OVERLAP,
@@ -202,7 +202,7 @@ def test_multi_token_prediction_without_a_pipeline_came_with_0_18(release: str, 
     planned = make_layout(data_parallel=4, pipeline_parallel=1, virtual_stages=1, expert_parallel=2)
     context = KnobContext(layout=planned, shape=space.job.shape, rules=space.rules())
     fault = EXPERT_OVERLAP.fault(True, context)
-    expected = "beside multi-token prediction needs PP above 1 before Megatron 0.18"
+    expected = "with multi-token prediction needs PP above 1 before Megatron 0.18"
     assert fault == (expected if is_refused else None)
 
 

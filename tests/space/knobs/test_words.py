@@ -70,7 +70,7 @@ def test_a_member_of_an_enumeration_is_known_by_its_name(monkeypatch: pytest.Mon
 
 def test_the_word_auto_is_written_as_a_list() -> None:
     assert SECTION.model_fields["kernels"].description == (
-        "kernels of attention; its value auto is written [auto], since auto tunes it"
+        "kernels of attention; write [auto] for its value auto; auto alone tunes it"
     )
     assert KERNELS.request_text("auto") == "[auto]"
     assert SECTION(kernels="auto").kernels is None
@@ -86,7 +86,7 @@ def test_the_word_auto_is_written_as_a_list() -> None:
 def test_in_a_rule_auto_is_a_word_or_refused() -> None:
     assert RULE(kernels="auto").kernels == ("auto",)
     for knob, data in (("tensor_parallel", {"data_parallel": 2}), ("schedule", {}), ("recompute", {})):
-        with pytest.raises(ConfigError, match=f"search.forbid.{knob}: 'auto': a rule names values that"):
+        with pytest.raises(ConfigError, match=f"search.forbid.{knob}: 'auto': must be a value or a list"):
             parse_config({"search": {"forbid": {knob: "auto", **data}}}, where="q.yaml")
 
 

@@ -67,7 +67,7 @@ def test_a_damaged_study_of_a_run_with_workers_is_made_again(
     assert records(again) == records(reference)
     assert len(shop.launched) == num_launched
     if damage is not Path.unlink:
-        assert any("made again from events.jsonl" in text for text in watching.messages)
+        assert any("rebuilding the study from events.jsonl" in text for text in watching.messages)
 
 
 def test_what_was_under_way_when_the_study_was_lost_is_measured_once(
@@ -104,7 +104,7 @@ def test_a_study_that_began_with_another_run_is_made_again(
         shutil.rmtree(tmp_path / "other")
     assert run.storage.file is not None
     cut_in_half(run.storage.file)
-    with pytest.raises(StorageError, match=r"puts it aside and makes the study again from events\.jsonl"):
+    with pytest.raises(StorageError, match=r"renames it and rebuilds the study from events\.jsonl"):
         with_remake(run.storage, run.folder)[0].check()
     num_launched = len(machine.launched)
     again = tune(resume(tmp_path / "r"), machine)
@@ -125,7 +125,7 @@ def test_a_trial_that_the_log_does_not_name_is_left_out_and_said(
     run.storage.file.unlink()
     again = run_shared(monkeypatch, tmp_path / "r", shop, is_resumed=True, options={"observer": watching})
     assert again.trials[2].record.verdict == "lost"
-    assert any("1 trials are left out" in text for text in watching.messages)
+    assert any("1 trials are skipped" in text for text in watching.messages)
     assert len(spent(again)) == 7
 
 
@@ -156,7 +156,7 @@ def test_a_study_behind_its_log_is_made_again(tmp_path: Path, monkeypatch: pytes
     file.write_bytes(b"".join(lines[: 2 * len(lines) // 3]))
     again = run_shared(monkeypatch, tmp_path / "r", shop, is_resumed=True, options={"observer": watching})
     assert records(again) == records(reference)
-    assert any("lacks trials that were finished" in text for text in watching.messages)
+    assert any("is missing finished trials" in text for text in watching.messages)
 
 
 def test_the_events_of_a_run_hold_its_study(tmp_path: Path) -> None:

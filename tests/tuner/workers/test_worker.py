@@ -21,6 +21,7 @@ from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import CommandRecord, TrialSpec
 from quartet_plugin.protocol.environment import ATTEMPT_ID, EXPIRY_S
 from quartet_plugin.protocol.work_queue_files import (
+    Claim,
     Done,
     QueuedTrial,
     WorkerRecord,
@@ -142,6 +143,27 @@ def test_it_ends_a_trial_that_is_handed_to_another(tmp_path: Path) -> None:
     assert bench.num_turns == 2
     assert not list((shift.queue.path / "claims").glob("*.done.json"))
     assert "this result does not count" in shift.said[-1]
+
+
+def test_a_file_system_that_fails_for_a_moment_ends_no_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench()
+    shift = Shift(tmp_path, bench)
+    renew, num_asked = shift.queue.renew, 0
+
+    def failing(claim: Claim) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 2:
+            raise StorageError("the file server is away")
+        return renew(claim)
+
+    monkeypatch.setattr(WorkQueue, "renew", lambda _, claim: failing(claim))
+    shift.queue.publish(queued_trial(7, fence="a" * 16), PLAN)
+    shift.worker.work()
+    assert num_asked > 2
+    assert shift.said[-1] == "trial 7: OK"
 
 
 def test_it_ends_a_trial_when_it_is_stopped(tmp_path: Path) -> None:
