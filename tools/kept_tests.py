@@ -18,6 +18,7 @@ _ID = r"(tests/\S+?\.py::.+?)"
 # With workers the state comes first, without them the test.
 _RESULT = re.compile(rf"\b{_STATES} {_ID}\s*$|^{_ID} {_STATES}\b")
 _BEGIN = "%Y%m%d-%H%M%S"
+_TIMEOUT_S = 900
 _WORKERS = ("--numprocesses", "2", "--dist", "worksteal")
 
 
@@ -53,6 +54,13 @@ def logs_in(folder: Path) -> list[Path]:
 def kept_states(tests: Iterable[str], folder: Path) -> dict[str, str]:
     """The last state of every test in the logs of a folder."""
     return states_of(tests, (path.read_text(errors="replace") for path in logs_in(folder)))
+
+
+def run_left(tests: Sequence[str], folder: Path, *, most: int | None) -> None:
+    """Run the tests that have not passed in the logs of a folder, `most` of them; None: all."""
+    left = [test for test, state in kept_states(tests, folder).items() if is_left(state)]
+    if left:
+        run(left[:most], folder=folder, timeout_s=_TIMEOUT_S)
 
 
 def run(tests: Sequence[str], *, folder: Path, timeout_s: int) -> None:

@@ -11,9 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.kept_tests import collected, is_left, kept_states, logs_in, run, time_of
-
-_TIMEOUT_S = 900
+from tools.kept_tests import collected, is_left, kept_states, logs_in, run_left, time_of
 
 
 def summary(states: Mapping[str, str], logs: Sequence[Path]) -> str:
@@ -35,9 +33,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, metavar="N", help="of the tests that are left; all by default")
     options = parser.parse_args()
     tests = collected("-m", "nightly")
-    left = [test for test, state in kept_states(tests, options.folder).items() if is_left(state)]
-    if left:
-        run(left[: options.most], folder=options.folder, timeout_s=_TIMEOUT_S)
+    run_left(tests, options.folder, most=options.most)
     states = kept_states(tests, options.folder)
     print(summary(states, logs_in(options.folder)))
     raise SystemExit(int(any(is_left(state) for state in states.values())))

@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tools.kept_tests import ROOT, collected, is_left, kept_states, logs_in, run, time_of
+from tools.kept_tests import ROOT, collected, kept_states, logs_in, run_left, time_of
 
 DOCUMENT = ROOT / "docs" / "gpu.md"
 TESTS = "tests/megatron/runtime/test_training.py"
 BEGIN, END = "<!-- matrix: made by tools/training_matrix.py -->", "<!-- end of the matrix -->"
 _CASE = re.compile(r".*::(test_\w+)\[(.+)\]")
-_TIMEOUT_S = 900
 
 
 def cases_of(tests: Iterable[str]) -> list[str]:
@@ -66,9 +65,8 @@ def main() -> None:
     parser.add_argument("--most", type=int, metavar="N", help="of the cases that are left; all by default")
     options = parser.parse_args()
     cases = cases_of(collected("-m", "", TESTS))
-    left = [test for test, state in kept_states(cases, options.folder).items() if is_left(state)]
-    if options.run and left:
-        run(left[: options.most], folder=options.folder, timeout_s=_TIMEOUT_S)
+    if options.run:
+        run_left(cases, options.folder, most=options.most)
     found, logs = kept_states(cases, options.folder), logs_in(options.folder)
     if not any(found.values()):
         raise SystemExit(f"{options.folder}: no case has run; see what pytest printed there")

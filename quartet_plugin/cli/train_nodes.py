@@ -73,9 +73,9 @@ def _follow(launcher: "NodesLauncher", argv: Sequence[str], *, token: str) -> in
     output = folder / OUTPUT_NAME
     with stop_on_signals(tell) as should_stop:
         handle = launcher.start(argv, env=environment, cwd=Path.cwd(), stdout=output)
-        tell(f"the training's output is in {output}")
         following = _Following(output)
         try:
+            tell(f"the training's output is in {output}")
             code, is_asked = _await_end(handle, following.show, should_stop)
         except BaseException:
             # A closed pipe or a full disk, too: what was started on the nodes would outlive this process.

@@ -6,7 +6,6 @@ instructions, in which a single `RunProgram` replaces the passes and transfers o
 
 import contextlib
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -20,8 +19,9 @@ from quartet_plugin.protocol.execution import ExecutedActions
 from quartet_plugin.runtime.clock_offset import clock_offset_of_group
 from quartet_plugin.runtime.executed import executed_actions
 from quartet_plugin.runtime.executor import Executor
+from quartet_plugin.runtime.executor_cache import executor_cache
 from quartet_plugin.runtime.process_groups import Channels, agree_on_program
-from quartet_plugin.runtime.programs import KEPT_PROGRAMS, ProgramCache, ScheduleSpec, splits_backward
+from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, splits_backward
 from quartet_plugin.runtime.records import CudaClock, HostClock, NullRecorder, Recorder
 from quartet_plugin.schedule.action import Action
 from quartet_plugin.schedule.channels import check_for_every_backend
@@ -65,10 +65,9 @@ class ProgramRunner:
         """
         self.recorder: Recorder = NullRecorder()
         self._engine = engine
-        self._programs = ProgramCache(schedule)
-        program = self._programs.program(engine.micro_batches)
-        check_for_every_backend(program, conditions=(Condition.DESCRIBED,))
-        self._executor = lru_cache(KEPT_PROGRAMS)(self._new_executor)
+        programs = ProgramCache(schedule)
+        check_for_every_backend(programs.program(engine.micro_batches), conditions=(Condition.DESCRIBED,))
+        self._executor = executor_cache(programs, device=lambda: engine.stage_id)
         self._agreed: WeakSet[Executor] = WeakSet()
         self._gradients = WeightGradients()
         if splits_backward(schedule, engine.micro_batches):
@@ -121,10 +120,6 @@ class ProgramRunner:
     def actions(self) -> list[Action]:
         """The device's actions of a training step, in order."""
         return self._executor(self._engine.micro_batches, False).actions
-
-    def _new_executor(self, num_microbatches: int, forward_only: bool) -> Executor:
-        program = self._programs.program(num_microbatches, forward_only=forward_only)
-        return Executor(program, device=self._engine.stage_id)
 
 
 class PlannedEngine(PipelineEngine):  # type: ignore[misc]

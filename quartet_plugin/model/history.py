@@ -106,6 +106,23 @@ class DriftMeasurement:
             return None
         return 1.0 / self.chance_limit <= self.ratio <= self.chance_limit
 
+    @property
+    def sentence(self) -> str:
+        """The check with its verdict and what trials are compared with, for the middle of a line."""
+        ran = (
+            f"after {self.num_tried} trials your command was measured again: {self.ratio:.2f}x of its first "
+            "speed"
+        )
+        if self.chance_limit is None:
+            return ran
+        span = f"the noise range {1.0 / self.chance_limit:.2f}x to {self.chance_limit:.2f}x"
+        if self.is_within_chance:
+            return f"{ran}, inside {span}; later trials are still compared with the first measurement"
+        return (
+            f"{ran}, outside {span}; the machine has changed, and later trials are compared with the new "
+            "measurement"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowNode:

@@ -220,7 +220,7 @@ def latent_attention_of(args: Namespace) -> LatentAttention | None:
     if args.q_lora_rank is None:
         raise ConfigError(
             "--q-lora-rank: missing; `quartet plan` supports latent attention only with compressed queries; "
-            "add it"
+            "use `quartet tune`"
         )
     return LatentAttention(
         q_lora_rank=args.q_lora_rank,

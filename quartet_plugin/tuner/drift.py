@@ -104,19 +104,9 @@ class DriftMonitor:
         check = DriftMeasurement(num_tried=due, ratio=ratio, chance_limit=limit)
         self.measurements.append(check)
         context.events.add("control", trial=BASELINE, after=due, ratio=ratio, chance_limit=limit)
-        words = f"after {due} trials your command was measured again: {ratio:.2f}x of its first speed"
-        span = f"the noise range {1.0 / limit:.2f}x to {limit:.2f}x"
-        if not check.is_within_chance:
-            context.observer.message(
-                f"{words}, outside {span}; the machine has changed, and later trials are compared with the "
-                "new measurement"
-            )
-            return ratio
-        if abs(math.log(ratio)) > math.log1p(LEAST_DRIFT):
-            context.observer.message(
-                f"{words}, inside {span}; later trials are still compared with the first measurement"
-            )
-        return 1.0
+        if not check.is_within_chance or abs(math.log(ratio)) > math.log1p(LEAST_DRIFT):
+            context.observer.message(check.sentence)
+        return 1.0 if check.is_within_chance else ratio
 
 
 def chance_limit(noise: float) -> float:

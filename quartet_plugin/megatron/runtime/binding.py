@@ -8,7 +8,6 @@ state behind but its instructions, its process groups and its records.
 import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -31,8 +30,9 @@ from quartet_plugin.runtime.activation_tracker import ActivationTracker, activat
 from quartet_plugin.runtime.clock_offset import clock_offset_of_group
 from quartet_plugin.runtime.executed import executed_actions
 from quartet_plugin.runtime.executor import Executor
+from quartet_plugin.runtime.executor_cache import executor_cache
 from quartet_plugin.runtime.process_groups import Channels, agree_on_program
-from quartet_plugin.runtime.programs import KEPT_PROGRAMS, ProgramCache
+from quartet_plugin.runtime.programs import ProgramCache
 from quartet_plugin.runtime.records import CudaClock, HostClock, NullRecorder, Recorder
 from quartet_plugin.runtime.transport import Boundary, HostTransport, PairTransport
 from quartet_plugin.schedule.action import ActionKind
@@ -53,7 +53,6 @@ class Runtime:
         timeout: timedelta | None = None,
     ) -> None:
         """`host_transport`: boundary tensors go through host memory and gloo; `timeout` is of a transfer."""
-        self._programs = programs
         self._placement = placement
         self._gradients = gradients
         self._reductions = reductions
@@ -64,7 +63,7 @@ class Runtime:
         self._delayed: list[list[DelayedLayer]] | None = None
         self._host_transport = host_transport
         self._timeout = timeout
-        self._executor = lru_cache(KEPT_PROGRAMS)(self._new_executor)
+        self._executor = executor_cache(programs, device=parallel_state.get_pipeline_model_parallel_rank)
         self._agreed: WeakSet[Executor] = WeakSet()
         self._channels: Channels | None = None
         self._transports: dict[Boundary, PairTransport] = {}
@@ -81,10 +80,6 @@ class Runtime:
     def executor(self, num_microbatches: int, *, forward_only: bool = False) -> Executor:
         """The executor of this device's program for `num_microbatches`."""
         return self._executor(num_microbatches, forward_only)
-
-    def _new_executor(self, num_microbatches: int, forward_only: bool) -> Executor:
-        program = self._programs.program(num_microbatches, forward_only=forward_only)
-        return Executor(program, device=int(parallel_state.get_pipeline_model_parallel_rank()))
 
     def forward_backward(
         self,

@@ -27,7 +27,7 @@ from quartet_plugin.tuner.trial_backend import ShouldStop, TrialBackend
 from quartet_plugin.tuner.workers.dispatcher import LatestRenewal
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
-# How long a worker that has found no trial waits; twice as long each time, up to the longest wait.
+# Seconds between an idle worker's looks into the queue: at first, doubled after each look, and at most.
 POLL_S, LONGEST_POLL_S = 0.1, 1.0
 # How long a joined worker waits for a tuner that was lost to come back.
 ABSENCE_S = 120.0
