@@ -23,8 +23,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def killed_tuner(torchrun: Path, folder: Path, *fake: str, when: Callable[[Path], bool]) -> Path:
-    """Start a tuner, kill it as soon as `when` holds for its attempt's folder, return that folder."""
-    words = [sys.executable, "-m", "tests.faults.driver", str(torchrun), str(folder), *fake]
+    """Start a tuner, kill it as soon as `when` holds for its attempt's folder, return that folder.
+
+    The ranks wait after their first iteration until the tuner is dead: on a busy machine they would end
+    before `when` is asked.
+    """
+    dead = folder / "the-tuner-is-dead"
+    words = [sys.executable, "-m", "tests.faults.driver", str(torchrun), str(folder)]
+    words += [*fake, "--hold", str(dead)]
     tuner = subprocess.Popen(words, cwd=ROOT)
     attempt = folder / "attempt-1"
     end = time.monotonic() + 60
@@ -34,6 +40,7 @@ def killed_tuner(torchrun: Path, folder: Path, *fake: str, when: Callable[[Path]
         time.sleep(0.005)
     os.kill(tuner.pid, signal.SIGKILL)
     tuner.wait()
+    dead.touch()
     return attempt
 
 
