@@ -17,13 +17,14 @@ import psutil
 
 from quartet_plugin.batch.job_file import JobFile
 from quartet_plugin.errors import InfrastructureError, QuartetError, StorageError
+from quartet_plugin.launchers.running_process import identify, is_running
 from quartet_plugin.model.batch import BatchPaths
 from quartet_plugin.protocol.attempt_files import read_shared
 from quartet_plugin.protocol.environment import ATTEMPT_ID, JOB_MARK
 from quartet_plugin.protocol.process_identity import Holder, Identity
 from quartet_plugin.trial.lease import LOCK_NAME
 from quartet_plugin.trial.log import last_lines, read_tail
-from quartet_plugin.trial.processes import identify, is_running, reap, send_signal
+from quartet_plugin.trial.processes import reap, send_signal
 
 OUTPUT_NAME = "output.log"
 # A tuner that is asked to stop ends its trial first.

@@ -136,7 +136,7 @@ def _check_place(run: "TuningRun", command: "Command") -> None:
 def _refuse_taken(slices: "tuple[DeviceSlice, ...]", queue: "WorkQueue") -> None:
     """Refuse devices that another worker uses, because their trials would disturb each other."""
     from quartet_plugin.launchers.device_slices import DeviceSlice
-    from quartet_plugin.trial.processes import is_running
+    from quartet_plugin.launchers.running_process import is_running
 
     host = socket.gethostname()
     for worker in queue.workers():
@@ -157,9 +157,9 @@ def work_command(
     """Measure plans for the tuner of a run; the tuner starts this command and passes the task on stdin."""
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.device_slices import DeviceSlice
+    from quartet_plugin.launchers.running_process import current_identity
     from quartet_plugin.protocol.masking import collect_secrets
     from quartet_plugin.protocol.work_queue_files import WorkerRecord, read_task
-    from quartet_plugin.trial.processes import current_identity
     from quartet_plugin.tuner.config import placement_of
     from quartet_plugin.tuner.run_folder import begun_run
     from quartet_plugin.tuner.trial_backend import LocalBackend

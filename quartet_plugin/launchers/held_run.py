@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import psutil
 
 from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.launchers.local import open_output
+from quartet_plugin.launchers.running_process import boot_id, find, identify, is_running
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.protocol.process_identity import Identity
 
 CONNECTIONS_FILE = "connections.json"
 _UNKNOWN_EXIT = 1
@@ -31,34 +34,31 @@ class HeldRun:
     ) -> None:
         self.attempt_id = attempt_id
         self._folder, self._process = folder, process
-        self._adopted = None if process is not None else self._find()
+        self._adopted = None if process is not None else self._read_identity()
 
     @property
     def pid(self) -> int:
         """The process id of what holds the connections; 0 where it has ended."""
         if self._process is not None:
             return self._process.pid
-        return self._adopted.pid if self._adopted is not None and self._adopted.is_running() else 0
+        return self._adopted.pid if self._adopted is not None and is_running(self._adopted) else 0
 
     def poll(self) -> int | None:
         """The exit code; of what another process has started only that it has ended."""
         if self._process is not None:
             return self._process.poll()
-        with contextlib.suppress(psutil.Error):
-            if self.pid and self._adopted is not None and self._adopted.status() != psutil.STATUS_ZOMBIE:
-                return None
-        return _UNKNOWN_EXIT
+        return None if self.pid else _UNKNOWN_EXIT
 
     def terminate(self) -> None:
         """Ask the command on every node to end."""
-        if (holder := self._process or self._adopted) is not None:
-            with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):
+            if (holder := self._holder()) is not None:
                 holder.terminate()
 
     def kill(self) -> None:
         """Cut the connections, which ends the command on every node that notices."""
-        if (holder := self._process or self._adopted) is not None:
-            with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error):
+            if (holder := self._holder()) is not None:
                 holder.kill()
 
     def cut(self) -> None:
@@ -66,14 +66,13 @@ class HeldRun:
         self.kill()
         if self._process is not None:
             self._process.wait()
-        elif self._adopted is not None:
-            with contextlib.suppress(psutil.Error):
-                self._adopted.wait(timeout=10.0)
+        else:
+            self.await_holder(10.0)
 
     def await_holder(self, limit_s: float) -> None:
         """Wait at most so long for the end of what holds the connections."""
         with contextlib.suppress(psutil.Error, subprocess.TimeoutExpired):
-            if (holder := self._process or self._adopted) is not None:
+            if (holder := self._holder()) is not None:
                 holder.wait(timeout=limit_s)
 
     def read(self, name: str) -> Any:
@@ -82,13 +81,22 @@ class HeldRun:
             return json.loads((self._folder / name).read_text())
         return {}
 
-    def _find(self) -> psutil.Process | None:
-        """The process of another tuner's that holds the connections, if it still runs."""
+    def _holder(self) -> "subprocess.Popen[bytes] | psutil.Process | None":
+        """The process that holds the connections, if it still runs or is this tuner's child."""
+        if self._process is not None:
+            return self._process
+        return find(self._adopted) if self._adopted is not None else None
+
+    def _read_identity(self) -> Identity | None:
+        """Which process the tuner that started it wrote down."""
         content = self.read(CONNECTIONS_FILE)
-        with contextlib.suppress(psutil.Error, KeyError, TypeError, ValueError):
-            process = psutil.Process(int(str(content["pid"])))
-            if abs(process.create_time() - float(str(content["process_start"]))) < 1.0:
-                return process
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            return Identity(
+                pid=int(str(content["pid"])),
+                process_start=float(str(content["process_start"])),
+                boot_id=str(content.get("boot_id", boot_id())),
+                start_ticks=int(str(content["start_ticks"])) if content.get("start_ticks") else None,
+            )
         return None
 
 
@@ -122,12 +130,9 @@ def start_held(
         raise InfrastructureError(f"{module}: cannot start: {error.strerror}") from error
     finally:
         os.close(output)
-    content = {
-        "schema_version": 1,
-        "pid": process.pid,
-        "process_start": psutil.Process(process.pid).create_time(),
-        **connections,
-    }
+    identity = identify(psutil.Process(process.pid))
+    assert identity is not None  # nobody else waits for this child
+    content = {"schema_version": 1, **asdict(identity), **connections}
     write_json_atomic((folder or stdout.parent) / CONNECTIONS_FILE, content)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:

@@ -29,6 +29,8 @@ from quartet_plugin.launchers.node_task import run, set_node_variables
 # The request, and the files beside it: {} is a node's index.
 REQUEST_FILE = "request.json"
 BEGUN_FILE, EXIT_FILE, OUTPUT_FILE = "begun-{}.json", "exit-{}.json", "output-{}.log"
+# Made by the nodes whose part has failed: one file, so that a look costs the same on any number of nodes.
+FAILED_FILE = "failed"
 # Made by the launcher: the command is asked to end, or is killed.
 TERMINATE_FILE, KILL_FILE = "terminate", "kill"
 # Exit codes of a node that does not see the request (sysexits(3), EX_CONFIG), or has been started before.
@@ -56,6 +58,8 @@ OF_THE_NODE = (
     "JOB_COMPLETION",
 )
 _SEE_S, _POLL_S, _GRACE_S = 30.0, 0.2, 5.0
+# Above this number of nodes each looks less often, so that the file server is asked no more often in all.
+_MANY_NODES, _MAX_POLL_S = 256, 1.0
 # What is kept of the output of a node that is not the first; the engine's own log has all of it.
 _MAX_OUTPUT_BYTES = 2**24
 
@@ -78,6 +82,7 @@ class NodePart:
     def __init__(self, request: Mapping[str, Any], folder: Path, index: int) -> None:
         self._request, self._folder, self._index = request, folder, index
         self._is_stopped = False
+        self._poll_s = min(_MAX_POLL_S, _POLL_S * max(1.0, request["num_nodes"] / _MANY_NODES))
 
     def run(self) -> int:
         """The command's exit code, which the exit file holds too."""
@@ -87,6 +92,8 @@ class NodePart:
             return BEGUN_BEFORE_EXIT
         names = self._meet()
         code = STOPPED_EXIT if names is None else self._run_command(names)
+        if code:
+            (self._folder / FAILED_FILE).touch()
         _write(self._folder / EXIT_FILE.format(self._index), {"code": code})
         if self._index == 0 and not code:
             self._await_others()
@@ -95,9 +102,11 @@ class NodePart:
     def _await_others(self) -> None:
         """Wait for the other nodes: an engine may end them when the first one has ended."""
         signal.signal(signal.SIGTERM, self._stop)
-        paths = [self._folder / EXIT_FILE.format(index) for index in range(self._request["num_nodes"])]
-        while not self._is_stopped and not self._is_to_end() and not all(path.exists() for path in paths):
-            time.sleep(_POLL_S)
+        for path in self._files_of_nodes(EXIT_FILE):
+            while not path.exists():
+                if self._is_stopped or self._is_to_end():
+                    return
+                time.sleep(self._poll_s)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         del number, frame
@@ -118,12 +127,16 @@ class NodePart:
 
     def _meet(self) -> list[str] | None:
         """The names of all nodes once each has begun; None where the attempt is ended before."""
-        paths = [self._folder / BEGUN_FILE.format(index) for index in range(self._request["num_nodes"])]
-        while not all(path.exists() for path in paths):
-            if self._is_stopped or self._is_to_end():
-                return None
-            time.sleep(_POLL_S)
+        paths = self._files_of_nodes(BEGUN_FILE)
+        for path in paths:
+            while not path.exists():
+                if self._is_stopped or self._is_to_end():
+                    return None
+                time.sleep(self._poll_s)
         return [json.loads(path.read_bytes())["name"] for path in paths]
+
+    def _files_of_nodes(self, name: str) -> list[Path]:
+        return [self._folder / name.format(index) for index in range(self._request["num_nodes"])]
 
     def _run_command(self, names: list[str]) -> int:
         environment = {**_kept_environment(), **self._request["env"]}
@@ -160,17 +173,14 @@ class NodePart:
                 process.terminate()
             elif asked_s is not None and time.monotonic() > asked_s + _GRACE_S and not self._is_asked():
                 process.kill()
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
 
     def _is_asked(self) -> bool:
         """Whether the launcher asks for the end, which it waits for: the command takes its time."""
         return (self._folder / TERMINATE_FILE).exists()
 
     def _is_to_end(self) -> bool:
-        if self._is_asked() or (self._folder / KILL_FILE).exists():
-            return True
-        others = (self._folder / EXIT_FILE.format(index) for index in range(self._request["num_nodes"]))
-        return any(exit_code(path) for path in others)
+        return any((self._folder / name).exists() for name in (TERMINATE_FILE, KILL_FILE, FAILED_FILE))
 
 
 def exit_code(path: Path) -> int | None:

@@ -6,13 +6,11 @@ known by its name, from the attempt's id, so a tuner that follows a killed one f
 
 import contextlib
 import os
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.launchers import slurm_commands as slurm
 from quartet_plugin.launchers.protocol import NodesHandle
 from quartet_plugin.launchers.site import Site
@@ -160,12 +158,7 @@ class SlurmBatchLauncher:
             name: value for name, value in env.items() if not name.startswith(_OF_A_JOB) or name in _OF_A_SITE
         }
         outside |= self.site.environment
-        result = subprocess.run(
-            words, env=outside, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-        )
-        if result.returncode:
-            lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
-            raise InfrastructureError(f"sbatch: {lines[-1]}")
+        slurm.submit(words, name=step_name(attempt_id), env=outside, cwd=cwd)
         return SlurmJob(step_name(attempt_id), stdout.parent / EXIT_FILE)
 
 

@@ -8,8 +8,9 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
 
@@ -90,6 +91,14 @@ def jobs_named(name: str) -> dict[str, str]:
     return {job: state for job, _, state in pairs}
 
 
+def submit(argv: Sequence[str], *, name: str, env: Mapping[str, str], cwd: Path) -> None:
+    """Queue the job `name` by sbatch, with `env` as it is: the job inherits it.
+
+    A submission without an answer may have been taken: the job is looked up before it is submitted again.
+    """
+    _asked(argv, env=env, cwd=cwd, is_done=lambda: bool(jobs_named(name)))
+
+
 def lost_nodes(nodes: Sequence[str]) -> list[str]:
     """Those of the nodes that Slurm cannot reach or has taken out of service, each with its state."""
     lines = _asked(["sinfo", "--Node", "--noheader", "--format=%N|%T", f"--nodes={','.join(nodes)}"])
@@ -111,14 +120,24 @@ class _NoSuchJobError(InfrastructureError):
     """Slurm has forgotten the job."""
 
 
-def _asked(argv: Sequence[str]) -> str:
-    """The output of one of Slurm's programs. Raises InfrastructureError with its first line of error."""
+def _asked(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    is_done: Callable[[], bool] = lambda: False,
+) -> str:
+    """The output of one of Slurm's programs; empty where a try without an answer `is_done` all the same.
+
+    Raises InfrastructureError with its last line of error.
+    """
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
             result = subprocess.run(
                 list(argv),
-                env={**os.environ, "LC_ALL": "C"},
+                env={**os.environ, "LC_ALL": "C"} if env is None else env,
+                cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -138,9 +157,11 @@ def _asked(argv: Sequence[str]) -> str:
             lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
             if any(text in result.stderr for text in _ABSENT_JOB):
                 raise _NoSuchJobError(f"{argv[0]}: {lines[0]}")
-            fault = lines[0]
+            fault = lines[-1]
             if not any(text in result.stderr for text in _AWAY):
                 raise InfrastructureError(f"{argv[0]}: {fault}")
         if time.monotonic() >= end:
             raise InfrastructureError(f"{argv[0]}: {fault} for {PATIENCE_S:g} s; is slurmctld up?")
         time.sleep(_PAUSE_S)
+        if is_done():
+            return ""

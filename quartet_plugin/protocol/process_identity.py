@@ -6,6 +6,9 @@ from typing import Annotated
 from quartet_plugin.model.schema import Bounds, record
 from quartet_plugin.protocol.attempt_files import Name, Pid, Seconds, Version
 
+# Only where the system does not count ticks: a start time in seconds moves when the clock is set.
+_START_TOLERANCE_S = 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Identity:
@@ -19,6 +22,14 @@ class Identity:
     process_start: Seconds
     boot_id: Name
     start_ticks: Annotated[int, Bounds(ge=0)] | None = field(default=None, compare=False)
+
+    def is_same(self, other: "Identity | None") -> bool:
+        """Whether two identities of one pid and one boot are the same process."""
+        if other is None:
+            return False
+        if self.start_ticks is not None and other.start_ticks is not None:
+            return self.start_ticks == other.start_ticks
+        return abs(self.process_start - other.process_start) <= _START_TOLERANCE_S
 
 
 @record

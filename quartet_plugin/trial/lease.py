@@ -17,12 +17,12 @@ from pathlib import Path
 from types import TracebackType
 
 from quartet_plugin.errors import QuartetError, StorageError
+from quartet_plugin.launchers.running_process import current_identity, is_running
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import read_shared
 from quartet_plugin.protocol.environment import EXPIRY_S, LEASE_RENEWAL_S
 from quartet_plugin.protocol.process_identity import Holder
-from quartet_plugin.trial.processes import current_identity, is_running
 
 LOCK_NAME = "lock.json"
 

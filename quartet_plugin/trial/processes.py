@@ -6,7 +6,6 @@ believed only if it carries the id or descends from the launcher.
 """
 
 import contextlib
-import functools
 import os
 import signal
 import time
@@ -16,75 +15,15 @@ from typing import Annotated
 
 import psutil
 
+from quartet_plugin.launchers.running_process import boot_id, find, identify, is_running
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import Length, dump, record
 from quartet_plugin.protocol.attempt_files import AttemptId, Version, read_shared
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.protocol.process_identity import Identity
 
-# Only where the system does not count ticks: a start time in seconds moves when the clock is set.
-_START_TOLERANCE_S = 1.0
-_BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
 _CGROUP_FILE = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
-
-
-@functools.cache
-def boot_id() -> str:
-    """The id of this boot of the machine."""
-    with contextlib.suppress(OSError):
-        return _BOOT_FILE.read_text().strip()
-    return f"{psutil.boot_time():.0f}"
-
-
-def find(identity: Identity) -> psutil.Process | None:
-    """The running process, None when it has ended (a zombie has)."""
-    if identity.boot_id != boot_id():
-        return None
-    try:
-        process = psutil.Process(identity.pid)
-        is_same = _is_same(identity, identify(process)) and process.status() != psutil.STATUS_ZOMBIE
-        return process if is_same else None
-    except psutil.Error:
-        return None
-
-
-def is_running(identity: Identity) -> bool:
-    """Whether the process still runs on this machine."""
-    return find(identity) is not None
-
-
-def age_of(identity: Identity) -> float | None:
-    """Seconds since the process's start in this boot; None where the system does not report it."""
-    ticks = identity.start_ticks
-    if ticks is None or identity.boot_id != boot_id() or not hasattr(time, "CLOCK_BOOTTIME"):
-        return None
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
-def start_ticks_of(pid: int) -> int | None:
-    """Clock ticks from the boot to the process's start; None where the system does not report it."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        # The name, in parentheses, may hold anything; behind it the start is the twentieth field.
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-    return None
-
-
-def identify(process: psutil.Process) -> Identity | None:
-    """The identity of a running process, None when it has ended meanwhile."""
-    try:
-        start = process.create_time()
-        ticks = start_ticks_of(process.pid)
-        return Identity(pid=process.pid, process_start=start, boot_id=boot_id(), start_ticks=ticks)
-    except psutil.Error:
-        return None
-
-
-def current_identity() -> Identity:
-    """The identity of this process."""
-    identity = identify(psutil.Process())
-    assert identity is not None
-    return identity
 
 
 def descendants(pids: Iterable[int], *, without: Collection[int] = ()) -> set[Identity]:
@@ -185,22 +124,13 @@ class ProcessRegistry:
     def add(self, identities: Iterable[Identity]) -> None:
         """Add processes; `rescan` adds their descendants."""
         known = {(process.pid, process.boot_id): process for process in self._known}
-        new = {new for new in identities if not _is_same(new, known.get((new.pid, new.boot_id)))}
+        new = {new for new in identities if not new.is_same(known.get((new.pid, new.boot_id)))}
         if new:
             known_now = self._known | new
             content = _ProcessesFile(attempt_id=self._attempt_id, processes=tuple(sorted(known_now)))
             self._fence()
             write_json_atomic(self._path, dump(content))
             self._known = known_now  # after the file: what could not be written is added again
-
-
-def _is_same(identity: Identity, other: Identity | None) -> bool:
-    """Whether two identities of one pid and one boot are the same process."""
-    if other is None:
-        return False
-    if identity.start_ticks is not None and other.start_ticks is not None:
-        return identity.start_ticks == other.start_ticks
-    return abs(identity.process_start - other.process_start) <= _START_TOLERANCE_S
 
 
 def reap(

@@ -14,13 +14,14 @@ from pathlib import Path
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.engines import engine_named
 from quartet_plugin.launchers.protocol import Handle
+from quartet_plugin.launchers.running_process import age_of, is_running
 from quartet_plugin.launchers.site import Site
 from quartet_plugin.model.files import remove_torn
 from quartet_plugin.protocol.attempt_files import TrialSpec
 from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.trial.attempt import PREFIX, Attempt, open_attempt, read_result, write_result
 from quartet_plugin.trial.outcome import Cause, Verdict, classify
-from quartet_plugin.trial.processes import ProcessRegistry, age_of, is_running, send_signal
+from quartet_plugin.trial.processes import ProcessRegistry, send_signal
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
 from quartet_plugin.trial.runner import POLL_S, Stop, should_stop, with_survivors
 from quartet_plugin.trial.watch import AttemptMonitor

@@ -15,8 +15,9 @@ from typing import Self
 
 import psutil
 
+from quartet_plugin.launchers.running_process import identify
 from quartet_plugin.protocol.process_identity import Identity
-from quartet_plugin.trial.processes import descendants, identify
+from quartet_plugin.trial.processes import descendants
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37

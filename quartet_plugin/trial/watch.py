@@ -9,6 +9,7 @@ from functools import partial
 
 from quartet_plugin.errors import StorageError
 from quartet_plugin.launchers.protocol import Handle, NodesHandle
+from quartet_plugin.launchers.running_process import boot_id, is_running
 from quartet_plugin.model.files import remove_torn, write_text_atomic
 from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.protocol.rank_files import RankFileReader, Snapshot
@@ -18,8 +19,6 @@ from quartet_plugin.trial.outcome import AttemptObservations, StoppedBy, is_comp
 from quartet_plugin.trial.processes import (
     ProcessRegistry,
     ask_for_stacks,
-    boot_id,
-    is_running,
     num_oom_kills,
     paused,
     reap,
@@ -82,6 +81,7 @@ class AttemptMonitor:
     _lost_since_s: float | None = field(init=False, default=None)
     _shown: tuple[Phase, int] | None = field(init=False, default=None)
     _exit_code: int | None = field(init=False, default=None)
+    _was_ended: bool = field(init=False, default=False)
     _left_on_nodes: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
@@ -239,7 +239,7 @@ class AttemptMonitor:
 
     def _has_exited(self) -> bool:
         code = self.handle.poll()
-        if code is not None and self._exit_code is None:
+        if code is not None and self._exit_code is None and not self._was_ended:
             self._exit_code = code
         return code is not None
 
@@ -265,6 +265,7 @@ class AttemptMonitor:
         with contextlib.suppress(StorageError):
             self._rescan(self._files.scan())
         if not self._has_exited():
+            self._was_ended = True  # from here on the exit code says what the tuner did
             # Without the file the signals still end everything; a full disk must not prevent that.
             with contextlib.suppress(StorageError):
                 write_text_atomic(self.attempt.stop_file, f"{stopped_by}\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.launchers.device_slices import DeviceSlice
+from quartet_plugin.launchers.running_process import is_running
 from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow, WorkerRow
 from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.protocol.attempt_files import read_shared
@@ -15,7 +16,6 @@ from quartet_plugin.protocol.process_identity import Holder
 from quartet_plugin.protocol.rank_files import RankFileReader, RankReport
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt, read_result
 from quartet_plugin.trial.lease import LOCK_NAME
-from quartet_plugin.trial.processes import is_running
 from quartet_plugin.trial.request import PHASES, TrialResult
 from quartet_plugin.tuner.trial_backend import SETTLED
 from quartet_plugin.tuner.workers.work_queue import WorkQueue

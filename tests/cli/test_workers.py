@@ -19,10 +19,11 @@ from quartet_plugin.cli.workers import join
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers import command
 from quartet_plugin.launchers.command import Command, parse_command
+from quartet_plugin.launchers.running_process import current_identity
 from quartet_plugin.protocol.work_queue_files import Claim, SliceRecord, WorkerRecord, WorkerRequirement
 from quartet_plugin.study.storage import StudyStorage
 from quartet_plugin.study.view import read_study
-from quartet_plugin.trial.processes import current_identity, marked_processes
+from quartet_plugin.trial.processes import marked_processes
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.run_folder import create_run
 from quartet_plugin.tuner.workers.work_queue import WorkQueue

@@ -380,6 +380,15 @@ def test_a_lost_peer_is_tried_three_times(trial: Trial) -> None:
     assert attempts(result) == ["attempt-1", "attempt-2", "attempt-3"]
 
 
+def test_what_the_tuner_has_ended_is_no_cause(trial: Callable[..., TrialResult], fake_torchrun: Path) -> None:
+    """A starter that SIGTERM ends, and that prints nothing of its ranks."""
+    started = fake_torchrun.read_text().replace("exec ", "")
+    fake_torchrun.write_text(f"{started.rstrip()} > /dev/null 2>&1\nsleep 600\n")
+    result = trial("--mode", "network", max_attempts=1)
+    assert result.outcome is Outcome.INFRA
+    assert "Connection closed by peer" in result.reason
+
+
 def test_row_21_a_rank_with_another_plan_is_told(trial: Trial) -> None:
     result = trial("--mode", "other-plan", plan=a_plan())
     assert result.outcome is Outcome.HARNESS

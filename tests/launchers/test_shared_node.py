@@ -126,6 +126,14 @@ def test_a_node_that_waits_for_the_others_ends_too(tmp_path: Path) -> None:
     assert waiting.wait(timeout=30) == shared_node.STOPPED_EXIT
 
 
+def test_the_first_node_that_fails_ends_the_others(tmp_path: Path) -> None:
+    program = "import os, time; os.environ['NODE_RANK'] == '1' and os._exit(3); time.sleep(100)"
+    shared = request_of(tmp_path, [sys.executable, "-c", program], num_nodes=3)
+    running = [node(shared, index) for index in range(3)]
+    assert [one.wait(timeout=60) for one in running] == [128 + signal.SIGTERM, 3, 128 + signal.SIGTERM]
+    assert shared.exit_codes(3)[1] == 3
+
+
 def test_the_exit_code_is_that_of_the_command() -> None:
     assert highest({0: 0, 1: 7}) == 7
     assert highest({0: 1, 1: shared_node.NOT_SEEN_EXIT}) == 1

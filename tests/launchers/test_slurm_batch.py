@@ -5,18 +5,79 @@ from pathlib import Path
 
 import pytest
 
+from quartet_plugin.errors import ConfigError, InfrastructureError
+from quartet_plugin.launchers import slurm_commands
 from quartet_plugin.launchers.site import Site
 from quartet_plugin.launchers.slurm_batch import SlurmBatchLauncher
 from quartet_plugin.protocol.environment import ATTEMPT_ID
+
+AWAY = (
+    "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"
+)
+
+
+def programs(folder: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -> None:
+    """Shell scripts by these names, which come first on PATH."""
+    for name, text in texts.items():
+        program = folder / name
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def start(folder: Path) -> None:
+    """Submit a job."""
+    env = {"PATH": os.environ["PATH"], ATTEMPT_ID: "a" * 32}
+    SlurmBatchLauncher(1, Site()).start(["true"], env=env, cwd=folder, stdout=folder / "stdout.log")
+
+
+def submissions(folder: Path) -> int:
+    """How often sbatch has run."""
+    return len((folder / "submitted").read_text().splitlines())
+
+
+@pytest.mark.parametrize(("squeue", "times"), [("echo '7|PENDING'", 1), ("true", 2)])
+def test_a_submission_without_an_answer_is_repeated_unless_it_was_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, times: int
+) -> None:
+    monkeypatch.setattr(slurm_commands, "_PAUSE_S", 0.01)
+    once = f"echo 1 >> {tmp_path}/submitted; mkdir {tmp_path}/away 2>/dev/null && {{ {AWAY}; }}; exit 0"
+    programs(tmp_path, monkeypatch, sbatch=once, squeue=squeue)
+    start(tmp_path)
+    assert submissions(tmp_path) == times
+
+
+def test_an_sbatch_that_does_not_end_is_killed_and_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_commands, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(slurm_commands, "PROGRAM_S", 1.0)
+    once = f"echo 1 >> {tmp_path}/submitted; mkdir {tmp_path}/away 2>/dev/null && exec sleep 600; exit 0"
+    programs(tmp_path, monkeypatch, sbatch=once, squeue="true")
+    start(tmp_path)
+    assert submissions(tmp_path) >= 2
+
+
+def test_a_refused_submission_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = "echo 'sbatch: warning: x' >&2; echo 'sbatch: error: Invalid partition name specified' >&2"
+    programs(tmp_path, monkeypatch, sbatch=f"echo 1 >> {tmp_path}/submitted; {refusal}; exit 1")
+    with pytest.raises(InfrastructureError, match="sbatch: sbatch: error: Invalid partition"):
+        start(tmp_path)
+    assert submissions(tmp_path) == 1
+
+
+def test_a_host_without_sbatch_is_a_wrong_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="sbatch: not found"):
+        start(tmp_path)
 
 
 def test_sbatch_sees_the_users_variables_and_the_sites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "sbatch"
-    program.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    programs(tmp_path, monkeypatch, sbatch=f"env > {tmp_path}/seen")
     users = {"SBATCH_ACCOUNT": "team", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_QOS": "low"}
     of_a_job = {"SLURM_JOB_ID": "7", "SRUN_DEBUG": "3", "SBATCH_MEM_BIND": "none"}
     env = {"PATH": os.environ["PATH"], ATTEMPT_ID: "a" * 32, **users, **of_a_job}

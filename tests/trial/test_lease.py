@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from quartet_plugin.errors import ConfigError, ExitCode, StorageError
+from quartet_plugin.launchers.running_process import boot_id
 from quartet_plugin.trial.lease import Lease
-from quartet_plugin.trial.processes import boot_id
 
 HOLD = """
 import sys, time

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +12,14 @@ import psutil
 import pytest
 
 from quartet_plugin.errors import ConfigError, StorageError
-from quartet_plugin.protocol.environment import ATTEMPT_ID
-from quartet_plugin.protocol.process_identity import Identity
-from quartet_plugin.trial.processes import (
-    ProcessRegistry,
-    age_of,
-    boot_id,
+from quartet_plugin.launchers.running_process import (
     current_identity,
     identify,
     is_running,
-    marked_processes,
-    num_oom_kills,
-    reap,
-    start_ticks_of,
 )
+from quartet_plugin.protocol.environment import ATTEMPT_ID
+from quartet_plugin.protocol.process_identity import Identity
+from quartet_plugin.trial.processes import ProcessRegistry, marked_processes, num_oom_kills, reap
 from tests.trial.factory import ID
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -61,6 +54,14 @@ def known(process: subprocess.Popen[str]) -> Identity:
     return found
 
 
+def test_reap_leaves_another_process_of_the_pid_alone(processes: list[subprocess.Popen[str]]) -> None:
+    processes.append(start())
+    mine = known(processes[0])
+    assert mine.start_ticks is not None
+    reap([replace(mine, start_ticks=mine.start_ticks - 5), replace(mine, boot_id="another")], grace_s=0.1)
+    assert known_alive(processes[0])
+
+
 @pytest.mark.parametrize("program", [SLEEP, DEAF])
 def test_reap_ends_exactly_these(program: str, processes: list[subprocess.Popen[str]]) -> None:
     processes += [start(program), start(program)]
@@ -72,22 +73,6 @@ def test_reap_ends_exactly_these(program: str, processes: list[subprocess.Popen[
 def known_alive(process: subprocess.Popen[str]) -> bool:
     """Whether it runs."""
     return process.poll() is None
-
-
-def test_another_start_or_boot_is_another_process(processes: list[subprocess.Popen[str]]) -> None:
-    processes.append(start())
-    mine = known(processes[0])
-    assert is_running(mine)
-    assert mine.start_ticks is not None
-    for other in (
-        replace(mine, start_ticks=mine.start_ticks - 5),
-        replace(mine, process_start=mine.process_start - 5, start_ticks=None),
-        replace(mine, boot_id="another"),
-        replace(mine, pid=2**30),
-    ):
-        assert not is_running(other)
-        reap([other], grace_s=0.1)
-    assert known_alive(processes[0])
 
 
 def test_row_34_a_clock_that_is_set_makes_no_process_another(
@@ -106,24 +91,6 @@ def test_row_34_a_clock_that_is_set_makes_no_process_another(
     assert len(registry.identities) == 1
     assert reap(ProcessRegistry.read(tmp_path / "p.json", attempt_id=ID).alive, grace_s=5.0) == frozenset()
     assert processes[0].wait(10) < 0
-
-
-def test_row_34_an_age_is_by_no_clock_that_can_be_set(processes: list[subprocess.Popen[str]]) -> None:
-    began = time.monotonic()
-    processes.append(start())
-    age_s = age_of(known(processes[0]))
-    assert age_s is not None
-    assert 0 <= age_s <= time.monotonic() - began + 1
-    assert age_of(replace(known(processes[0]), boot_id="another")) is None
-
-
-def test_starts_without_ticks_are_compared_in_seconds(processes: list[subprocess.Popen[str]]) -> None:
-    """What another version wrote down, and systems that do not count them."""
-    processes.append(start())
-    old = replace(known(processes[0]), start_ticks=None)
-    assert is_running(old)
-    assert not is_running(replace(old, process_start=old.process_start + 5))
-    assert start_ticks_of(2**30) is None
 
 
 def test_the_book_holds_descendants_and_survives_its_writer(
@@ -181,13 +148,6 @@ def test_a_broken_book_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"p\.json"):
         ProcessRegistry.read(path, attempt_id=ID)
     assert ProcessRegistry.read(tmp_path / "none", attempt_id=ID).identities == frozenset()
-
-
-def test_this_process_is_itself() -> None:
-    me = current_identity()
-    assert is_running(me)
-    assert me.boot_id == boot_id()
-    assert me.process_start <= time.time() + 1
 
 
 EVENTS = "low 0\nhigh 3\nmax 7\noom 2\noom_kill {count}\noom_group_kill 0\n"

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from quartet_plugin.launchers.running_process import is_running
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.protocol.environment import EXPIRY_S
 from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.protocol.work_queue_files import Claim, Done, QueuedTrial, WorkerRecord
 from quartet_plugin.trial.attempt import PREFIX, attempt_number
-from quartet_plugin.trial.processes import is_running
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.context import EventLog
 from quartet_plugin.tuner.trial_backend import TrialBackend

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from quartet_plugin.errors import QuartetError, StorageError
 from quartet_plugin.launchers.command import Command
+from quartet_plugin.launchers.running_process import is_running
 from quartet_plugin.protocol.environment import CLAIM_RENEWAL_S
 from quartet_plugin.protocol.masking import masked
 from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.protocol.work_queue_files import Claim, Done, QueuedTrial, WorkerRecord
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt
 from quartet_plugin.trial.lease import renewal_of
-from quartet_plugin.trial.processes import ProcessRegistry, is_running, reap
+from quartet_plugin.trial.processes import ProcessRegistry, reap
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialRequest
 from quartet_plugin.tuner.attempts import holder_of
 from quartet_plugin.tuner.run_folder import TuningRun

@@ -14,9 +14,10 @@ import psutil
 
 from quartet_plugin.errors import InfrastructureError, StorageError
 from quartet_plugin.launchers.device_slices import DeviceSlice
+from quartet_plugin.launchers.running_process import current_identity, find, is_running
 from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.protocol.work_queue_files import Task, task_text
-from quartet_plugin.trial.processes import current_identity, descendants, find, is_running, reap
+from quartet_plugin.trial.processes import descendants, reap
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 # A worker that is killed is started again, all in all this many times for each.

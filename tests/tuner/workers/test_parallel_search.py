@@ -11,10 +11,10 @@ import pytest
 
 from quartet_plugin.errors import InfeasibleError, InterruptedByUserError, SeamError
 from quartet_plugin.launchers.device_slices import DeviceSlice
+from quartet_plugin.launchers.running_process import current_identity
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.protocol.work_queue_files import Claim, Done, QueuedTrial, SliceRecord, WorkerRecord
 from quartet_plugin.trial.node_speed import NodeSpeed
-from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner import coordinator
 from quartet_plugin.tuner.slow_nodes import MAX_UNCONFIRMED_CHECKS

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.launchers.running_process import current_identity
 from quartet_plugin.protocol.work_queue_files import Done, QueuedTrial, WorkerRequirement, worker_name
 from quartet_plugin.report.status import status_lines, status_record
 from quartet_plugin.trial.lease import Lease
-from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.tuner.history import read_history
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker_pool import end_earlier

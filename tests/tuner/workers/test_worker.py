@@ -16,6 +16,7 @@ import pytest
 
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.launchers.running_process import current_identity
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import CommandRecord, TrialSpec
@@ -29,7 +30,6 @@ from quartet_plugin.protocol.work_queue_files import (
     read_task,
 )
 from quartet_plugin.trial.lease import Lease
-from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker import ABSENCE_S, Worker, end_left_behind

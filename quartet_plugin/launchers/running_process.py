@@ -1,0 +1,71 @@
+"""The processes of this machine that files name: by pid, start time and boot."""
+
+import contextlib
+import functools
+import os
+import time
+from pathlib import Path
+
+import psutil
+
+from quartet_plugin.protocol.process_identity import Identity
+
+_BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+
+@functools.cache
+def boot_id() -> str:
+    """The id of this boot of the machine."""
+    with contextlib.suppress(OSError):
+        return _BOOT_FILE.read_text().strip()
+    return f"{psutil.boot_time():.0f}"
+
+
+def find(identity: Identity) -> psutil.Process | None:
+    """The running process, None when it has ended (a zombie has)."""
+    if identity.boot_id != boot_id():
+        return None
+    try:
+        process = psutil.Process(identity.pid)
+        is_same = identity.is_same(identify(process)) and process.status() != psutil.STATUS_ZOMBIE
+        return process if is_same else None
+    except psutil.Error:
+        return None
+
+
+def is_running(identity: Identity) -> bool:
+    """Whether the process still runs on this machine."""
+    return find(identity) is not None
+
+
+def age_of(identity: Identity) -> float | None:
+    """Seconds since the process's start in this boot; None where the system does not report it."""
+    ticks = identity.start_ticks
+    if ticks is None or identity.boot_id != boot_id() or not hasattr(time, "CLOCK_BOOTTIME"):
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def start_ticks_of(pid: int) -> int | None:
+    """Clock ticks from the boot to the process's start; None where the system does not report it."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # The name, in parentheses, may hold anything; behind it the start is the twentieth field.
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    return None
+
+
+def identify(process: psutil.Process) -> Identity | None:
+    """The identity of a running process, None when it has ended meanwhile."""
+    try:
+        start = process.create_time()
+        ticks = start_ticks_of(process.pid)
+        return Identity(pid=process.pid, process_start=start, boot_id=boot_id(), start_ticks=ticks)
+    except psutil.Error:
+        return None
+
+
+def current_identity() -> Identity:
+    """The identity of this process."""
+    identity = identify(psutil.Process())
+    assert identity is not None
+    return identity

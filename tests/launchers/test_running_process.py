@@ -1,0 +1,85 @@
+"""A process is known by pid, start and boot."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from quartet_plugin.launchers.running_process import (
+    age_of,
+    boot_id,
+    current_identity,
+    identify,
+    is_running,
+    start_ticks_of,
+)
+from quartet_plugin.protocol.process_identity import Identity
+
+
+@pytest.fixture
+def mine() -> Iterator[Identity]:
+    """The identity of a process that sleeps."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        identity = identify(psutil.Process(process.pid))
+        assert identity is not None
+        yield identity
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_another_start_or_boot_is_another_process(mine: Identity) -> None:
+    assert is_running(mine)
+    assert mine.start_ticks is not None
+    for other in (
+        replace(mine, start_ticks=mine.start_ticks - 5),
+        replace(mine, process_start=mine.process_start - 5, start_ticks=None),
+        replace(mine, boot_id="another"),
+        replace(mine, pid=2**30),
+    ):
+        assert not is_running(other)
+
+
+def test_a_process_that_has_ended_does_not_run_though_nobody_has_waited_for_it() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    identity = identify(psutil.Process(process.pid))
+    assert identity is not None
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    try:
+        assert not is_running(identity)
+    finally:
+        process.wait()
+
+
+def test_row_34_an_age_is_by_no_clock_that_can_be_set(mine: Identity) -> None:
+    """It is the time since the boot, less that of the start."""
+    age_s = age_of(mine)
+    assert age_s is not None
+    assert age_s >= 0
+    time.sleep(0.05)
+    later_s = age_of(mine)
+    assert later_s is not None
+    assert later_s >= age_s + 0.05
+    assert age_of(replace(mine, boot_id="another")) is None
+
+
+def test_starts_without_ticks_are_compared_in_seconds(mine: Identity) -> None:
+    """What another version wrote down, and systems that do not count them."""
+    old = replace(mine, start_ticks=None)
+    assert is_running(old)
+    assert not is_running(replace(old, process_start=old.process_start + 5))
+    assert start_ticks_of(2**30) is None
+
+
+def test_this_process_is_itself() -> None:
+    me = current_identity()
+    assert is_running(me)
+    assert me.boot_id == boot_id()
+    assert me.process_start <= time.time() + 1
