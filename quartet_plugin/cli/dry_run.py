@@ -7,26 +7,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quartet_plugin.cli.tune_search import TuneRequest
     from quartet_plugin.launchers.command import Command
     from quartet_plugin.launchers.placement import Placement
     from quartet_plugin.tuner.config import TuneConfig
 
 
-def dry_run_record(
-    config: "TuneConfig", *, command: "Command", placement: "Placement", path: Path, is_resumed: bool
-) -> dict[str, Any]:
+def dry_run_record(request: "TuneRequest") -> dict[str, Any]:
     """What `dry_run_lines` says, as data for other programs; see docs/formats.md."""
     from quartet_plugin.protocol.masking import masked_argv
     from quartet_plugin.tuner.run_folder import RunFolder
 
+    config, command = request.config, request.command
     study, trial = config.study, config.trial
+    is_begun = RunFolder(path=request.path).is_begun
     return {
         "schema_version": 1,
-        "run": str(path),
-        "state": "resumed" if is_resumed else "exists" if RunFolder(path=path).is_begun else "new",
+        "run": str(request.path),
+        "state": "resumed" if request.is_resumed else "exists" if is_begun else "new",
         "command": masked_argv(command.words),
         "baseline": masked_argv(_baseline_words(command)),
-        "is_local": placement.is_local,
+        "is_local": request.placement.is_local,
         "num_trials": study.trials,
         "warmup": [trial.least_warmup, trial.most_warmup],
         "measure": [trial.least_measured, trial.most_measured],
@@ -53,29 +54,28 @@ def _longest_s(config: "TuneConfig") -> float:
     return config.trial.deadline_s * (1 + config.study.trials + config.study.max_final_launches)
 
 
-def dry_run_lines(
-    config: "TuneConfig", *, command: "Command", placement: "Placement", path: Path, is_resumed: bool
-) -> list[str]:
+def dry_run_lines(request: "TuneRequest") -> list[str]:
     """The run folder, the baseline's command, the launches, and the space as far as no launch is needed."""
     from quartet_plugin.protocol.masking import masked_argv
     from quartet_plugin.report.formatting import duration
     from quartet_plugin.trial.attempt import PREFIX
     from quartet_plugin.tuner.run_folder import RunFolder
 
+    config, command = request.config, request.command
     study, trial = config.study, config.trial
-    folder = RunFolder(path=path.resolve())
+    folder = RunFolder(path=request.path.resolve())
     state = (
         "would be resumed"
-        if is_resumed
+        if request.is_resumed
         else "exists: add --resume"
         if folder.is_begun
         else "would be created"
     )
     return [
-        f"run       {path} {state}",
+        f"run       {request.path} {state}",
         f"command   {shlex.join(masked_argv(command.words))}",
         f"baseline  {shlex.join(masked_argv(_baseline_words(command)))}",
-        *_launcher_lines(config, command, placement, folder=folder.trial(0) / f"{PREFIX}1"),
+        *_launcher_lines(config, command, request.placement, folder=folder.trial(0) / f"{PREFIX}1"),
         f"trials    your command, then at most {study.trials} plans, each "
         f"{_count(trial.least_warmup, trial.most_warmup)} + "
         f"{_count(trial.least_measured, trial.most_measured)} iterations",

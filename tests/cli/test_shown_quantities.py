@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from quartet_plugin.cli.main import main
-from quartet_plugin.cli.tune import summary_lines
+from quartet_plugin.cli.tune_summary import summary_lines
 from quartet_plugin.model.history import RunHistory
 from quartet_plugin.model.launch import LaunchPosition, LaunchRecord, Phase
 from quartet_plugin.model.plan import Plan, read_plan
