@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quartet_plugin.launchers import warm
 from quartet_plugin.launchers.protocol import Handle
 from quartet_plugin.launchers.server_command import ServerCommand
 from quartet_plugin.launchers.warm import WarmLauncher
@@ -18,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 _TORCHRUN = ("-m", "torch.distributed.run")
 # What each launch has its own of, and no import reads.
 _UNREAD = (ERRORS_FOLDER, "PARTITION", "PYTEST_CURRENT_TEST", "QUARTET_TEST_DROPPED_SEAM")
+# On a busy machine a server reports an end late; a launcher that gives it up knows no exit code.
+warm._END_LIMIT_S = 120.0
 _COUNT = re.compile(r"--nproc-per-node[= ]([0-9]+)")
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 NUM_AT_ONCE = 3
 WARM = (
@@ -33,7 +34,8 @@ DEADLINE_S = 60.0
 class Case:
     """One call: its words, the encoding and error handler of its streams, the columns of its terminal.
 
-    It gets a Ctrl-C `interrupt_s` after it has begun; with `is_head` its reader leaves after the first line.
+    It gets a Ctrl-C `interrupt_s` after it has begun, but not before its own answer to one is in place; with
+    `is_head` its reader leaves after the first line.
     """
 
     words: tuple[str, ...]
@@ -82,11 +84,13 @@ class _Child:
 def _begin(case: Case, folder: Path, index: int) -> _Child:
     output, error = (io.FileIO(folder / f"{index}.{name}", "w+") for name in ("out", "err"))
     reading, writing = os.pipe() if case.is_head else (None, output.fileno())
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pid = os.fork()
     if not pid:
         if reading is not None:
             os.close(reading)
         _call(case, writing, error.fileno())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if reading is not None:
         os.close(writing)
     began_s = time.monotonic()
@@ -95,7 +99,7 @@ def _begin(case: Case, folder: Path, index: int) -> _Child:
 
 def _call(case: Case, output: int, error: int) -> None:
     """The child's whole life: `quartet` as its console script calls it."""
-    code = 1
+    code: Any = 1
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
@@ -107,16 +111,34 @@ def _call(case: Case, output: int, error: int) -> None:
         )
         sys.argv = ["quartet", *case.words]
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        _unblock_at_next_handler()
         from quartet_plugin.cli.main import entry
 
         entry()
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
+        # A Ctrl-C that comes now is raised by the next call, and changes nothing.
+        code = ended.code
         sys.stderr.flush()
     except BaseException as failure:
         os.write(2, f"Traceback: {failure!r}\n".encode())
     finally:
-        os._exit(code)
+        try:
+            os._exit(code)
+        finally:
+            os._exit(1)
+
+
+def _unblock_at_next_handler() -> None:
+    """Let a Ctrl-C in as soon as `entry` has its handler: this process may have to wait long before that."""
+    install = signal.signal
+
+    def installing(signalnum: int, handler: Any) -> Any:
+        signal.signal = install
+        before = install(signalnum, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        return before
+
+    signal.signal = installing
 
 
 def _look(child: _Child) -> Result | None:

@@ -257,12 +257,16 @@ def test_a_run_that_was_stopped(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert "stopped; `quartet tune --resume` continues it" in printed(capsys, "status", str(path))
 
 
+# Shown in whole minutes: nearly one may pass until somebody looks.
+_ELAPSED_S = 80 * 60 + 1
+
+
 def begin_attempt(path: Path, *, iteration: int, trial: str = "trials/000003") -> None:
     """The trial runs again: its result is not there yet, its ranks have beaten."""
     attempt = path / trial / "attempt-1"
     (attempt / "result.json").unlink()
     command = json.loads((attempt / "command.json").read_text())
-    write_json_atomic(attempt / "command.json", {**command, "time": time.time() - 12})
+    write_json_atomic(attempt / "command.json", {**command, "time": time.time() - _ELAPSED_S})
     for rank, at in ((0, iteration), (1, iteration + 1)):
         beat = Heartbeat(
             schema_version=1,
@@ -288,7 +292,7 @@ def test_a_run_that_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         text = printed(capsys, "status", str(path))
     assert f"state     running: process {os.getpid()} on {socket.gethostname()}, alive" in text
     assert "now       trial 3" in text
-    assert ": measure 5/11, 1" in text
+    assert ": measure 5/11, 1 h 20 min" in text
     assert "left" in text
 
 
@@ -300,7 +304,7 @@ def test_what_runs_beside_the_trials_is_named(
         copy_of(path / "trials/000003", to=path / purpose)
         begin_attempt(path, iteration=2, trial=purpose)
         with Lease.acquire(path):
-            assert f"now       {words}: measure 2/11, 1" in printed(capsys, "status", str(path))
+            assert f"now       {words}: measure 2/11, 1 h 20 min" in printed(capsys, "status", str(path))
         shutil.rmtree(path / purpose)
 
 

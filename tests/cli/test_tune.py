@@ -15,7 +15,7 @@ import pytest
 
 from quartet_plugin.cli import tune as tune_command
 from quartet_plugin.cli.main import main
-from quartet_plugin.cli.tune import summary_lines
+from quartet_plugin.cli.tune_summary import summary_lines
 from quartet_plugin.errors import ExitCode, SeamError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.plan_difference import difference_lines
@@ -27,7 +27,6 @@ from tests.tuner.fakes import FakeMachine, begin
 from tests.tuner.fakes import tune as search
 
 ENTRY = "from quartet_plugin.cli.main import entry; entry()"
-SLOW = ["--step-s", "0.3"]
 
 
 def tune(folder: Path, *more: str, fake: list[str] | None = None, config: str = CONFIG) -> int:
@@ -163,9 +162,11 @@ def test_a_run_that_exists_is_not_overwritten(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.slow
 def test_ctrl_c_on_a_terminal_stops_cleanly_and_the_run_goes_on(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
+    go = tmp_path / "go"
+    fake = ["--nominal", "--hold", str(go)]
     process = start(
         tmp_path,
-        fake=SLOW,
+        fake=fake,
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -174,7 +175,7 @@ def test_ctrl_c_on_a_terminal_stops_cleanly_and_the_run_goes_on(tmp_path: Path) 
     )
     os.close(theirs)
     beat = tmp_path / "runs/fake/trials/000001/attempt-1/rank-0.beat.json"
-    wait_until(lambda: beat.exists(), what="trial 1")
+    wait_until(lambda: beat.exists(), what="trial 1", timeout_s=240)
     os.write(ours, b"\x03")
     printed = _read_all(ours)
     assert process.wait(timeout=60) == 130
@@ -182,7 +183,8 @@ def test_ctrl_c_on_a_terminal_stops_cleanly_and_the_run_goes_on(tmp_path: Path) 
     assert "--resume continues" in printed
     assert living(tmp_path) == []
     assert verdicts(tmp_path) == ["measured"]
-    assert tune(tmp_path, "--resume", fake=SLOW) == 0
+    go.touch()
+    assert tune(tmp_path, "--resume", fake=fake) == 0
     assert verdicts(tmp_path).count("measured") >= 4
 
 
@@ -208,13 +210,16 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_tuner_loses_nothing(tmp_path: Path) -> None:
-    process = start(tmp_path, fake=SLOW, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    go = tmp_path / "go"
+    fake = ["--nominal", "--hold", str(go), "--hold-from", "2"]
+    process = start(tmp_path, fake=fake, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     beat = tmp_path / "runs/fake/trials/000002/attempt-1/rank-0.beat.json"
-    wait_until(lambda: beat.exists(), what="trial 2")
+    wait_until(lambda: beat.exists(), what="trial 2", timeout_s=240)
     process.kill()
     process.wait(timeout=30)
     assert verdicts(tmp_path) == ["measured", "measured"]
-    assert tune(tmp_path, "--resume", fake=SLOW) == 0
+    go.touch()
+    assert tune(tmp_path, "--resume", fake=fake) == 0
     assert verdicts(tmp_path).count("measured") >= 4
     for number in (0, 1):
         assert not (tmp_path / f"runs/fake/trials/{number:06d}/attempt-2").exists()
@@ -227,16 +232,18 @@ def test_a_tuner_that_ends_in_a_parity_check_leaves_nothing(tmp_path: Path, numb
     """The fake training saves no weights and runs no schedule of ours, so that none of ours is tried then."""
     config = CONFIG.replace("schedule: 1f1b", "schedule: [1f1b, zb-h1]")
     assert config != CONFIG
-    process = start(tmp_path, fake=SLOW, config=config, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    run = tmp_path / "runs" / "fake"
+    run, go = tmp_path / "runs" / "fake", tmp_path / "go"
+    fake = ["--nominal", "--hold", str(go), "--hold-from", "1000000"]  # the parity check alone
+    process = start(tmp_path, fake=fake, config=config, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     beat = run / "parity/weights-of-stock/attempt-1/rank-0.beat.json"
-    wait_until(lambda: beat.exists(), what="the parity check")
+    wait_until(lambda: beat.exists(), what="the parity check", timeout_s=240)
     process.send_signal(number)
     assert process.wait(timeout=60) == (130 if number == signal.SIGINT else -number)
     if number == signal.SIGINT:
         assert living(tmp_path) == []
         assert not (run / "parity" / "weights").exists()
-    assert tune(tmp_path, "--resume", fake=SLOW, config=config) == 0
+    go.touch()
+    assert tune(tmp_path, "--resume", fake=fake, config=config) == 0
     assert living(tmp_path) == []
     assert not (run / "parity" / "weights").exists()
     kinds = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]

@@ -14,7 +14,8 @@ from quartet_plugin.model.plan import read_plan
 from quartet_plugin.trial.request import Outcome, TrialRequest
 from quartet_plugin.trial.runner import run_trial
 from tests.cli.tuning import living, wait_until
-from tests.megatron.support import PRETRAIN_SCRIPT, dataset, free_port
+from tests.megatron.support import PRETRAIN_SCRIPT, dataset
+from tests.ports import free_port
 from tests.rank.hooked import HOOK, environment
 from tests.short_rounds import SHORT_ENTRY
 
@@ -102,7 +103,7 @@ def test_a_script_that_is_ended_in_a_trial_leaves_no_process(
         )
         try:
             wait_until(lambda: "found -u" in log.read_text(), what="the training", timeout_s=240)
-            assert len(living(tmp_path)) > 3
+            wait_until(lambda: len(living(tmp_path)) > 3, what="its processes")
             tuner.send_signal(signal.SIGTERM)
             assert tuner.wait(60) != 0
         finally:

@@ -273,7 +273,7 @@ def test_row_8_workers_whose_coordinator_is_killed_end_after_their_trial(tmp_pat
     for claim in claims:
         assert set(tuner.results(claim.trial).values()) & {"OK", "UNSTABLE"}
     # What a process leaves that is killed in the middle of a write; the next tuner removes it.
-    for left in ((tuner.run / "lock.json"), *(tuner.run / "workers").rglob(".*.tmp")):
+    for left in ((tuner.run / "lock.json"), *tuner.run.rglob(".*.tmp")):
         left.unlink()
 
 

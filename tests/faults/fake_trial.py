@@ -69,8 +69,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--faulty-attempts", type=int, default=1000)
     parser.add_argument("--at", type=int, default=3)
     parser.add_argument("--step-s", type=float, default=0.02)
-    parser.add_argument("--init-s", type=float, default=0.0)
-    parser.add_argument("--hold", type=Path, help="all trials but 0 wait for it after an iteration")
+    parser.add_argument("--nominal", action="store_true", help="report --step-s, not what a step took")
+    parser.add_argument("--hold", type=Path, help="ranks wait for this file")
+    parser.add_argument("--hold-from", type=int, default=1, help="not those of trials with a lower number")
+    parser.add_argument("--hold-at", type=int, default=1, help="after this iteration; -1: in the start-up")
     parser.add_argument("--gloo", action="store_true")
     parser.add_argument("--stubborn", action="store_true")
     parser.add_argument("--api-key")
@@ -112,23 +114,24 @@ class Rank:
         if mode == "short":
             wanted -= 2
         self.beat("warmup", 0)
+        self.hold(0)
         for iteration in range(1, wanted + 1):
             if (self.folder / "STOP").exists() and mode != "stubborn":
                 break
             self.step(mode, iteration)
             self.beat("warmup" if iteration < self.sheet["warmup"] else "measure", iteration)
-            self.hold()
+            self.hold(iteration)
         self.end(mode)
 
     def init(self, mode: str) -> None:
         """What can go wrong before the first step."""
-        time.sleep(self.options.init_s)
+        self.hold(-1)
         if self.options.gloo:
             import torch.distributed
 
             torch.distributed.init_process_group("gloo")
         if mode == "hang-init":
-            block()
+            self.block()
         if mode == "port-in-use":
             if self.rank == 0:
                 taken = socket.create_server(("127.0.0.1", 0))
@@ -137,7 +140,7 @@ class Rank:
                 except OSError as error:
                     print(f"RuntimeError: {error}")
                     sys.exit(1)
-            block()
+            self.block()
         if not self.is_faulty:
             return
         if mode == "oom-init":
@@ -156,14 +159,15 @@ class Rank:
             import torch
 
             torch.distributed.all_reduce(torch.ones(4))
-        time.sleep(self.options.step_s * (8 if mode == "noisy" and iteration % 2 else 1))
+        step_s = self.options.step_s * (8 if mode == "noisy" and iteration % 2 else 1)
+        time.sleep(step_s)
         loss: float | str = 10.0 - 0.1 * iteration
         if mode == "nan" and iteration == self.options.at:
             loss = "nan"
         self.iterations.append(
             {
                 "iteration": iteration,
-                "iteration_s": time.perf_counter() - begin,
+                "iteration_s": step_s if self.options.nominal else time.perf_counter() - begin,
                 "loss": loss if self.rank == self.options.faulty_rank else None,
                 "grad_norm": 1.5,
                 "skipped": False,
@@ -172,14 +176,23 @@ class Rank:
         if mode == "shout":
             print("x" * 10_000)
 
-    def hold(self) -> None:
+    def hold(self, iteration: int) -> None:
         """Wait until the test lets the trials go on, or this one is stopped."""
-        if self.options.hold is None or self.folder.parent.name == "000000":
+        number = self.folder.parent.name
+        if self.options.hold is None or iteration < self.options.hold_at:
+            return
+        if number.isdecimal() and int(number) < self.options.hold_from:
             return
         while not self.options.hold.exists():
             if (self.folder / "STOP").exists() and not self.options.stubborn:
                 break
             time.sleep(0.02)
+
+    def block(self) -> None:
+        """Wait for ever, as a receive that nobody answers; a file says so."""
+        (self.folder / f"blocked-{self.rank}").touch()
+        while True:
+            time.sleep(60)
 
     def fault(self, mode: str) -> None:
         """The fault of this iteration; the other ranks wait for the faulty one for ever, as in a recv."""
@@ -187,7 +200,7 @@ class Rank:
             if self.is_faulty:
                 self.break_down(mode)
             elif not self.options.gloo:
-                block()
+                self.block()
 
     def break_down(self, mode: str) -> None:
         """End as told."""
@@ -208,7 +221,7 @@ class Rank:
         elif mode == "exit17":
             os._exit(17)
         else:
-            block()
+            self.block()
 
     def leak(self) -> None:
         """End with an exception that holds secrets, recorded by the package."""
@@ -255,7 +268,7 @@ class Rank:
             write(path, report)
         self.beat("done", len(self.iterations))
         if mode == "late-exit":
-            block()
+            self.block()
         if self.options.gloo:
             import torch.distributed
 
@@ -386,12 +399,6 @@ def process_start() -> float:
     import psutil
 
     return psutil.Process().create_time()
-
-
-def block() -> None:
-    """Wait for ever, as a receive that nobody answers."""
-    while True:
-        time.sleep(60)
 
 
 def daemon() -> None:

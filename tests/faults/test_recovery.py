@@ -18,42 +18,43 @@ from quartet_plugin.trial.attempt import read_result
 from quartet_plugin.trial.processes import marked_processes
 from quartet_plugin.trial.recover import recover
 from quartet_plugin.trial.request import Outcome, TrialResult
+from tests.cli.tuning import wait_until
+from tests.faults.conftest import DEADLINE_S, all_in, past_the_limits
 
 ROOT = Path(__file__).parents[2]
+WAIT_S = 240.0
 
 
 def killed_tuner(torchrun: Path, folder: Path, *fake: str, when: Callable[[Path], bool]) -> Path:
     """Start a tuner, kill it as soon as `when` holds for its attempt's folder, return that folder.
 
-    The ranks wait after their first iteration until the tuner is dead: on a busy machine they would end
-    before `when` is asked.
+    The ranks wait after their first iteration until `release`: on a busy machine they would end before
+    `when` is asked.
     """
-    dead = folder / "the-tuner-is-dead"
     words = [sys.executable, "-m", "tests.faults.driver", str(torchrun), str(folder)]
-    words += [*fake, "--hold", str(dead)]
+    words += [*fake, "--hold", str(folder / "go")]
     tuner = subprocess.Popen(words, cwd=ROOT)
     attempt = folder / "attempt-1"
-    end = time.monotonic() + 60
-    while not when(attempt):
-        assert time.monotonic() < end, "the trial did not come to the point"
+
+    def has_come() -> bool:
         assert tuner.poll() is None, "the tuner ended by itself"
-        time.sleep(0.005)
+        return when(attempt)
+
+    wait_until(has_come, what="the moment to kill it", timeout_s=WAIT_S)
     os.kill(tuner.pid, signal.SIGKILL)
     tuner.wait()
-    dead.touch()
     return attempt
+
+
+def release(attempt: Path) -> bool:
+    """Let the ranks go on; False, as a `stop` says that does not."""
+    (attempt.parent / "go").touch()
+    return False
 
 
 def measuring(attempt: Path) -> bool:
     """Whether both ranks have begun to measure."""
-    for rank in (0, 1):
-        try:
-            beat = json.loads((attempt / f"rank-{rank}.beat.json").read_text())
-        except OSError:
-            return False
-        if beat["phase"] != "measure":
-            return False
-    return True
+    return all_in(attempt, "measure")
 
 
 def processes(attempt: Path) -> list[int]:
@@ -63,17 +64,18 @@ def processes(attempt: Path) -> list[int]:
 
 
 def until_all_ended(attempt: Path) -> None:
-    """Wait for the trial's own end."""
+    """Let the ranks go on, and wait for the trial's own end."""
+    release(attempt)
     for pid in processes(attempt):
         with contextlib.suppress(psutil.NoSuchProcess):
-            psutil.Process(pid).wait(30)
+            psutil.Process(pid).wait(WAIT_S)
 
 
 def test_a_trial_that_still_runs_is_waited_for(fake_torchrun: Path, tmp_path: Path) -> None:
     trials = tmp_path / "trials"
-    attempt = killed_tuner(fake_torchrun, trials / "000003", "--step-s", "0.3", when=measuring)
+    attempt = killed_tuner(fake_torchrun, trials / "000003", when=measuring)
     assert processes(attempt)
-    results = recover(trials, poll_s=0.02)
+    results = recover(trials, stop=lambda: release(attempt), poll_s=0.02)
     assert [one.folder for one in results] == [attempt]
     assert [one.outcome for one in results] == [Outcome.OK]
     assert len(results[0].iteration_s) == 4
@@ -84,24 +86,24 @@ def test_a_trial_that_still_runs_is_waited_for(fake_torchrun: Path, tmp_path: Pa
 
 def test_a_trial_under_the_real_torchrun_is_waited_for(tmp_path: Path) -> None:
     torchrun = Path(sys.executable).parent / "torchrun"
-    killed_tuner(torchrun, tmp_path / "000001", "--gloo", "--step-s", "0.3", when=measuring)
-    assert [one.outcome for one in recover(tmp_path)] == [Outcome.OK]
+    attempt = killed_tuner(torchrun, tmp_path / "000001", "--gloo", when=measuring)
+    assert [one.outcome for one in recover(tmp_path, stop=lambda: release(attempt))] == [Outcome.OK]
 
 
 def test_row_34_a_clock_that_was_set_meanwhile_ends_no_trial(
     fake_torchrun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trial that runs for a second is no day old, whatever the clock says now."""
-    killed_tuner(fake_torchrun, tmp_path / "000003", "--step-s", "0.3", when=measuring)
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000003", when=measuring)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 86_400)
-    results = recover(tmp_path, poll_s=0.02)
+    results = recover(tmp_path, stop=lambda: release(attempt), poll_s=0.02)
     assert [one.outcome for one in results] == [Outcome.OK]
-    assert results[0].wall_s < 60
+    assert results[0].wall_s < DEADLINE_S
 
 
 def test_a_trial_that_has_ended_meanwhile_is_adopted(fake_torchrun: Path, tmp_path: Path) -> None:
-    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.3", when=measuring)
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", when=measuring)
     until_all_ended(attempt)
     results = recover(tmp_path, poll_s=0.02)
     assert [one.outcome for one in results] == [Outcome.OK]
@@ -111,12 +113,9 @@ def test_a_failure_that_was_reported_is_kept(fake_torchrun: Path, tmp_path: Path
     def reported(attempt: Path) -> bool:
         return (attempt / "rank-1.err.json").exists()
 
-    attempt = killed_tuner(
-        fake_torchrun, tmp_path / "000001", "--mode", "oom", "--step-s", "0.3", when=measuring
-    )
-    end = time.monotonic() + 30
-    while not reported(attempt) and time.monotonic() < end:
-        time.sleep(0.01)
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--mode", "oom", when=measuring)
+    release(attempt)
+    wait_until(lambda: reported(attempt), what="the report", timeout_s=WAIT_S)
     results = recover(tmp_path, poll_s=0.02)
     assert [one.outcome for one in results] == [Outcome.INFEASIBLE]
     assert results[0].memory_excess_bytes == 12_345
@@ -126,15 +125,17 @@ def test_a_trial_that_does_not_move_is_ended(fake_torchrun: Path, tmp_path: Path
     attempt = killed_tuner(
         fake_torchrun, tmp_path / "000001", "--mode", "stubborn", "--at", "4", when=measuring
     )
-    results = recover(tmp_path, poll_s=0.02)
+    release(attempt)
+    results = recover(tmp_path, poll_s=0.02, **past_the_limits(tmp_path))
     assert [one.outcome for one in results] == [Outcome.INFRA]
     assert not processes(attempt)
 
 
 def test_processes_that_died_with_the_tuner_are_infra(fake_torchrun: Path, tmp_path: Path) -> None:
-    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.5", when=measuring)
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", when=measuring)
     for pid in processes(attempt):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     (attempt / ".rank-0.beat.json.1.ab.tmp").write_text('{"phase": "meas')
     results = recover(tmp_path, poll_s=0.02)
     assert [one.outcome for one in results] == [Outcome.INFRA]
@@ -164,7 +165,10 @@ def test_an_attempt_that_was_never_launched(tmp_path: Path) -> None:
 
 
 def test_a_pid_that_is_used_again_is_not_touched(fake_torchrun: Path, tmp_path: Path) -> None:
-    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.3", when=measuring)
+    def recorded(attempt: Path) -> bool:
+        return measuring(attempt) and (attempt / "processes.json").exists()
+
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", when=recorded)
     until_all_ended(attempt)
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
@@ -182,7 +186,7 @@ def test_a_pid_that_is_used_again_is_not_touched(fake_torchrun: Path, tmp_path: 
 
 
 def test_a_foreign_command_file_is_refused(fake_torchrun: Path, tmp_path: Path) -> None:
-    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.3", when=measuring)
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", when=measuring)
     until_all_ended(attempt)
     sheet = json.loads((attempt / "command.json").read_text())
     sheet["attempt_id"] = "0" * 32
@@ -200,8 +204,8 @@ def test_row_33_the_files_of_an_old_attempt_are_not_listened_to(
     trial: Callable[..., TrialResult], tmp_path: Path
 ) -> None:
     first = trial("--mode", "ok")
-    again = trial("--mode", "hang-init", max_attempts=1, deadline_s=3.5, attempt=2)
-    assert again.outcome is Outcome.INFEASIBLE
+    again = trial("--mode", "hang-init", max_attempts=1, attempt=2, **past_the_limits(tmp_path))
+    assert again.outcome is Outcome.INFRA
     report = (first.folder / "rank-0.json").read_text()
     (again.folder / "rank-0.json").write_text(report)
     (again.folder / "rank-1.json").write_text((first.folder / "rank-1.json").read_text())

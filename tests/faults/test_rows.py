@@ -1,6 +1,7 @@
 """One test per row of the fault matrix that a trial meets on one machine without a GPU."""
 
 import functools
+import itertools
 import json
 import resource
 import socket
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,21 @@ from quartet_plugin.trial.processes import ProcessRegistry
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
 from quartet_plugin.trial.runner import run_trial
 from tests.cli.tuning import living
-from tests.faults.conftest import FAKE, BareLauncher, trial_request
+from tests.faults.conftest import (
+    FAKE,
+    SHORT,
+    BareLauncher,
+    Clock,
+    all_in,
+    are_recorded,
+    once_seen,
+    past_the_limits,
+    trial_request,
+)
 from tests.faults.fake_trial import job
 
 Trial = Callable[..., TrialResult]
-HANG = Timeouts(init_s=4.0, first_step_s=2.0, step_s=0.5, shutdown_s=0.5)
+FOREVER = ("--step-s", "600")
 REAL_TORCHRUN = Path(sys.executable).parent / "torchrun"
 
 
@@ -79,9 +90,9 @@ def test_a_good_trial_is_measured(trial: Trial) -> None:
 
 
 def test_a_clearly_slower_trial_is_cut_short_and_still_measured(trial: Trial) -> None:
-    result = trial("--mode", "ok", "--step-s", "0.2", plan=a_plan(), measure=60, slow_above_s=0.1)
+    result = trial("--mode", "ok", "--step-s", "0.2", plan=a_plan(), measure=600, slow_above_s=0.1)
     assert result.outcome is Outcome.OK
-    assert 3 <= len(result.iteration_s) < 30
+    assert 3 <= len(result.iteration_s) < 600
     assert "cut short" in result.reason
     assert min(result.iteration_s) >= 0.2
     assert attempts(result) == ["attempt-1"]
@@ -154,8 +165,11 @@ def test_row_3_killed_twice_is_the_plan(trial: Trial) -> None:
     assert attempts(result) == ["attempt-1", "attempt-2"]
 
 
-def test_row_5_a_hang_leaves_its_stacks_and_is_tried_once_more(trial: Trial) -> None:
-    result = trial("--mode", "hang", timeouts=HANG, plan=a_plan())
+def test_row_5_a_hang_leaves_its_stacks_and_is_tried_once_more(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(watch, "_STACKS_S", 60.0)
+    result = trial("--mode", "hang", plan=a_plan(), **past_the_limits(tmp_path))
     assert (result.outcome, result.phase) == (Outcome.INFEASIBLE, "measure")
     assert "hang" in result.reason
     assert attempts(result) == ["attempt-1", "attempt-2"]
@@ -166,39 +180,49 @@ def test_row_5_a_hang_leaves_its_stacks_and_is_tried_once_more(trial: Trial) -> 
         assert (attempt / "STOP").read_text() == "hang\n"
 
 
-def test_row_5_what_the_baseline_needs_for_a_step_is_learned(trial: Trial) -> None:
+def test_row_5_what_the_baseline_needs_for_a_step_is_learned(trial: Trial, tmp_path: Path) -> None:
     """Its steps take longer than a step may take, and nobody could predict that."""
-    limits = Timeouts(init_s=20.0, first_step_s=10.0, step_s=0.2, step_factor=20.0, shutdown_s=0.2)
-    result = trial("--step-s", "1.5", measure=1, timeouts=limits)
+    go = tmp_path / "go"
+    limits = replace(SHORT, step_s=0.2, step_factor=20.0, shutdown_s=0.2)
+    result = trial(
+        *("--step-s", "1.5", "--hold", str(go), "--hold-from", "0", "--hold-at", "0"),
+        measure=1,
+        timeouts=limits,
+        stop=once_seen(tmp_path, lambda attempt: all_in(attempt, "warmup"), go.touch),
+    )
     assert (result.outcome, attempts(result)) == (Outcome.OK, ["attempt-1"])
 
 
-def test_row_5_ranks_that_ignore_sigterm_are_killed(trial: Trial) -> None:
-    result = trial("--mode", "stubborn", timeouts=HANG, max_attempts=1)
+def test_row_5_ranks_that_ignore_sigterm_are_killed(trial: Trial, tmp_path: Path) -> None:
+    result = trial("--mode", "stubborn", max_attempts=1, **past_the_limits(tmp_path))
     assert result.outcome is Outcome.INFRA
 
 
-def test_row_6_a_slow_start_is_no_hang(trial: Trial) -> None:
+def test_row_6_a_slow_start_is_no_hang(trial: Trial, tmp_path: Path) -> None:
+    go, clock = tmp_path / "go", Clock()
+
+    def start() -> None:
+        if clock.ahead_s:  # and the limits were looked at since
+            go.touch()
+        clock.ahead_s = 60.0
+
     result = trial(
-        "--init-s", "1.5", timeouts=Timeouts(init_s=20, first_step_s=1, step_s=0.5, shutdown_s=0.5)
+        *("--hold", str(go), "--hold-from", "0", "--hold-at", "-1"),
+        timeouts=replace(SHORT, first_step_s=30.0, step_s=30.0),
+        clock=clock,
+        stop=once_seen(tmp_path, lambda attempt: all_in(attempt, "init"), start),
     )
-    assert result.outcome is Outcome.OK
+    assert (result.outcome, attempts(result)) == (Outcome.OK, ["attempt-1"])
 
 
-def test_row_6_a_start_that_never_ends_is_one(trial: Trial) -> None:
-    result = trial(
-        "--mode",
-        "hang-init",
-        timeouts=Timeouts(init_s=1, first_step_s=1, step_s=1, shutdown_s=0.5),
-        max_attempts=1,
-    )
+def test_row_6_a_start_that_never_ends_is_one(trial: Trial, tmp_path: Path) -> None:
+    result = trial("--mode", "hang-init", max_attempts=1, **past_the_limits(tmp_path))
     assert (result.outcome, result.phase) == (Outcome.INFRA, "init")
 
 
 def test_the_deadline_of_a_trial_is_a_budget(trial: Trial) -> None:
     result = trial(
-        "--step-s",
-        "0.6",
+        *FOREVER,
         deadline_s=1.2,
         timeouts=Timeouts(init_s=9, first_step_s=9, step_s=9, shutdown_s=0.5),
     )
@@ -254,7 +278,7 @@ def test_row_9_ctrl_c_stops_and_cleans_up(trial: Trial, tmp_path: Path) -> None:
             stop.set()
         return stop.is_set()
 
-    result = trial("--step-s", "0.5", stop=asked)
+    result = trial(*FOREVER, stop=asked)
     assert result.outcome is Outcome.CANCELLED
     assert (result.folder / "STOP").exists()
     assert attempts(result) == ["attempt-1"]
@@ -284,7 +308,7 @@ def test_row_9_what_breaks_between_start_and_watching_leaves_no_ranks(
 
     monkeypatch.setattr(ProcessRegistry, "rescan", rescan)
     with pytest.raises(error, match="now"):
-        trial("--step-s", "0.5")
+        trial(*FOREVER)
 
 
 def test_row_10_a_killed_launcher_leaves_no_ranks(fake_torchrun: Path, tmp_path: Path) -> None:
@@ -295,7 +319,7 @@ def test_row_10_a_killed_launcher_leaves_no_ranks(fake_torchrun: Path, tmp_path:
             psutil.Process(launcher.started[-1]).kill()
         return False
 
-    request = trial_request(fake_torchrun, tmp_path / "000", "--step-s", "0.5", max_attempts=1)
+    request = trial_request(fake_torchrun, tmp_path / "000", *FOREVER, max_attempts=1)
     result = run_trial(request, launcher=launcher, stop=kill_launcher, poll_s=0.02)
     assert result.outcome is Outcome.INFRA
     assert "the launcher was ended by SIGKILL" in result.reason
@@ -336,11 +360,12 @@ def test_row_12_nan_is_never_scored(trial: Trial) -> None:
 
 
 def test_row_14_noise_is_measured_once_more(trial: Trial) -> None:
-    result = trial("--mode", "noisy", "--step-s", "0.03")
+    noisy = ("--mode", "noisy", "--step-s", "0.03", "--nominal")
+    result = trial(*noisy, max_spread=0.25)
     assert result.outcome is Outcome.UNSTABLE
     assert result.is_measured
     assert attempts(result) == ["attempt-1", "attempt-2"]
-    assert trial("--mode", "noisy", "--step-s", "0.03", "--faulty-attempts", "3").outcome is Outcome.OK
+    assert trial(*noisy, "--faulty-attempts", "3", max_spread=0.25).outcome is Outcome.OK
 
 
 def test_row_18_a_taken_port_is_replaced(trial: Trial) -> None:
@@ -419,49 +444,90 @@ def test_a_launcher_that_does_not_exit_does_not_spoil_what_was_measured(trial: T
     assert result.outcome is Outcome.OK
 
 
-def lose_files(
-    monkeypatch: pytest.MonkeyPatch, root: Path, *, how_long_s: float, from_beat: str = "rank-1.beat.json"
-) -> list[float]:
-    """From the first heartbeat on, nothing of an attempt can be read for some time; the failed looks."""
+def lose_files(monkeypatch: pytest.MonkeyPatch, is_lost: Iterator[bool]) -> None:
+    """Nothing of an attempt can be read by those looks at it for which the iterator says so."""
     scan = RankFileReader.scan
-    failed: list[float] = []
 
     def scanning(self: RankFileReader) -> Snapshot:
-        now = time.monotonic()
-        if list(root.rglob(from_beat)) and now - (failed[0] if failed else now) < how_long_s:
-            failed.append(now)
+        if next(is_lost):
             raise StorageError("attempt-1: cannot be read: Stale file handle")
         return scan(self)
 
     monkeypatch.setattr(RankFileReader, "scan", scanning)
-    return failed
 
 
 def test_row_28_a_file_system_that_pauses_loses_no_trial(
     trial: Trial, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nor is what cannot be seen meanwhile taken for a hang: the steps' limit is far shorter."""
-    failed = lose_files(monkeypatch, tmp_path, how_long_s=2.0)
-    result = trial("--step-s", "0.3", measure=10, timeouts=replace(HANG, step_s=1.0, shutdown_s=1.0))
-    assert len(failed) > 3
+    """Nor is what cannot be seen meanwhile taken for a hang: it is away for longer than a step may take."""
+    attempt = tmp_path / "trials" / "000000" / "attempt-1"
+    go, clock, num_after = tmp_path / "go", Clock(), 0
+
+    def looks() -> Iterator[bool]:
+        nonlocal num_after
+        while not all_in(attempt, "measure"):
+            yield False
+        yield False  # the ranks are seen as they measure
+        for _ in range(5):
+            clock.ahead_s += 6.0
+            yield True
+        while True:
+            num_after += 1
+            yield False
+
+    def stop() -> bool:
+        if num_after > 1:  # they were seen where they were, and the limits were looked at
+            go.touch()
+        return False
+
+    lose_files(monkeypatch, looks())
+    result = trial(
+        *("--hold", str(go), "--hold-from", "0"),
+        timeouts=replace(SHORT, step_s=20.0, step_factor=1.0),
+        clock=clock,
+        stop=stop,
+    )
+    assert go.exists()
     assert (result.outcome, attempts(result)) == (Outcome.OK, ["attempt-1"])
 
 
 def test_row_28_a_file_system_that_stays_away_ends_the_trial_and_leaves_no_process(
     trial: Trial, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    def looks() -> Iterator[bool]:
+        while not list(tmp_path.rglob("rank-1.beat.json")):
+            yield False
+        yield from itertools.repeat(True)
+
     monkeypatch.setattr(watch, "_LOST_S", 0.3)
-    lose_files(monkeypatch, tmp_path, how_long_s=1e9)
+    lose_files(monkeypatch, looks())
     with pytest.raises(StorageError, match="Stale file handle") as caught:
-        trial("--step-s", "0.3")
+        trial(*FOREVER)
     assert caught.value.exit_code is ExitCode.STORAGE
 
 
 def test_row_28_ctrl_c_is_heard_while_it_is_away(
     trial: Trial, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    failed = lose_files(monkeypatch, tmp_path, how_long_s=1.0)
-    result = trial("--step-s", "0.3", measure=50, stop=lambda: len(failed) > 2)
+    num_failed = 0
+    heard = threading.Event()
+
+    def looks() -> Iterator[bool]:
+        nonlocal num_failed
+        while not list(tmp_path.rglob("rank-1.beat.json")):
+            yield False
+        while not heard.is_set():
+            num_failed += 1
+            yield True
+        yield from itertools.repeat(False)
+
+    def asked() -> bool:
+        if num_failed > 2:
+            heard.set()
+        return heard.is_set()
+
+    lose_files(monkeypatch, looks())
+    result = trial(*FOREVER, stop=asked)
     assert result.outcome is Outcome.CANCELLED
 
 
@@ -485,16 +551,21 @@ def test_row_29_no_trial_is_started_on_a_full_disk(trial: Trial) -> None:
 def test_row_29_a_disk_that_fills_up_leaves_no_process(tmp_path: Path, fake_torchrun: Path) -> None:
     """The limit on file sizes stands in for the full disk; it holds for the tuner alone."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    go = tmp_path / "go"
 
-    def fill() -> bool:
-        if list(tmp_path.rglob("rank-1.beat.json")):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-        return False
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+        go.touch()
 
-    request = trial_request(fake_torchrun, tmp_path / "000")
+    request = trial_request(fake_torchrun, tmp_path / "000", "--hold", str(go), "--hold-from", "0")
     try:
         with pytest.raises(StorageError, match="cannot be written"):
-            run_trial(request, launcher=BareLauncher(), stop=fill, poll_s=0.02)
+            run_trial(
+                request,
+                launcher=BareLauncher(),
+                stop=once_seen(tmp_path, are_recorded, fill),
+                poll_s=0.02,
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -533,7 +604,8 @@ def a_guard(*looks: int, num_errors: int = 0) -> DeviceGuard:
         one = DeviceState(index=0, uuid="GPU-0", name="H200", used_bytes=size << 30, num_errors=count)
         return (one,) if size else ()
 
-    return DeviceGuard(read=read, release_s=0.5)
+    ticks = itertools.count()
+    return DeviceGuard(read=read, release_s=2.0, clock=lambda: next(ticks), sleep=lambda _: None)
 
 
 def on_devices(trial: Trial, guard: DeviceGuard, *fake: str, **options: Any) -> TrialResult:
@@ -589,16 +661,11 @@ def test_runs_on_the_cpu_look_at_no_device(trial: Trial) -> None:
         pytest.param("orphan", Outcome.OK, "measured", marks=pytest.mark.slow),
     ],
 )
-def test_under_the_real_torchrun_with_gloo(trial: Trial, mode: str, outcome: Outcome, word: str) -> None:
-    result = trial(
-        "--gloo",
-        "--mode",
-        mode,
-        torchrun=REAL_TORCHRUN,
-        plan=a_plan(),
-        deadline_s=200.0,
-        timeouts=Timeouts(init_s=120, first_step_s=60, step_s=4, shutdown_s=3),
-    )
+def test_under_the_real_torchrun_with_gloo(
+    trial: Trial, tmp_path: Path, mode: str, outcome: Outcome, word: str
+) -> None:
+    passing = past_the_limits(tmp_path, ranks=(1,)) if mode == "hang" else {}
+    result = trial("--gloo", "--mode", mode, torchrun=REAL_TORCHRUN, plan=a_plan(), **passing)
     assert result.outcome is outcome
     assert word in result.reason
 
@@ -631,7 +698,7 @@ def test_row_10_under_the_real_torchrun(tmp_path: Path) -> None:
             psutil.Process(launcher.started[-1]).kill()
         return False
 
-    request = trial_request(REAL_TORCHRUN, tmp_path / "000", "--step-s", "0.5", max_attempts=1)
+    request = trial_request(REAL_TORCHRUN, tmp_path / "000", *FOREVER, max_attempts=1)
     result = run_trial(request, launcher=launcher, stop=kill_launcher)
     assert result.outcome is Outcome.INFRA
     assert "the launcher was ended by SIGKILL" in result.reason

@@ -1,6 +1,8 @@
 """Rows of the fault matrix that a whole tuner meets, with real processes: signals, disks, leases, secrets."""
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -10,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from quartet_plugin.cli.main import main
 from quartet_plugin.trial.lease import LOCK_NAME, Lease
 from tests.cli.tuning import environment, living, prepare, wait_until
+from tests.faults.conftest import all_in, are_recorded
 
 ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 SLOW = ["--step-s", "0.3"]
@@ -52,7 +56,7 @@ def told(folder: Path) -> list[int]:
 
 def ended(process: "subprocess.Popen[bytes]") -> tuple[int, str]:
     """The exit code of a tuner, and what it printed."""
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=240)
     return process.returncode, printed.decode(errors="replace")
 
 
@@ -68,15 +72,18 @@ def assert_nothing_is_left_over(run: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly)])
 def test_row_15_a_preempted_tuner_leaves_its_trial_to_the_requeued_one(tmp_path: Path, number: int) -> None:
     """Slurm sends SIGTERM to tuner and ranks alike, and starts the very command again."""
-    process = start(tmp_path, fake=SLOW)
+    go = tmp_path / "go"
+    fake = ["--nominal", "--hold", str(go)]
+    process = start(tmp_path, fake=fake)
     beat = beat_of(tmp_path, 1)
-    wait_until(beat.exists, what="trial 1")
+    wait_until(beat.exists, what="trial 1", timeout_s=240)
     process.send_signal(number)
     if number == signal.SIGTERM:
         for rank in (0, 1):
             path = beat.with_name(f"rank-{rank}.beat.json")
             if path.exists():
-                os.kill(json.loads(path.read_text())["pid"], signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(json.loads(path.read_text())["pid"], signal.SIGTERM)
     code, printed = ended(process)
     assert code == 130, printed
     assert "--resume continues" in printed
@@ -85,7 +92,8 @@ def test_row_15_a_preempted_tuner_leaves_its_trial_to_the_requeued_one(tmp_path:
     assert told(tmp_path) == []
     if number == signal.SIGUSR1:
         return
-    again = start(tmp_path, fake=SLOW, SLURM_RESTART_COUNT="1")
+    go.touch()
+    again = start(tmp_path, fake=fake, SLURM_RESTART_COUNT="1")
     code, printed = ended(again)
     assert code == 0, printed
     assert told(tmp_path) == sorted(set(told(tmp_path)))
@@ -108,14 +116,14 @@ def test_row_10_a_profile_that_is_ended_from_outside_leaves_no_rank(tmp_path: Pa
     _, command = prepare(tmp_path)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    argv = [sys.executable, "-c", ENTRY, "profile", "-o", str(tmp_path / "p.json"), "--", *command, *SLOW]
+    argv = [sys.executable, "-c", ENTRY, "profile", "-o", str(tmp_path / "p.json"), "--", *command]
     process = subprocess.Popen(
-        argv,
+        [*argv, "--hold", str(tmp_path / "never")],
         env={**environment(), "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    wait_until(lambda: bool(list(temporary.rglob("rank-1.beat.json"))), what="the profile")
+    wait_until(lambda: bool(list(temporary.rglob("rank-1.beat.json"))), what="the profile", timeout_s=240)
     process.send_signal(number)
     code, printed = ended(process)
     assert code == 130, printed
@@ -140,14 +148,14 @@ def test_row_29_a_disk_that_fills_up_in_a_trial_is_exit_6_and_nothing_measured_i
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", unless_full(os.fsync))
         patch.setattr(os, "write", unless_full(os.write))
-        assert tune(tmp_path, fake=SLOW) == 6
+        assert tune(tmp_path, fake=["--nominal", *SLOW]) == 6
     shown = capfd.readouterr().err.strip().splitlines()
     assert "No space left on device" in shown[-1]
     assert living(tmp_path) == []
     assert not (run / LOCK_NAME).exists()
     last = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
     assert (last["kind"], "No space left" in last["reason"]) == ("storage", True)
-    assert tune(tmp_path, "--resume", fake=SLOW) == 0
+    assert tune(tmp_path, "--resume", fake=["--nominal", *SLOW]) == 0
     for trial in (0, 1):
         assert not (run / "trials" / f"{trial:06d}" / "attempt-2").exists()
 
@@ -166,19 +174,35 @@ def test_row_30_a_second_tuner_is_refused_and_told_who_holds_the_run(
     assert f"another tuner holds this run: process {os.getpid()} on" in shown[0]
 
 
+def stop_between_writes(tuner: "subprocess.Popen[bytes]", run: Path) -> None:
+    """SIGSTOP while the ranks are waited for, at a moment when the tuner does not renew its lease."""
+    stopped = psutil.Process(tuner.pid)
+    while True:
+        tuner.send_signal(signal.SIGSTOP)
+        wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, what="SIGSTOP")
+        with (run / ".lock.guard").open() as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        tuner.send_signal(signal.SIGCONT)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_row_32_a_tuner_that_was_stopped_and_replaced_writes_nothing_when_it_wakes(tmp_path: Path) -> None:
     """SIGSTOP, a takeover after the lease ran out, a whole search by the other tuner, SIGCONT."""
-    run = run_of(tmp_path)
-    stopped = start(tmp_path, fake=SLOW)
+    run, attempt, go = run_of(tmp_path), beat_of(tmp_path, 1).parent, tmp_path / "go"
+    fake = ["--nominal", "--hold", str(go)]
+    stopped = start(tmp_path, fake=fake)
     try:
-        wait_until(beat_of(tmp_path, 1).exists, what="trial 1")
-        stopped.send_signal(signal.SIGSTOP)
-        assert tune(tmp_path, "--resume", "--takeover", fake=SLOW) == 6  # it has renewed a moment ago
+        wait_until(
+            lambda: all_in(attempt, "measure") and are_recorded(attempt), what="trial 1", timeout_s=240
+        )
+        stop_between_writes(stopped, run)
+        os.utime(run / LOCK_NAME)
+        assert tune(tmp_path, "--resume", "--takeover", fake=fake) == 6  # it has renewed a moment ago
         os.utime(run / LOCK_NAME, (0, 0))
-        assert tune(tmp_path, "--resume", fake=SLOW) == 6  # not without the word
-        assert tune(tmp_path, "--resume", "--takeover", fake=SLOW) == 0
+        assert tune(tmp_path, "--resume", fake=fake) == 6  # not without the word
+        go.touch()
+        assert tune(tmp_path, "--resume", "--takeover", fake=fake) == 0
         files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     finally:
         stopped.send_signal(signal.SIGCONT)

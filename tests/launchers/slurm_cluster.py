@@ -6,10 +6,8 @@ alone. It needs root, and Debian's slurm-wlm and munge.
 
 import contextlib
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from tests.launchers import namespaces
+from tests.ports import free_ports
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "unshare")
 _UP_S = 60.0
@@ -155,12 +154,12 @@ def slurm_cluster(folder: Path, *, num_nodes: int) -> Iterator[SlurmCluster]:
     for name in ("state", "log"):
         (folder / name).mkdir()
     nodes = tuple(f"n{number}" for number in range(1, num_nodes + 1))
-    first = _free_ports(num_nodes + 1)
+    ports = free_ports(num_nodes + 1)
     conf = _CONF.format(
         folder=folder,
-        controller_port=first,
+        controller_port=ports[0],
         nodes=f"n[1-{num_nodes}]",
-        ports=f"[{first + 1}-{first + num_nodes}]",
+        ports=f"[{ports[1]}-{ports[-1]}]",
     )
     (folder / "slurm.conf").write_text(conf)
     (folder / "hosts").write_text(
@@ -190,13 +189,3 @@ def slurm_cluster(folder: Path, *, num_nodes: int) -> Iterator[SlurmCluster]:
         cluster.stop()
         munged.kill()
         munged.wait()
-
-
-def _free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nothing uses."""
-    for first in random.sample(range(33_000, 60_000, count), 1000):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
-    raise AssertionError("no free ports")

@@ -6,7 +6,6 @@ They share the loopback, or have a network namespace each. It needs root, and De
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,9 @@ from pathlib import Path
 
 from quartet_plugin.launchers.site import Site, SshSite
 from tests.launchers import namespaces
+from tests.ports import free_ports
 
+_ANSWER_S = 60.0
 _SSHD = """\
 Port {port}
 ListenAddress {address}
@@ -66,6 +67,14 @@ class SshHosts:
                 start_new_session=True,
             )
 
+    def await_answer(self, name: str) -> None:
+        """Wait until a host that was started answers."""
+        end = time.monotonic() + _ANSWER_S
+        words = ["ssh", "-F", str(self.folder / "config"), "-o", "BatchMode=yes", name, "true"]
+        while subprocess.run(words, capture_output=True, check=False).returncode:
+            assert time.monotonic() < end, (self.folder / f"{name}.log").read_text()
+            time.sleep(0.1)
+
     def kill(self, name: str) -> None:
         """Kill a host with everything that runs on it."""
         daemon = self._daemons.pop(name)
@@ -93,13 +102,8 @@ def ssh_hosts(folder: Path, *, number: int, networks: Sequence[tuple[str, str]] 
     listed = zip(("127.0.0.1", *addresses), ("localhost", *names), strict=True)
     (folder / "hosts").write_text("".join(f"{address} {name}\n" for address, name in listed))
     Path("/run/sshd").mkdir(exist_ok=True)
-    sections, ports = [], []
-    with contextlib.ExitStack() as stack:
-        for _ in names:
-            listener = stack.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            ports.append(listener.getsockname()[1])
-    for name, port, address in zip(names, ports, addresses, strict=True):
+    sections = []
+    for name, port, address in zip(names, free_ports(number), addresses, strict=True):
         words = {"port": port, "folder": folder, "name": name, "address": address}
         (folder / f"{name}.conf").write_text(_SSHD.format(**words))
         sections.append(_HOST.format(**words))
@@ -109,15 +113,7 @@ def ssh_hosts(folder: Path, *, number: int, networks: Sequence[tuple[str, str]] 
         for name in names:
             hosts.start(name)
         for name in names:
-            _await_answer(folder, name)
+            hosts.await_answer(name)
         yield hosts
     finally:
         hosts.stop()
-
-
-def _await_answer(folder: Path, name: str) -> None:
-    end = time.monotonic() + 30.0
-    words = ["ssh", "-F", str(folder / "config"), "-o", "BatchMode=yes", name, "true"]
-    while subprocess.run(words, capture_output=True, check=False).returncode:
-        assert time.monotonic() < end, (folder / f"{name}.log").read_text()
-        time.sleep(0.1)

@@ -20,11 +20,12 @@ from quartet_plugin.protocol.environment import CPU_SETTINGS
 
 
 def run(tmp_path: Path, program: str, **environment: str) -> tuple[int, str]:
-    """Run a Python program to its end."""
+    """Run a Python program to its end. It finds the file `started` once it was started."""
     log = tmp_path / "log"
     handle = LocalLauncher().start(
         [sys.executable, "-c", program], env={**os.environ, **environment}, cwd=tmp_path, stdout=log
     )
+    (tmp_path / "started").touch()
     while (code := handle.poll()) is None:
         time.sleep(0.01)
     return code, log.read_text()
@@ -71,7 +72,9 @@ def test_a_signal_is_a_negative_code(tmp_path: Path) -> None:
 
 def test_an_abort_leaves_no_core_file(tmp_path: Path) -> None:
     _, text = run(
-        tmp_path, "import resource, time; time.sleep(0.3); print(resource.getrlimit(resource.RLIMIT_CORE)[0])"
+        tmp_path,
+        "import pathlib, resource, time\nwhile not pathlib.Path('started').exists(): time.sleep(0.01)\n"
+        "print(resource.getrlimit(resource.RLIMIT_CORE)[0])",
     )
     assert text.strip() == "0"
 

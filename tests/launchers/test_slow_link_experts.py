@@ -38,7 +38,7 @@ FLAGS = shlex.split("""
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3000)
 def test_experts_stay_inside_of_hosts_that_a_slow_link_joins(tmp_path: Path) -> None:
     flags = [*FLAGS, "--expert-model-parallel-size", "4"]
     with linked_hosts(tmp_path, number=2, slow=[(0, 1)]) as hosts:
@@ -51,7 +51,7 @@ def test_experts_stay_inside_of_hosts_that_a_slow_link_joins(tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3000)
 def test_an_order_of_ranks_keeps_the_experts_exchange_on_fast_links(tmp_path: Path) -> None:
     flags = [*FLAGS, "--expert-model-parallel-size", "2"]
     pairs = [{"h1", "h3"}, {"h2", "h4"}]

@@ -99,14 +99,20 @@ def in_jobs() -> BareNodes:
 class Running:
     """A trial that runs in a thread, and what is done to it meanwhile."""
 
-    def __init__(self, request: TrialRequest, launcher: BareNodes) -> None:
+    def __init__(
+        self,
+        request: TrialRequest,
+        launcher: BareNodes,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.folder = request.folder
         self._results: list[TrialResult] = []
-        self._thread = threading.Thread(target=self._run, args=(request, launcher))
+        self._thread = threading.Thread(target=self._run, args=(request, launcher, clock))
         self._thread.start()
 
-    def _run(self, request: TrialRequest, launcher: BareNodes) -> None:
-        self._results.append(run_trial(request, launcher=launcher, poll_s=0.05))
+    def _run(self, request: TrialRequest, launcher: BareNodes, clock: Callable[[], float]) -> None:
+        self._results.append(run_trial(request, launcher=launcher, poll_s=0.05, clock=clock))
 
     def await_ranks(self, number: int = 2, *, attempt: int = 1) -> None:
         """Wait until so many ranks have made their first iteration."""
@@ -202,17 +208,33 @@ def test_a_preempted_job_is_queued_again(
 
 @pytest.mark.usefixtures("outside_of_jobs")
 def test_a_job_that_waits_is_no_hang(
-    cluster: SlurmCluster, tmp_path: Path, request_of: Callable[..., TrialRequest]
+    cluster: SlurmCluster,
+    tmp_path: Path,
+    request_of: Callable[..., TrialRequest],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Every look at the job that waits takes longer than a start, and a trial, may."""
+    poll, waits_s, have_passed = slurm_batch.SlurmJob.poll, list[float](), threading.Event()
+
+    def late_poll(job: slurm_batch.SlurmJob) -> int | None:
+        if len(waits_s) == 3:
+            have_passed.set()  # what follows on the last late look was done
+        elif job.is_pending:
+            waits_s.append(100.0)
+        return poll(job)
+
+    monkeypatch.setattr(slurm_batch.SlurmJob, "poll", late_poll)
     cluster.run("salloc", "--no-shell", "--nodes=4", "--exclusive", "--job-name=others", "--quiet")
     others = cluster.run("squeue", "-h", "-o", "%i", "-n", "others")
     go(tmp_path)
-    running = Running(request_of(timeouts=HASTY, max_attempts=1), in_jobs())
-    time.sleep(HASTY.init_s + 3.0)  # longer than a start may take
+    request = request_of(max_attempts=1)
+    running = Running(request, in_jobs(), clock=lambda: time.monotonic() + sum(waits_s))
+    assert have_passed.wait(60)
+    assert waits_s[0] > max(request.timeouts.init_s, request.deadline_s)
     assert cluster.run("squeue", "-h", "-o", "%T", "--states=PENDING") == "PENDING"
     cluster.run("scancel", others)
     assert running.result.outcome is Outcome.OK
-    assert running.result.wall_s < HASTY.init_s
+    assert running.result.wall_s < sum(waits_s)
 
 
 @pytest.mark.usefixtures("outside_of_jobs")

@@ -63,6 +63,7 @@ class TestHosts(LauncherConformance):
             assert handle.end_on_nodes() == ("host h2",)
         finally:
             self._hosts.start("h2")
+            self._hosts.await_answer("h2")
 
     def test_the_doctor_looks_at_hosts(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -98,7 +98,8 @@ def test_a_rank_that_dies_ends_the_others(workplace: Workplace, launcher: WarmLa
 
 
 def test_torchrun_that_is_ended_ends_its_ranks(workplace: Workplace, launcher: WarmLauncher) -> None:
-    workplace.script("import time\nprint('here', flush=True)\ntime.sleep(100)\n")
+    # In one write each: those of two ranks would mix.
+    workplace.script("import sys, time\nsys.stdout.write('here\\n')\nsys.stdout.flush()\ntime.sleep(100)\n")
     handle, log = workplace.start(launcher, torchrun())
     wait_for(log, "here\nhere\n")
     ranks = psutil.Process(handle.pid).children()
@@ -134,7 +135,9 @@ def test_ranks_of_a_restart_are_started_anew(workplace: Workplace, launcher: War
 
 
 def test_output_goes_where_torchrun_sends_it(workplace: Workplace, launcher: WarmLauncher) -> None:
-    workplace.script("import os, sys; print('rank', os.environ['RANK']); print('error', file=sys.stderr)")
+    workplace.script(
+        "import os, sys\nsys.stdout.write(f\"rank {os.environ['RANK']}\\n\"); print('error', file=sys.stderr)"
+    )
     options = ("--log-dir", "logs", "--redirects", "3", "--tee", "1")
     code, output = workplace.run(launcher, torchrun(options=options))
     assert (code, launcher.latest.is_warm) == (0, True)

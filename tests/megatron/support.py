@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import psutil
 from quartet_plugin.launchers.protocol import Handle
 from quartet_plugin.protocol.environment import CPU_SETTINGS
 from tests import warm_ranks
+from tests.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRETRAIN_SCRIPT = REPOSITORY / "examples" / "pretrain_gpt.py"
@@ -138,13 +138,6 @@ def torchrun(num_processes: int, *program: str) -> list[str]:
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes),
         "--master-port", str(free_port()), *program,
     ]  # fmt: skip
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rank_environment() -> dict[str, str]:

@@ -195,7 +195,9 @@ def test_damaged_plan_is_one_line(tmp_path: Path) -> None:
     assert len(done.told) == 1
     assert "digest" in done.told[0]
     assert "AgreedRefusalError" not in done.output
-    assert {rank: item["exit_code"] for rank, item in done.failures.items()} == {0: 2, 1: 2}
+    # torchrun may end a rank before it has written why it refuses.
+    assert done.failures
+    assert {item["exit_code"] for item in done.failures.values()} == {2}
     assert {item["kind"] for item in done.failures.values()} == {"plan"}
 
 

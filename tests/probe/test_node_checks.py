@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -19,15 +18,9 @@ from quartet_plugin.probe.node_checks import (
     product_s,
     storage_s,
 )
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_a_node_says_what_it_has(tmp_path: Path) -> None:

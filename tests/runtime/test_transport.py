@@ -16,7 +16,8 @@ from quartet_plugin.runtime.programs import ProgramCache
 from quartet_plugin.runtime.transport import Boundary, PairTransport
 from quartet_plugin.schedule.instruction import Post, Side, Transfer
 from tests import warm_ranks
-from tests.megatron.support import REPOSITORY, free_port, rank_environment, run_ranks
+from tests.megatron.support import REPOSITORY, rank_environment, run_ranks
+from tests.ports import free_port
 from tests.runtime.pipelines import spec_of
 
 RANK_PROGRAM = "tests.runtime.transport_rank"

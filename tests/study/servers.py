@@ -15,17 +15,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from tests.ports import free_port
+
 PASSWORD = "s3cret/p@ss:word"  # needs quoting in a URL
 ADVICE = "run `bash tools/system_packages.sh`, which installs what the tests need"
 _START_S = 60.0
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def postgres_program(name: str) -> str:

@@ -21,7 +21,8 @@ from typing import Any
 
 from tests.megatron.argument_docs import keep_argument_docs
 from tests.megatron.runtime import rank_with_schedule
-from tests.megatron.support import PRETRAIN_SCRIPT, REPOSITORY, free_port, rank_environment
+from tests.megatron.support import PRETRAIN_SCRIPT, REPOSITORY, rank_environment
+from tests.ports import free_port
 
 _POLL_S = 0.02
 # For the other ranks to fail by themselves, whose lines say what they were at.
@@ -48,7 +49,8 @@ class RankServer:
         self, words: Sequence[str], *, num_processes: int, timeout_s: float, log: Path
     ) -> tuple[int, str]:
         """Train in forked ranks: the first exit code that is not 0, TIMED_OUT, or 0, and their output."""
-        request = {"words": list(words), "ranks": num_processes, "timeout_s": timeout_s, "log": str(log)}
+        request = {"words": list(words), "ranks": num_processes, "port": free_port()}
+        request |= {"timeout_s": timeout_s, "log": str(log)}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -82,7 +84,6 @@ def main() -> None:
 
 def _train(request: Mapping[str, Any]) -> int:
     """The exit code of all ranks of a request; none of them is left."""
-    port = str(free_port())
     size = request["ranks"]
     ranks = {}
     for rank in range(size):
@@ -92,7 +93,7 @@ def _train(request: Mapping[str, Any]) -> int:
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+            "MASTER_PORT": str(request["port"]),
         }
         ranks[_fork(environment, request)] = rank
     end_s, code = time.monotonic() + request["timeout_s"], 0
