@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
+from quartet_plugin.cli import tune_search
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.workers import join
 from quartet_plugin.errors import ConfigError
@@ -431,7 +432,8 @@ def test_a_run_reads_its_command_in_its_own_folder(
             raise ConfigError("read")
         return parse_command(words)
 
-    monkeypatch.setattr(command, "parse_command", parse)
+    for module in (command, tune_search):
+        monkeypatch.setattr(module, "parse_command", parse)
     if is_joined:
         with pytest.raises(ConfigError, match="read"):
             join(tmp_path / "r", words=None, num_workers=1, oversubscribe=False)
