@@ -70,12 +70,12 @@ class TuneOptions:
     nodes: int | None
     site: str | None
 
-    def read(self, path: Path | None) -> TuneConfig:
-        """The q.yaml with the options over it."""
-        return self.over(read_config(path)).with_options(run=self.name, trials=self.trials)
+    def read(self) -> TuneConfig:
+        """The q.yaml, with the options in place of its values."""
+        return self.over(read_config(self.config)).with_options(run=self.name, trials=self.trials)
 
     def over(self, config: TuneConfig) -> TuneConfig:
-        """A configuration with the options of its launcher over it."""
+        """A configuration, with the options that choose launcher and nodes in place of its values."""
         return with_launcher(
             config,
             launcher=self.launcher,
@@ -116,7 +116,7 @@ def checked_request(words: Sequence[str], options: TuneOptions) -> TuneRequest:
         None if options.earlier_run is None else find_run(options.earlier_run, run_dir=options.run_dir)
     )
     training = parse_command(words)
-    config = options.read(options.config)
+    config = options.read()
     run_name = config.run or default_run_name((training.target,), arguments=training.arguments)
     path, cwd = options.run_dir / run_name, Path.cwd()
     is_again = _is_requeued(path)
@@ -185,7 +185,7 @@ def search_and_show(request: TuneRequest) -> None:
 
 @contextlib.contextmanager
 def _failure_reported(folder: Path) -> Iterator[None]:
-    """A search that ends without a plan leaves its report too: it has every reason."""
+    """Print where the report is also for a search that fails: it has the reason of every failed trial."""
     try:
         yield
     except (InfeasibleError, InfrastructureError):

@@ -1,4 +1,4 @@
-"""The closing lines of `quartet tune`: what the search found, and how to train with it."""
+"""Words the closing lines of `quartet tune`: the result of the search, and how to train with it."""
 
 import shlex
 from collections import Counter
@@ -21,7 +21,7 @@ from quartet_plugin.tuner.winner_choice import NEAREST_RULE
 
 
 def summary_lines(result: TuneResult, *, plan: Plan | None, run: TuningRun) -> list[str]:
-    """What the search found, and how to train with it."""
+    """The result of the search, and how to train with it."""
     baseline = _baseline_words(result)
     best = f"plan      {path_here(run.folder.best_plan)}"
     train = f"train     sh {path_here(run.folder.best_command)}"

@@ -10,16 +10,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from quartet_plugin.errors import InfrastructureError
+from quartet_plugin.errors import ConfigError, InfrastructureError
 from quartet_plugin.launchers.local import open_output
 from quartet_plugin.launchers.running_process import boot_id, find, identify, is_running
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.schema import dump, parse
 from quartet_plugin.protocol.process_identity import Identity
 
 CONNECTIONS_FILE = "connections.json"
@@ -88,15 +89,12 @@ class HeldRun:
         return find(self._adopted) if self._adopted is not None else None
 
     def _read_identity(self) -> Identity | None:
-        """Which process the tuner that started it wrote down."""
+        """The holding process as the tuner that started it wrote it down; None where it did not."""
         content = self.read(CONNECTIONS_FILE)
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            return Identity(
-                pid=int(str(content["pid"])),
-                process_start=float(str(content["process_start"])),
-                boot_id=str(content.get("boot_id", boot_id())),
-                start_ticks=int(str(content["start_ticks"])) if content.get("start_ticks") else None,
-            )
+        with contextlib.suppress(ConfigError, TypeError):
+            written = {known.name: content[known.name] for known in fields(Identity) if known.name in content}
+            # An earlier version wrote no boot: then this one is meant.
+            return parse(Identity, {"boot_id": boot_id(), **written}, where=CONNECTIONS_FILE)
         return None
 
 
@@ -132,7 +130,7 @@ def start_held(
         os.close(output)
     identity = identify(psutil.Process(process.pid))
     assert identity is not None  # nobody else waits for this child
-    content = {"schema_version": 1, **asdict(identity), **connections}
+    content = {"schema_version": 1, **dump(identity), **connections}
     write_json_atomic((folder or stdout.parent) / CONNECTIONS_FILE, content)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:

@@ -1,4 +1,4 @@
-"""The processes of this machine that files name: by pid, start time and boot."""
+"""Finds the processes of this machine that files identify by pid, start time and boot."""
 
 import contextlib
 import functools

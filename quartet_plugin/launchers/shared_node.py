@@ -102,11 +102,7 @@ class NodePart:
     def _await_others(self) -> None:
         """Wait for the other nodes: an engine may end them when the first one has ended."""
         signal.signal(signal.SIGTERM, self._stop)
-        for path in self._files_of_nodes(EXIT_FILE):
-            while not path.exists():
-                if self._is_stopped or self._is_to_end():
-                    return
-                time.sleep(self._poll_s)
+        self._await_files(EXIT_FILE)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         del number, frame
@@ -127,16 +123,18 @@ class NodePart:
 
     def _meet(self) -> list[str] | None:
         """The names of all nodes once each has begun; None where the attempt is ended before."""
-        paths = self._files_of_nodes(BEGUN_FILE)
+        paths = self._await_files(BEGUN_FILE)
+        return None if paths is None else [json.loads(path.read_bytes())["name"] for path in paths]
+
+    def _await_files(self, name: str) -> list[Path] | None:
+        """This file of every node once each has made it; None where the attempt is ended before."""
+        paths = [self._folder / name.format(index) for index in range(self._request["num_nodes"])]
         for path in paths:
             while not path.exists():
                 if self._is_stopped or self._is_to_end():
                     return None
                 time.sleep(self._poll_s)
-        return [json.loads(path.read_bytes())["name"] for path in paths]
-
-    def _files_of_nodes(self, name: str) -> list[Path]:
-        return [self._folder / name.format(index) for index in range(self._request["num_nodes"])]
+        return paths
 
     def _run_command(self, names: list[str]) -> int:
         environment = {**_kept_environment(), **self._request["env"]}

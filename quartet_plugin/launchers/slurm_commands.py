@@ -127,9 +127,9 @@ def _asked(
     cwd: Path | None = None,
     is_done: Callable[[], bool] = lambda: False,
 ) -> str:
-    """The output of one of Slurm's programs; empty where a try without an answer `is_done` all the same.
+    """The output of one of Slurm's programs. Raises InfrastructureError with its last line of error.
 
-    Raises InfrastructureError with its last line of error.
+    `is_done` is asked before a request without an answer is repeated: where it holds, the output is empty.
     """
     end = time.monotonic() + PATIENCE_S
     while True:

@@ -204,8 +204,10 @@ def test_row_33_the_files_of_an_old_attempt_are_not_listened_to(
     trial: Callable[..., TrialResult], tmp_path: Path
 ) -> None:
     first = trial("--mode", "ok")
-    again = trial("--mode", "hang-init", max_attempts=1, attempt=2, **past_the_limits(tmp_path))
-    assert again.outcome is Outcome.INFRA
+    again = trial(
+        "--mode", "hang-init", max_attempts=1, attempt=2, deadline_s=200.0, **past_the_limits(tmp_path)
+    )
+    assert again.outcome is Outcome.INFEASIBLE
     report = (first.folder / "rank-0.json").read_text()
     (again.folder / "rank-0.json").write_text(report)
     (again.folder / "rank-1.json").write_text((first.folder / "rank-1.json").read_text())

@@ -92,7 +92,7 @@ def test_a_good_trial_is_measured(trial: Trial) -> None:
 def test_a_clearly_slower_trial_is_cut_short_and_still_measured(trial: Trial) -> None:
     result = trial("--mode", "ok", "--step-s", "0.2", plan=a_plan(), measure=600, slow_above_s=0.1)
     assert result.outcome is Outcome.OK
-    assert 3 <= len(result.iteration_s) < 600
+    assert 3 <= len(result.iteration_s) < 300
     assert "cut short" in result.reason
     assert min(result.iteration_s) >= 0.2
     assert attempts(result) == ["attempt-1"]
@@ -405,7 +405,7 @@ def test_a_lost_peer_is_tried_three_times(trial: Trial) -> None:
     assert attempts(result) == ["attempt-1", "attempt-2", "attempt-3"]
 
 
-def test_what_the_tuner_has_ended_is_no_cause(trial: Callable[..., TrialResult], fake_torchrun: Path) -> None:
+def test_what_the_tuner_has_ended_is_no_cause(trial: Trial, fake_torchrun: Path) -> None:
     """A starter that SIGTERM ends, and that prints nothing of its ranks."""
     started = fake_torchrun.read_text().replace("exec ", "")
     fake_torchrun.write_text(f"{started.rstrip()} > /dev/null 2>&1\nsleep 600\n")

@@ -32,7 +32,7 @@ class Started:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Started]:
-    """A process that holds connections which are none."""
+    """A process that stands for one that holds connections."""
     (tmp_path / "holder_of_nothing.py").write_text(HOLDER)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     output = tmp_path / "stdout.log"

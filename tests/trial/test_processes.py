@@ -54,14 +54,6 @@ def known(process: subprocess.Popen[str]) -> Identity:
     return found
 
 
-def test_reap_leaves_another_process_of_the_pid_alone(processes: list[subprocess.Popen[str]]) -> None:
-    processes.append(start())
-    mine = known(processes[0])
-    assert mine.start_ticks is not None
-    reap([replace(mine, start_ticks=mine.start_ticks - 5), replace(mine, boot_id="another")], grace_s=0.1)
-    assert known_alive(processes[0])
-
-
 @pytest.mark.parametrize("program", [SLEEP, DEAF])
 def test_reap_ends_exactly_these(program: str, processes: list[subprocess.Popen[str]]) -> None:
     processes += [start(program), start(program)]
@@ -73,6 +65,22 @@ def test_reap_ends_exactly_these(program: str, processes: list[subprocess.Popen[
 def known_alive(process: subprocess.Popen[str]) -> bool:
     """Whether it runs."""
     return process.poll() is None
+
+
+def test_another_start_or_boot_is_another_process(processes: list[subprocess.Popen[str]]) -> None:
+    processes.append(start())
+    mine = known(processes[0])
+    assert is_running(mine)
+    assert mine.start_ticks is not None
+    for other in (
+        replace(mine, start_ticks=mine.start_ticks - 5),
+        replace(mine, process_start=mine.process_start - 5, start_ticks=None),
+        replace(mine, boot_id="another"),
+        replace(mine, pid=2**30),
+    ):
+        assert not is_running(other)
+        reap([other], grace_s=0.1)
+    assert known_alive(processes[0])
 
 
 def test_row_34_a_clock_that_is_set_makes_no_process_another(
