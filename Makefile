@@ -30,8 +30,10 @@ demo-deepspeed: $(STAMP)
 test: system-packages $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m "not slow and not nightly" --durations=30 --numprocesses 3 --dist loadfile
 
+# Three processes would import every test file to find the slow tests.
 test-slow: system-packages $(STAMP) $(RELEASES)
-	$(PY) -m pytest -m "slow and not nightly" --durations=30 --numprocesses 3 --dist worksteal --timeout 600
+	$(PY) -m pytest -m "slow and not nightly" --durations=30 --numprocesses 3 --dist worksteal --timeout 600 \
+		$$(grep -rl --include='test_*.py' 'mark\.slow' tests | sort)
 
 # The tests of minutes each. A run that was ended goes on with those that have not passed; NIGHTLY="--most 10"
 # runs ten of them, and without .matrix/nightly all run again.

@@ -42,7 +42,7 @@ device: cpu
 """
 ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 FOUR = ("--workers", "4", "--oversubscribe")
-QUICK = ("--step-s", "0.05")
+QUICK = ("--step-s", "0.05", "--nominal")
 
 
 @pytest.fixture(scope="module")

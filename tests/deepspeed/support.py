@@ -37,6 +37,8 @@ from tests import warm_ranks
 from tests.megatron.support import run_forked
 
 ROOT = Path(__file__).parents[2]
+# How users start two ranks.
+STARTERS = ("deepspeed --num_gpus 2", f"{sys.executable} -m torch.distributed.run --nproc-per-node 2")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--rdzv-backend", "c10d"]
 TIMEOUT_S = 280
 

@@ -119,14 +119,20 @@ def files_of(folder: Path) -> tuple[Found, Found, Found]:
 
 
 def stock_and_ours(folder: Path, pairs: list[tuple[Found, Found]]) -> list[tuple[Found, Found]]:
-    """Each of the options under DeepSpeed's own schedule, and under ours."""
-    options = [side for base, ours in pairs for side in (base, {**base, **ours})]
-    found = train(folder, processes=2, options=options)
-    for (base, _), stock, ours in zip(pairs, found[::2], found[1::2], strict=True):
+    """Each of the options under DeepSpeed's own schedule, and under ours; options that recur train once."""
+    bases: list[Found] = []
+    for base, _ in pairs:
+        if base not in bases:
+            bases.append(base)
+    found = train(folder, processes=2, options=[*bases, *({**base, **ours} for base, ours in pairs)])
+    both = [
+        (found[bases.index(base)], ours) for (base, _), ours in zip(pairs, found[len(bases) :], strict=True)
+    ]
+    for stock, ours in both:
         assert "error" not in ours, ours
-        assert (stock["schedule"], ours["schedule"]) == ("TrainSchedule", "PlannedSchedule"), base
+        assert (stock["schedule"], ours["schedule"]) == ("TrainSchedule", "PlannedSchedule"), ours
         assert ours["optimizer"] == stock["optimizer"]
-    return list(zip(found[::2], found[1::2], strict=True))
+    return both
 
 
 @pytest.mark.slow
@@ -262,15 +268,17 @@ def test_the_layout_of_a_plan(tmp_path: Path, one_process: dict[str, Found]) -> 
 def test_four_devices(tmp_path: Path, one_process: dict[str, Found]) -> None:
     sizes = {"stages": 4, **DEEP}
     own = layout(4, world=4)
-    orders = [
+    in_order = [
         schedule("gpipe", 4, 8, (3, 2, 2, 3)),
         schedule("zb-h1", 4, 8, (4, 2, 3, 1)),
+        schedule("v-half", 4, 8, (1, 2, 1, 1, 1, 1, 2, 1)),
+    ]
+    moved = [
         schedule("interleaved", 4, 8, (1, 1, 2, 1, 1, 1, 2, 1)),
         schedule("zb-v", 4, 8, (1, 2, 1, 1, 2, 1, 1, 1)),
-        schedule("v-half", 4, 8, (1, 2, 1, 1, 1, 1, 2, 1)),
         searched(4, 8, num_layers=8, memory=8.0),
     ]
-    files = [{**sizes, "quartet": {"schedule": schedule_file(tmp_path, made)}} for made in orders]
+    files = [{**sizes, "quartet": {"schedule": schedule_file(tmp_path, made)}} for made in in_order]
     permuted = [
         plan((3, 1, 2, 2), planned=own, own=own, batch=16, order=(2, 0, 3, 1)),
         *(
@@ -282,7 +290,7 @@ def test_four_devices(tmp_path: Path, one_process: dict[str, Found]) -> None:
                 order=(3, 1, 0, 2),
                 schedule=made,
             )
-            for made in (orders[2], orders[3], orders[5])
+            for made in moved
             if (counts := list(made.layers_per_stage or ()))
         ),
     ]
@@ -290,8 +298,8 @@ def test_four_devices(tmp_path: Path, one_process: dict[str, Found]) -> None:
     found = train(tmp_path, processes=4, options=[sizes, *files, *plans])
     for one in found:
         assert_same(one, one_process["deep"])
-    assert {one["schedule"] for one in found[1:7]} == {"PlannedSchedule"}
-    assert [one["ranks"] for one in found[7:]] == [[2, 0, 3, 1], *[[3, 1, 0, 2]] * 3]
+    assert {one["schedule"] for one in found[1:4] + found[5:]} == {"PlannedSchedule"}
+    assert [one["ranks"] for one in found[4:]] == [[2, 0, 3, 1], *[[3, 1, 0, 2]] * 3]
 
 
 @pytest.mark.nightly

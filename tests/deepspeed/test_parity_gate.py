@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 
 from quartet_plugin.cli.main import main
 from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.launchers.server_command import ServerCommand, server_command
 from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
 from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, receipt_path, tolerance_for
@@ -38,10 +39,17 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+def command_of(argv: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> ServerCommand | str:
+    """The server of a command, the same in every test."""
+    return server_command(
+        argv, env={name: value for name, value in env.items() if name != "PYTEST_CURRENT_TEST"}, cwd=cwd
+    )
+
+
 @pytest.fixture(scope="module")
 def warm() -> Iterator[WarmLauncher]:
     """One server forks the ranks of all checks."""
-    with WarmLauncher() as launcher:
+    with WarmLauncher(command_of=command_of) as launcher:
         yield launcher
 
 
@@ -113,8 +121,13 @@ def test_what_trains_as_the_command_does_passes_and_a_wrong_gradient_does_not(
     assert (failed.failure.step, failed.failure.quantity, failed.failure.stage) == (2, "grad_norm", 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("fault", "verdict"), [("none", "passed"), ("stage", "failed")])
+@pytest.mark.parametrize(
+    ("fault", "verdict"),
+    [
+        pytest.param("none", "passed", marks=pytest.mark.nightly),
+        pytest.param("stage", "failed", marks=pytest.mark.slow),
+    ],
+)
 def test_the_rounding_of_another_micro_batch_is_stocks_own_and_a_wrong_stage_is_not(
     fault: str, verdict: str, tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,6 @@
 """DeepSpeed commands as trials, under both launchers: the same files, outcomes and plans as for Megatron."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialReque
 from quartet_plugin.trial.runner import run_trial
 from quartet_plugin.tuner.trial_backend import nodes_of
 from tests.cli.tuning import living
-from tests.deepspeed.support import ROOT, layout, plan, prepare_launchers, schedule, shape
+from tests.deepspeed.support import ROOT, STARTERS, layout, plan, prepare_launchers, schedule, shape
 
 CONFIG = {
     "train_batch_size": 8,
@@ -34,7 +33,6 @@ CONFIG = {
 }
 EXAMPLE = ROOT / "examples" / "pretrain_deepspeed.py"
 FAULTY = ROOT / "tests" / "deepspeed" / "faulty_pretrain.py"
-STARTERS = ["deepspeed --num_gpus 2", f"{sys.executable} -m torch.distributed.run --nproc-per-node 2"]
 
 # The deepspeed launcher starts its ranks anew for each trial: how its trials end is tried nightly.
 BY_TORCHRUN = pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.errors import ExitCode
 from quartet_plugin.model.plan import read_plan
 from tests.cli.tuning import living
-from tests.deepspeed.support import ROOT, prepare_launchers
+from tests.deepspeed.support import ROOT, STARTERS, prepare_launchers
 from tests.short_rounds import short_rounds as short_rounds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("short_rounds")]
@@ -37,15 +37,21 @@ DS_CONFIG = {
 }
 
 
+# The deepspeed launcher starts its ranks anew for each of the eleven launches.
+@pytest.mark.parametrize(
+    "starter",
+    [pytest.param(STARTERS[0], marks=pytest.mark.nightly), STARTERS[1]],
+    ids=["deepspeed", "torchrun"],
+)
 def test_a_schedule_of_ours_and_another_shape_are_checked_and_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starter: str
 ) -> None:
     prepare_launchers(tmp_path, monkeypatch)
     (tmp_path / "q.yaml").write_text(CONFIG)
     (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
     script = [str(ROOT / "examples" / "pretrain_deepspeed.py"), "--data-path", str(tmp_path / "text")]
     sizes = "--num-layers 4 --hidden-size 48 --num-attention-heads 3 --seq-length 16 --vocab-size 260"
-    words = ["deepspeed", "--num_gpus", "2", *script, *sizes.split(), "--pipeline-stages", "2"]
+    words = [*starter.split(), *script, *sizes.split(), "--pipeline-stages", "2"]
     words += ["--deepspeed_config", str(tmp_path / "ds.json")]
     options = ["tune", "--config", str(tmp_path / "q.yaml"), "--run-dir", str(tmp_path / "runs")]
     assert main([*options, "--", *words]) == int(ExitCode.DONE)

@@ -12,7 +12,7 @@ import yaml
 from tests.megatron.support import MODEL_FLAGS, TRAINING_FLAGS, dataset
 from tests.megatron.test_plan_then_train import CLUSTER, MODEL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

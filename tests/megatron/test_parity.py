@@ -117,7 +117,7 @@ def test_recomputed_modules_train_as_one_process_does(tmp_path: Path) -> None:
     check(replace(PP2, layout=MODULES), done["modules"], done["one"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_import_for_themselves_train_alike(
     weights: Path, reference: Launch, tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ def measured(folder: Path, plan: Plan | None, launcher: Launcher) -> TrialResult
     return run_trial(request, launcher=launcher, is_subreaper=True)
 
 
-@pytest.mark.parametrize("kind", ["command", "custom"])
+@pytest.mark.parametrize("kind", [pytest.param("command", marks=pytest.mark.nightly), "custom"])
 def test_losses_are_those_of_a_cold_start(tmp_path: Path, warm: WarmLauncher, kind: str) -> None:
     plans = {"command": None, "custom": custom_plan()}
     results = {

@@ -1,6 +1,8 @@
 """Where a study is kept: what is accepted, what is never shown, and what is left after a torn write."""
 
+import functools
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,13 @@ def outcomes(result: TuneResult) -> set[tuple[Any, ...]]:
         (trial.number, trial.plan.key, trial.record.verdict, trial.record.value, trial.record.repeats)
         for trial in result.trials
     }
+
+
+@functools.cache
+def undisturbed() -> set[tuple[Any, ...]]:
+    """What becomes of STUDY without a fault; computed once by each test process."""
+    with tempfile.TemporaryDirectory() as folder:
+        return outcomes(tune(begin(Path(folder) / "s", study=STUDY), FakeMachine()))
 
 
 @pytest.mark.parametrize(
@@ -118,8 +127,7 @@ def test_every_file_holds_the_same_study(tmp_path: Path, address: str) -> None:
     watching = Watching()
     run = begin(tmp_path / "r", study={**STUDY, "storage": address})
     result = tune(run, FakeMachine(), observer=watching)
-    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
-    assert outcomes(result) == outcomes(reference)
+    assert outcomes(result) == undisturbed()
     words = f"`optuna-dashboard {run.storage.shown}` shows the study in a browser"
     assert words in watching.messages
     storage: Any = run.storage.shown
@@ -133,12 +141,11 @@ def test_every_file_holds_the_same_study(tmp_path: Path, address: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("address", ["sqlite", "journal"])
 def test_a_killed_tuner_goes_on_where_it_was(tmp_path: Path, address: str) -> None:
-    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
     machine = FakeMachine(dies_at=4, dies_before_result=False)
     with pytest.raises(Killed):
         tune(begin(tmp_path / "r", study={**STUDY, "storage": address}), machine)
     machine.dies_at = None
-    assert outcomes(tune(resume(tmp_path / "r"), machine)) == outcomes(reference)
+    assert outcomes(tune(resume(tmp_path / "r"), machine)) == undisturbed()
 
 
 def test_a_run_with_a_journal_is_not_begun_again(tmp_path: Path) -> None:
@@ -191,7 +198,6 @@ def test_a_record_that_is_just_being_written_is_no_damage(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_torn_journal_is_mended_and_its_trial_told_again(tmp_path: Path) -> None:
-    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
     run = begin(tmp_path / "r", study={**STUDY, "storage": "journal"})
     machine = FakeMachine()
     tune(run, machine)
@@ -201,7 +207,7 @@ def test_a_torn_journal_is_mended_and_its_trial_told_again(tmp_path: Path) -> No
         file.write_bytes(content[:cut])
         watching = Watching()
         num_launched = len(machine.launched)
-        assert outcomes(tune(resume(tmp_path / "r"), machine, observer=watching)) == outcomes(reference)
+        assert outcomes(tune(resume(tmp_path / "r"), machine, observer=watching)) == undisturbed()
         assert len(machine.launched) == num_launched  # told from the folders
         assert any("the last record is incomplete" in text for text in watching.messages)
 
@@ -378,7 +384,6 @@ def test_a_storage_that_fails_mid_run_ends_it_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The n-th telling fails, for every n: what was measured is told by the next tuner."""
-    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
     tell = TuneStudy._tell
     for fails_at in range(1, 5):
         machine, calls = FakeMachine(), iter(range(fails_at, 0, -1))
@@ -396,7 +401,7 @@ def test_a_storage_that_fails_mid_run_ends_it_and_nothing_is_lost(
         monkeypatch.setattr(TuneStudy, "_tell", tell)
         num_launched = len(machine.launched)
         result = tune(resume(folder), machine)
-        assert outcomes(result) == outcomes(reference)
+        assert outcomes(result) == undisturbed()
         searched = [name for name, _ in machine.launched if "round" not in name]
         assert len(searched) == len(set(searched)) >= num_launched
 

@@ -13,7 +13,7 @@ from quartet_plugin.study.tune_study import TuneStudy
 from quartet_plugin.study.view import read_study
 from quartet_plugin.tuner.run_folder import TuningRun
 from tests.study.servers import PASSWORD, Postgres, Proxy, postgres
-from tests.study.test_storage import STUDY, outcomes
+from tests.study.test_storage import STUDY, outcomes, undisturbed
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 
 pytestmark = pytest.mark.slow
@@ -57,11 +57,10 @@ def with_storage(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 
 
 def test_a_server_holds_the_same_study_as_a_file(tmp_path: Path, url: str) -> None:
-    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
     watching = Watching()
     run = begin_at(tmp_path / "r", url)
     result = tune(run, FakeMachine(), observer=watching)
-    assert outcomes(result) == outcomes(reference)
+    assert outcomes(result) == undisturbed()
     found = read_study(run.storage)
     assert found is not None
     assert {row.number for row in found.rows if row.is_finished} == {
@@ -71,14 +70,13 @@ def test_a_server_holds_the_same_study_as_a_file(tmp_path: Path, url: str) -> No
 
 
 def test_a_killed_tuner_goes_on_where_it_was(tmp_path: Path, url: str) -> None:
-    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
     machine = FakeMachine(dies_at=4, dies_before_result=False)
     with pytest.raises(Killed):
         tune(begin_at(tmp_path / "r", url), machine)
     machine.dies_at = None
     again = resume(tmp_path / "r")
     config = again.config.model_copy(update={"study": again.config.study.model_copy(update={"storage": url})})
-    assert outcomes(tune(replace(again, config=config), machine)) == outcomes(reference)
+    assert outcomes(tune(replace(again, config=config), machine)) == undisturbed()
 
 
 def test_runs_of_one_name_share_a_server(tmp_path: Path, server: Postgres) -> None:
@@ -124,7 +122,6 @@ def test_a_wrong_password_is_not_repeated(tmp_path: Path, server: Postgres) -> N
 def test_a_server_lost_mid_run_ends_it_and_the_next_tuner_tells_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
     with postgres() as own:
         machine = FakeMachine()
         machine.on_launch = lambda request: own.stop() if len(machine.launched) == 4 else None
@@ -137,14 +134,13 @@ def test_a_server_lost_mid_run_ends_it_and_the_next_tuner_tells_what_was_measure
         own.start()
         again = resume(tmp_path / "r")
         monkeypatch.setenv("PGPASSWORD", PASSWORD)
-        assert outcomes(tune(again, machine)) == outcomes(reference)
+        assert outcomes(tune(again, machine)) == undisturbed()
         names = [name for name, _ in machine.launched if "round" not in name]
         assert len(names) == len(set(names))
         assert num_launched == 4
 
 
 def test_a_server_that_comes_back_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
     with postgres() as own:
         machine, watching = FakeMachine(), Watching()
         machine.on_launch = lambda request: own.stop() if len(machine.launched) == 4 else None
@@ -157,7 +153,7 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path: Path, monkeypatch: pyt
 
         with_storage(monkeypatch, sleep=sleep)
         result = tune(begin_at(tmp_path / "r", own.url), machine, observer=watching)
-        assert outcomes(result) == outcomes(reference)
+        assert outcomes(result) == undisturbed()
         assert slept
         assert any("retrying for" in text for text in watching.messages)
 
@@ -167,7 +163,6 @@ def test_a_server_lost_between_two_trials_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Not a trial is under way: the tuner asks what waits, or puts the next plan into the study."""
-    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
     lost: list[str] = []
     with postgres() as own:
 
@@ -194,7 +189,7 @@ def test_a_server_lost_between_two_trials_is_waited_for(
         with_storage(monkeypatch, sleep=sleep)
         result = tune(begin_at(tmp_path / "r", own.url), FakeMachine())
         assert lost
-        assert outcomes(result) == outcomes(reference)
+        assert outcomes(result) == undisturbed()
 
 
 def test_a_proxy_that_is_away_is_one_line(
@@ -208,8 +203,7 @@ def test_a_proxy_that_is_away_is_one_line(
         tune(run, machine)
     assert "\n" not in str(caught.value)
     proxy.start()
-    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
-    assert outcomes(tune(resume(tmp_path / "r"), machine)) == outcomes(reference)
+    assert outcomes(tune(resume(tmp_path / "r"), machine)) == undisturbed()
 
 
 def test_nothing_is_pickled(tmp_path: Path, server: Postgres) -> None:
