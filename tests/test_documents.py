@@ -124,23 +124,6 @@ def test_every_link_leads_somewhere(path: Path) -> None:
     assert not broken
 
 
-def test_the_readmes_figures_stand_in_the_benchmarks() -> None:
-    figures = re.compile(r"[0-9]+\.[0-9]+(?: \([^)]*\))?")
-    rows = {
-        line.split("|")[1].partition(":")[0].strip(): figures.findall(line)
-        for line in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
-        if line.startswith("| ")
-    }
-    text = README.read_text(encoding="utf-8")
-    shown = [line for line in text.splitlines() if line.startswith("| ") and figures.search(line)]
-    assert len(shown) >= 3
-    (heading,) = [line for line in text.splitlines() if line.startswith("| job | ")]
-    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert heading.strip(" |") in benchmarks, "the figures are of other columns there"
-    for line in shown:
-        assert figures.findall(line) == rows[line.split("|")[1].strip()][: len(figures.findall(line))], line
-
-
 def test_the_page_of_commands_has_every_command() -> None:
     text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     assert [name for name in {call.split()[0] for call in CALLS} if f"quartet {name}" not in text] == []

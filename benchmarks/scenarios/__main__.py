@@ -52,7 +52,7 @@ from benchmarks.scenarios.table import DEFAULT, table_lines
 from benchmarks.scenarios.turns import Launch, measured_in_turns
 from quartet_plugin.cli.runs import read_whole
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.history import RunHistory, TrialRow
+from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
 from quartet_plugin.model.plan import Plan, read_plan
 
 WARMUP, MEASURE = 2, 6
@@ -162,7 +162,7 @@ def trial_of(row: TrialRow) -> dict[str, Any]:
     """A trial as a result file has it."""
     return {
         "number": row.number,
-        "plan": ", ".join(row.labels.values()),
+        "plan": ", ".join(row.labels[part] for part in PARTS if part in row.labels),
         "verdict": row.verdict,
         "outcome": row.outcome,
         "reason": row.reason,

@@ -19,6 +19,7 @@ from benchmarks.scenarios.result_files import (
 from benchmarks.scenarios.table import row_of, table_lines
 from quartet_plugin.model.cluster import parse_cluster
 from quartet_plugin.model.history import TrialRow
+from quartet_plugin.model.measurement import Interval
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.tuner.config import parse_config
 
@@ -144,11 +145,16 @@ def test_commits_have_the_same_search_where_no_file_of_it_differs(tmp_path: Path
 
 def test_a_trial_above_the_memory_limit_is_not_ok_in_a_result_file() -> None:
     row = TrialRow(
-        number=3, outcome="INFEASIBLE", verdict="infeasible", reason="out of memory: above", value=1.0
+        number=3,
+        outcome="INFEASIBLE",
+        verdict="infeasible",
+        reason="out of memory: above",
+        value=1.0,
+        labels={"plan_key": "0123", "shape": "8x256", "layout": "pp2 mb16"},
     )
-    assert {**trial_of(row), "plan": ""} == {
+    assert trial_of(row) == {
         "number": 3,
-        "plan": "",
+        "plan": "8x256, pp2 mb16",
         "verdict": "infeasible",
         "outcome": "INFEASIBLE",
         "reason": "out of memory: above",
@@ -223,3 +229,19 @@ def test_a_memory_limit_is_a_cluster_file() -> None:
 def test_an_axis_that_there_is_not_is_refused() -> None:
     with pytest.raises(SystemExit, match="--without: width"):
         SCENARIOS[NAME].search_without("width")
+
+
+def test_the_documented_speedups_are_those_of_the_result_files() -> None:
+    text = BENCHMARKS.read_text(encoding="utf-8")
+    table = text.partition("| job | over best stock |")[2].partition("\n\n")[0]
+    rows = [row_of(name, scenario.about) for name, scenario in SCENARIOS.items()]
+    expected = [
+        " | ".join((f"| `{row.scenario}`", *map(ratio_words, speedups), row.winner))
+        for row in rows
+        if (speedups := (row.over_stock, row.over_mean, row.over_default))[0] is not None
+    ]
+    assert [line.rpartition(" | ")[0] for line in table.splitlines() if line.startswith("| `")] == expected
+
+
+def ratio_words(ratio: Interval | None) -> str:
+    return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
