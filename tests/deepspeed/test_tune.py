@@ -37,7 +37,7 @@ DS_CONFIG = {
 }
 
 
-# The deepspeed launcher starts its ranks anew for each of the eleven launches.
+# The deepspeed launcher starts its ranks anew for each launch: a study under it is made nightly.
 @pytest.mark.parametrize(
     "starter",
     [pytest.param(STARTERS[0], marks=pytest.mark.nightly), STARTERS[1]],
