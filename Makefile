@@ -30,7 +30,7 @@ demo-deepspeed: $(STAMP)
 test: system-packages $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m "not slow and not nightly" --durations=30 --numprocesses 3 --dist loadfile
 
-# Three processes would import every test file to find the slow tests.
+# Only the files that have slow tests: three processes would otherwise import every test file.
 test-slow: system-packages $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m "slow and not nightly" --durations=30 --numprocesses 3 --dist worksteal --timeout 600 \
 		$$(grep -rl --include='test_*.py' 'mark\.slow' tests | sort)

@@ -185,14 +185,6 @@ def test_the_page_says_what_each_scenario_fixes_and_leaves_free() -> None:
     assert set(re.findall(r"`([\w-]+)`", sentence[1])) == shaped
 
 
-def test_the_page_has_the_figure_that_the_files_give() -> None:
-    text = " ".join(BENCHMARKS.read_text(encoding="utf-8").split())
-    row = row_of("h-memory-limit", "")
-    for ratio in (row.over_stock, row.over_mean):
-        assert ratio is not None
-        assert f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" in text
-
-
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_search_of_a_scenario_is_one_that_the_tuner_takes(name: str) -> None:
     scenario = SCENARIOS[name]
@@ -231,17 +223,27 @@ def test_an_axis_that_there_is_not_is_refused() -> None:
         SCENARIOS[NAME].search_without("width")
 
 
-def test_the_documented_speedups_are_those_of_the_result_files() -> None:
+def test_the_page_has_the_figures_that_the_files_give() -> None:
+    """Each scenario whose plans were measured in turns has its row."""
     text = BENCHMARKS.read_text(encoding="utf-8")
     table = text.partition("| job | over best stock |")[2].partition("\n\n")[0]
-    rows = [row_of(name, scenario.about) for name, scenario in SCENARIOS.items()]
+    measured = [name for name in SCENARIOS if read_turns(name) is not None]
+    rows = [row_of(name, "") for name in measured]
+    assert "h-memory-limit" in measured
+    assert [row.scenario for row in rows if row.missing] == []
     expected = [
-        " | ".join((f"| `{row.scenario}`", *map(ratio_words, speedups), row.winner))
+        " | ".join(
+            (
+                f"| `{row.scenario}`",
+                *map(ratio_words, (row.over_stock, row.over_mean, row.over_default)),
+                row.winner,
+            )
+        )
         for row in rows
-        if (speedups := (row.over_stock, row.over_mean, row.over_default))[0] is not None
     ]
     assert [line.rpartition(" | ")[0] for line in table.splitlines() if line.startswith("| `")] == expected
 
 
 def ratio_words(ratio: Interval | None) -> str:
+    """A ratio and its interval as the page writes them."""
     return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"

@@ -44,7 +44,7 @@ def outcomes(result: TuneResult) -> set[tuple[Any, ...]]:
 
 @functools.cache
 def undisturbed() -> set[tuple[Any, ...]]:
-    """What becomes of STUDY without a fault; computed once by each test process."""
+    """The outcomes of STUDY where nothing fails, which each test process computes once."""
     with tempfile.TemporaryDirectory() as folder:
         return outcomes(tune(begin(Path(folder) / "s", study=STUDY), FakeMachine()))
 
