@@ -28,7 +28,7 @@ demo-deepspeed: $(STAMP)
 
 # A test that starts processes waits for them a good part of its time, so that three share two cores.
 test: system-packages $(STAMP) $(RELEASES)
-	$(PY) -m pytest -m "not slow and not nightly" --durations=30 --numprocesses 3 --dist loadfile
+	$(PY) -m pytest -m "not slow and not nightly" --durations=30 --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # Only the files that have slow tests: three processes would otherwise import every test file.
 test-slow: system-packages $(STAMP) $(RELEASES)

@@ -2,11 +2,13 @@
 
 A search of an order takes half a second, and a space has dozens; a study of these tests has as many
 proposals. How good orders and proposals are is tested in `tests/schedule` and `tests/planner`, in the files
-here that say FULL_SEARCHES, and by the tests that use `full_searches`. Many studies of these tests ask for
-the same orders, so a process keeps each: a search depends on its arguments alone, as `tests/schedule` tests.
+here that say FULL_SEARCHES (but for their tests that use `brief_searches`), and by the tests that use
+`full_searches`. Many studies of these tests ask for the same orders, so a process keeps each: a search
+depends on its arguments alone, as `tests/schedule` tests.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -27,15 +29,30 @@ def short_searches(request: pytest.FixtureRequest) -> Iterator[None]:
     if getattr(request.module, "FULL_SEARCHES", False):
         yield
         return
-    yield from _put(_SHORT)
+    with shortened():
+        yield
+
+
+@pytest.fixture
+def brief_searches(short_searches: None) -> Iterator[None]:
+    """The same for one test of a file with FULL_SEARCHES."""
+    with shortened():
+        yield
 
 
 @pytest.fixture
 def full_searches(short_searches: None) -> Iterator[None]:
     """Let this test's spaces and studies search as the product does."""
-    yield from _put(_FULL)
+    with _put(_FULL):
+        yield
 
 
+def shortened() -> AbstractContextManager[None]:
+    """The same for a process that a test starts."""
+    return _put(_SHORT)
+
+
+@contextmanager
 def _put(values: dict[tuple[Any, str], Any]) -> Iterator[None]:
     schedules.custom_order.cache_clear()
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,5 @@
 """The folders of these tests are in memory; orders of their studies need not be the best."""
 
 from tests.in_memory import tmp_path as tmp_path
+from tests.short_searches import brief_searches as brief_searches
 from tests.short_searches import short_searches as short_searches

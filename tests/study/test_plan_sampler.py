@@ -104,6 +104,7 @@ def test_the_best_plan_is_found_in_far_fewer_trials_than_by_tpe_alone() -> None:
     assert 4 * sum(planned) <= sum(alone), (planned, alone)
 
 
+@pytest.mark.usefixtures("brief_searches")
 def test_a_proposal_follows_from_the_finished_trials_alone(tmp_path: Path) -> None:
     space = space_of()
     storage = f"sqlite:///{tmp_path / 'study.sqlite3'}"

@@ -24,6 +24,7 @@ from quartet_plugin.tuner.disk_reserve import DiskReserve
 from quartet_plugin.tuner.run_folder import prepare_folder
 from quartet_plugin.tuner.trial_backend import LocalBackend
 from quartet_plugin.tuner.tune_result import TuneResult, write_best
+from tests.short_searches import shortened
 from tests.tuner.fakes import FakeMachine, begin, by_formula, resume, tune
 from tests.tuner.run_folders import write_attempt, write_reports
 
@@ -109,7 +110,8 @@ def main() -> None:
     os.write = before(os.write)
     os.link = before(os.link)
     event.listen(Engine, "commit", one)
-    whole_run(folder)
+    with shortened():  # as in the tests that start this
+        whole_run(folder)
     print(count)
 
 

@@ -283,4 +283,4 @@ Life.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-TestLife = Life.TestCase
+TestLife = pytest.mark.timeout(240)(Life.TestCase)

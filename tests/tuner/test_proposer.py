@@ -132,6 +132,7 @@ def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.usefixtures("brief_searches")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("is_written", [False, True])
 def test_a_killed_study_proposes_as_if_it_had_not_been(tmp_path: Path, is_written: bool) -> None:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.megatron.support import REPOSITORY, rank_environment
 
 # In a process of its own: what Megatron imports binds the CPU device's names for good.
@@ -88,6 +90,7 @@ print("all held")
 """
 
 
+@pytest.mark.timeout(240)
 def test_every_seam_is_there_and_is_put_back(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)

@@ -305,6 +305,12 @@ LONG = {
     "zb-v mtp pp2 dp2 both overlaps",
     "zb-v untied pp2",
     "zb-h1 tp2",
+    "zb-h1 pp2 dp2 ep2 experts as a trial",
+    "zb-v pp2 dp2 engine as a trial",
+    "interleaved pp4",
+    "zb-v pp4",
+    "zb-h1 mtp pp2 as a trial",
+    "zb-v pp2 cp2 both overlaps",
 }
 
 
