@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.scenarios import result_files
 from benchmarks.scenarios.__main__ import trial_of
 from benchmarks.scenarios.catalogue import SCENARIOS, Scenario
 from benchmarks.scenarios.result_files import (
@@ -124,7 +125,9 @@ def test_rows_of_another_commit_are_named(tmp_path: Path) -> None:
     assert same[-1] == "one search in all rows with a figure: abc, def"
 
 
-def test_commits_have_the_same_search_where_no_file_of_it_differs(tmp_path: Path) -> None:
+def test_commits_have_the_same_search_where_no_file_of_it_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def commit_with(name: str) -> str:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
@@ -141,6 +144,9 @@ def test_commits_have_the_same_search_where_no_file_of_it_differs(tmp_path: Path
     assert not has_same_search(commits[1], commits[2], root=tmp_path)
     assert not has_same_search(commits[0], f"{commits[1]} with changes", root=tmp_path)
     assert not has_same_search(commits[0], "0123456789ab", root=tmp_path)
+    monkeypatch.setitem(result_files.SAME_SEARCHES, commits[1], commits[2])
+    assert has_same_search(commits[1], commits[2], root=tmp_path)
+    assert not has_same_search(commits[0], commits[2], root=tmp_path)
 
 
 def test_a_trial_above_the_memory_limit_is_not_ok_in_a_result_file() -> None:
