@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,6 +82,8 @@ def main() -> int:
     if options.command == "table":
         print("\n".join(table_lines({name: scenario.about for name, scenario in SCENARIOS.items()})))
         return 0
+    # An end by a signal has to end the jobs, too, of which all but one are stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.chdir(ROOT)
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     options.folder.mkdir(parents=True, exist_ok=True)

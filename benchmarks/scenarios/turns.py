@@ -1,8 +1,10 @@
 """Jobs that live side by side and train in turns, a few steps at a time.
 
 Two launches of one job differ by 10 to 20 % here, because the machine is not the same from one minute to the
-next. Jobs that take turns every second meet the same machine, and each is started once. A job waits without
-using a core: its processes block on a socket before a step (`script.py`), and are let through together.
+next. Jobs that take turns every second meet the same machine, and each is started once. The processes of a
+job block on a socket before a step (`script.py`), and are let through together. While it waits they are
+stopped: a process that only blocks has some 70 threads of gloo, which look for messages a hundred times a
+second, and the waiting jobs would take a fifth of a core or more from the one whose turn it is.
 """
 
 import contextlib
@@ -10,6 +12,7 @@ import json
 import random
 import socket
 import statistics
+import struct
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+
+import psutil
 
 from benchmarks.scenarios.script import STEPS
 from quartet_plugin.launchers.command import parse_command
@@ -41,8 +46,15 @@ class Launch:
     cwd: Path
 
 
-# A line to and from each process of a job.
-type _Job = list[TextIO]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A process of a job, and a line to and from it."""
+
+    line: TextIO
+    process: psutil.Process
+
+
+type _Job = list[Rank]
 
 
 def measured_in_turns(launch: Launch, *, rounds: int, seed: int) -> list[dict[str, float]]:
@@ -55,15 +67,19 @@ def measured_in_turns(launch: Launch, *, rounds: int, seed: int) -> list[dict[st
         with listening(address) as server, _started(launch, address, rounds=rounds) as trials:
             jobs = _connected(server, launch, trials)
             generator = random.Random(seed)
+            try:
+                for job in jobs.values():
+                    stopped_after(job)
+                # A turn before the rounds: allocators and optimizers have their memory after it.
+                for job in jobs.values():
+                    turn_s(job)
+                orders = (generator.sample(sorted(jobs), len(jobs)) for _ in range(rounds))
+                found = [{name: turn_s(jobs[name]) for name in order} for order in orders]
+            finally:
+                for job in jobs.values():
+                    resume(job)
             for job in jobs.values():
-                _steps_s(job)
-            # A turn before the rounds: allocators and optimizers have their memory after it.
-            for job in jobs.values():
-                _turn_s(job)
-            orders = (generator.sample(sorted(jobs), len(jobs)) for _ in range(rounds))
-            found = [{name: _turn_s(jobs[name]) for name in order} for order in orders]
-            for job in jobs.values():
-                let_through(job)
+                let_through([rank.line for rank in job])
     return found
 
 
@@ -125,14 +141,23 @@ def _connected(
             connection = server.accept()[0]
             connection.settimeout(None)
             line = connection.makefile("rw")
-            jobs[heard(line)].append(line)
+            jobs[heard(line)].append(Rank(line=line, process=process_behind(connection)))
     return jobs
 
 
-def _turn_s(job: _Job) -> float:
+def process_behind(connection: socket.socket) -> psutil.Process:
+    """The process at the other end of a connection of this machine."""
+    credentials = struct.Struct("3i")
+    content = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    pid, _, _ = credentials.unpack(content)
+    return psutil.Process(pid)
+
+
+def turn_s(job: _Job) -> float:
     """Let a job do STEPS steps; the seconds of one, of its slowest process."""
-    let_through(job)
-    return max(statistics.fmean(steps_s[COLD_STEPS:]) for steps_s in _steps_s(job))
+    resume(job)
+    let_through([rank.line for rank in job])
+    return max(statistics.fmean(steps_s[COLD_STEPS:]) for steps_s in stopped_after(job))
 
 
 def let_through(job: Sequence[TextIO]) -> None:
@@ -141,9 +166,19 @@ def let_through(job: Sequence[TextIO]) -> None:
         print("go", file=line, flush=True)
 
 
-def _steps_s(job: _Job) -> list[list[float]]:
-    """Once all processes wait for a turn: the seconds of the steps of their last one, none at first."""
-    return [heard(line) for line in job]
+def stopped_after(job: _Job) -> list[list[float]]:
+    """Stop the processes of a job once all wait for a turn; the seconds of the steps of their last one."""
+    steps_s = [heard(rank.line) for rank in job]
+    for rank in job:
+        rank.process.suspend()
+    return steps_s
+
+
+def resume(job: _Job) -> None:
+    """Continue the processes of a job that still run."""
+    for rank in job:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.process.resume()
 
 
 def heard(line: TextIO) -> Any:

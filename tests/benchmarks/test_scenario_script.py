@@ -11,6 +11,16 @@ from pathlib import Path
 import psutil
 
 from benchmarks.scenarios.script import PERIOD_S, in_turns
+from benchmarks.scenarios.turns import (
+    Rank,
+    heard,
+    let_through,
+    listening,
+    process_behind,
+    resume,
+    stopped_after,
+    turn_s,
+)
 
 ROOT = Path(__file__).parents[2]
 SLOW = """
@@ -49,6 +59,36 @@ def test_it_is_stopped_at_work_alone() -> None:
                 pass
         device.stdin.close()
         assert device.wait() == 0
+
+
+TRAINING = """
+import sys, time
+from benchmarks.scenarios.script import in_turns
+step = in_turns(lambda: time.sleep(0.01), address=sys.argv[1], job="a", steps=2)
+for _ in range(6):
+    step()
+"""
+
+
+def test_a_job_whose_turn_it_is_not_is_stopped(tmp_path: Path) -> None:
+    address = str(tmp_path / "turns")
+    with listening(address) as server:
+        words = [sys.executable, "-c", TRAINING, address]
+        with subprocess.Popen(words, cwd=ROOT) as training:
+            connection, _ = server.accept()
+            connection.settimeout(None)
+            with connection, connection.makefile("rw") as line:
+                job = [Rank(line=line, process=process_behind(connection))]
+                assert heard(line) == "a"
+                assert job[0].process.pid == training.pid
+                assert stopped_after(job) == [[]]
+                for _ in range(2):
+                    while job[0].process.status() != psutil.STATUS_STOPPED:
+                        time.sleep(PERIOD_S)
+                    assert turn_s(job) >= 0.01
+                resume(job)
+                let_through([line])
+                assert training.wait() == 0
 
 
 def test_a_turn_is_work_and_waiting_for_it_is_not(tmp_path: Path) -> None:
