@@ -123,11 +123,10 @@ def search(options: argparse.Namespace) -> SearchRun:
         "run": name,
         "search": section,
         "trial": {"warmup": WARMUP, "measure": MEASURE, "deadline_s": 120},
+        # Finalists and final rounds are those that the product has where nothing is said.
         "study": {
             "trials": options.trials,
             "seed": options.seed,
-            "top_k": 1,
-            "rounds": 5,
             "starts": "none" if side == STOCK else "auto",
         },
         "device": "cpu",
