@@ -39,25 +39,27 @@ def test_it_is_stopped_at_work_alone() -> None:
     with subprocess.Popen(
         words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as device:
-        assert device.stdin is not None
-        assert device.stdout is not None
+        told, answers = device.stdin, device.stdout
+        assert told is not None
+        assert answers is not None
 
         def becomes(at_work: int) -> None:
-            print(at_work, file=device.stdin, flush=True)
-            assert device.stdout.readline() == f"{at_work}\n"
+            print(at_work, file=told, flush=True)
+            assert answers.readline() == f"{at_work}\n"
 
-        def is_stopped() -> bool:
+        def is_soon_stopped() -> bool:
+            time.sleep(PERIOD_S / 10)
             return psutil.Process(device.pid).status() == psutil.STATUS_STOPPED
 
         for _ in range(2):
             becomes(1)
-            while not is_stopped():
-                time.sleep(PERIOD_S / 10)
+            while not is_soon_stopped():
+                pass
             becomes(0)
             # Ten periods without a stop come once the period that has begun is over, or never.
-            while any(is_stopped() or time.sleep(PERIOD_S / 10) for _ in range(100)):
+            while any(is_soon_stopped() for _ in range(100)):
                 pass
-        device.stdin.close()
+        told.close()
         assert device.wait() == 0
 
 
