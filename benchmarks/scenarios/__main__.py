@@ -123,7 +123,7 @@ def search(options: argparse.Namespace) -> SearchRun:
         "run": name,
         "search": section,
         "trial": {"warmup": WARMUP, "measure": MEASURE, "deadline_s": 120},
-        # Finalists and final rounds are those that the product has where nothing is said.
+        # `top_k` and `rounds` keep their defaults, as in a user's search.
         "study": {
             "trials": options.trials,
             "seed": options.seed,

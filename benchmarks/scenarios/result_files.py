@@ -23,9 +23,9 @@ SEARCH_FILES = (
     "benchmarks/scenarios/script.py",
     "benchmarks/scenarios/turns.py",
 )
-# Commits, each with a later one, of its rows' turns, that differs in these files and not in its searches:
+# A commit, and a later one that counts as having the same search although these files differ:
 SAME_SEARCHES = {
-    # How jobs wait for their turns; a search has no turns.
+    # They differ only in how jobs wait for their turns; a search has no turns.
     "7f55d90830cc": "67e53672511c",
 }
 TURNS = "turns.json"
