@@ -195,6 +195,7 @@ def _show_ranking(
     from quartet_plugin.planner.ranking import refusals
     from quartet_plugin.report import planned
     from quartet_plugin.schedule.compilation import compilation_notice
+    from quartet_plugin.space.features import lock_lines
 
     with compilation_notice(tell):
         ranking = planned_ranking(
@@ -207,7 +208,7 @@ def _show_ranking(
         plain = users_layout(
             request, layout=user.layout, split=user.split, schedule=user.schedule, constants=constants
         )
-    unread = () if user is None else user.unread
+    unread, locked = ((), {}) if user is None else (user.unread, user.locked)
     rules = refusals(request, ranking) if refused else None
     files: list[str | None] = []
     for place, ranked in enumerate(ranking.best, start=1):
@@ -226,7 +227,9 @@ def _show_ranking(
             write_plan(plan, path=path)
         files.append(None if path is None else str(path))
     if as_json:
-        data = planned.ranking_data(request, ranking, plain=plain, files=files, unread=unread, refusals=rules)
+        data = planned.ranking_data(
+            request, ranking, plain=plain, files=files, unread=unread, locked=locked, refusals=rules
+        )
         typer.echo(json.dumps(data, indent=1, allow_nan=False))
         return
     show(planned.job_line(request))
@@ -246,6 +249,7 @@ def _show_ranking(
         f"{ranking.num_considered} layouts: {ranking.num_predicted} predicted, "
         f"{ranking.num_too_large} do not fit in memory, {ranking.num_pruned} cannot be faster"
     )
+    show(*lock_lines(locked, change_class=request.search.change_class))
     if unread:
         show(planned.unread_line(unread))
     if rules is not None:

@@ -5,7 +5,7 @@ exchanges two runs by their positions. Long runs need fewer exchanges: a run of 
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import batched
+from itertools import batched, islice
 
 from quartet_plugin.mapping.order_rules import NO_RULES, OrderRules
 from quartet_plugin.mapping.orders import is_legal
@@ -13,6 +13,9 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo, Slot
 
 type Pair = tuple[int, int]
+
+# Pairs of runs that are exchanged for one length.
+MAX_PAIRS = 128
 
 
 def run_lengths(
@@ -54,6 +57,12 @@ def exchanged(
         runs[first], runs[second] = runs[second], runs[first]
     order = tuple(slot for run in runs for slot in run)
     return order if is_legal(order, layout=layout, rules=rules) else tuple(slots)
+
+
+def pairs_of_runs(num_runs: int) -> list[Pair]:
+    """The first `MAX_PAIRS` pairs of runs but that of RANK 0, neighbours first."""
+    pairs = ((first, first + by) for by in range(1, num_runs) for first in range(1, num_runs - by))
+    return list(islice(pairs, MAX_PAIRS))
 
 
 def exchanges_between(slots: Sequence[Slot], wanted: Sequence[Slot], *, length: int) -> list[Pair] | None:

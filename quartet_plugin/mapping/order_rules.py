@@ -32,6 +32,11 @@ class OrderRules:
     keeps_experts: bool = False
     domain_devices: int | None = None
 
+    @property
+    def limits_orders(self) -> bool:
+        """Whether an order keeps anything beside what every order keeps."""
+        return self.keeps_nodes or self.keeps_experts
+
     def fault(self, slots: Sequence[Slot], *, layout: Layout) -> str | None:
         """The rule that an order breaks, in words after "must"; None where it keeps all."""
         if self.keeps_nodes and not _keeps_nodes(slots):

@@ -25,11 +25,13 @@ from quartet_plugin.mapping.solve import NEVER_S, STOCK_ORDERS, Solution, stock_
 from quartet_plugin.mapping.topology import Topology, blocks_of, degrees_alone
 from quartet_plugin.model.costs import Costs, FloatArray, LayerCost
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import STOCK
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.bound_units import small_run
 from quartet_plugin.planner.bounds import EXTRAPOLATION
 from quartet_plugin.planner.closed_form import solve_step, step_costs, step_s
 from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.planner.limited_orders import limited_orders_of, requested_orders
 from quartet_plugin.planner.table_schedules import has_v_placement
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.split.entries import balanced_entries
@@ -224,7 +226,7 @@ class AssignmentSolver:
         if shared is None:
             return NoPlan.UNFIT
         splits = dict.fromkeys([split, self._split(shape, plain, shared, schedule)] if may_split else [split])
-        orders = {"solved": shared.slots} if may_move(job) else {}
+        orders = {"solved": shared.slots} if may_move(job) else requested_orders(job, layout)
         best: Assignment | None = None
         refusal = NoPlan.UNFIT
         for tried in splits:
@@ -305,7 +307,7 @@ def _best_solved(
 ) -> Assignment | None:
     """The best order of one run's ranks by prediction."""
     if not may_move(job):
-        return _best_of(job, run, memory, {})
+        return _best_of(job, run, memory, requested_orders(job, run.run.layout))
     solved = _solved(job, run, effort)
     if solved is None:
         return None
@@ -314,35 +316,44 @@ def _best_solved(
 
 
 def _solved(job: PlanRequest, run: AssignedRun, effort: SolverEffort) -> Solution | None:
-    """The solver's order, where ranks may not move the launcher's; None where none is legal."""
+    """The solver's order, where ranks may not move the best that is allowed; None where none is legal."""
     layout, topology = run.run.layout, run.topology
     if not may_move(job):
-        stock = stock_orders(layout, topology).get(STOCK_ORDERS[0])
-        if stock is None:
+        orders = [*_stock_orders_of(job, run).values(), *requested_orders(job, layout).values()]
+        if not orders:
             return None
-        time = step_s(step_costs(run), topology, stock)
-        return Solution(slots=stock, step_s=time, stock_s={}, exact=False, num_evaluated=1)
+        seconds = [step_s(step_costs(run), topology, order) for order in orders]
+        best = seconds.index(min(seconds))
+        return Solution(
+            slots=orders[best], step_s=seconds[best], stock_s={}, exact=False, num_evaluated=len(orders)
+        )
+    costs, inside, num_others = step_costs(run), frozenset(job.search.inside), effort.num_predicted - 1
+    evaluations = effort.evaluations_of(layout.world_size // layout.tensor_parallel)
     try:
-        return solve_step(
-            step_costs(run),
+        solution = solve_step(
+            costs,
             topology,
-            inside=frozenset(job.search.inside),
-            evaluations=effort.evaluations_of(layout.world_size // layout.tensor_parallel),
+            inside=inside,
+            evaluations=evaluations,
             exact_limit=effort.exact_limit,
-            num_others=effort.num_predicted - 1,
+            num_others=num_others,
         )
     except PlanError:
         return None
+    return limited_orders_of(job, topology).best(
+        solution, costs, inside=inside, evaluations=evaluations, num_others=num_others
+    )
 
 
 def _best_of(
     job: PlanRequest, run: AssignedRun, memory: Memory, orders: dict[str, tuple[int, ...]]
 ) -> Assignment | None:
     """The best by prediction of `orders` and the stock orders that the job allows; None without any."""
-    stock = stock_orders(run.run.layout, run.topology)
-    allowed = STOCK_ORDERS if may_move(job) else STOCK_ORDERS[:1]
+    limited = limited_orders_of(job, run.topology)
     legal = {
-        name: slots for name, slots in stock.items() if name in allowed and _keeps_inside(job, run, slots)
+        name: slots
+        for name, slots in _stock_orders_of(job, run).items()
+        if _keeps_inside(job, run, slots) and limited.is_legal(slots, layout=run.run.layout)
     }
     every = {**legal, **orders}
     if not every:
@@ -358,6 +369,15 @@ def _best_of(
         memory=memory,
         stock_s={name: predictions[name].iter_time_s for name in legal},
     )
+
+
+def _stock_orders_of(job: PlanRequest, run: AssignedRun) -> dict[str, tuple[int, ...]]:
+    """Megatron's stock orders that the job allows: where ranks may not move, the launcher's alone."""
+    allowed: tuple[str, ...] = STOCK_ORDERS if may_move(job) else STOCK_ORDERS[:1]
+    if job.search.mapping is not None and STOCK not in job.search.mapping:
+        allowed = ()
+    stock = stock_orders(run.run.layout, run.topology)
+    return {name: slots for name, slots in stock.items() if name in allowed}
 
 
 def _predictions(

@@ -1,7 +1,7 @@
 """A job to plan for, read from the user's training command instead of a JOB.yaml's model and batch."""
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,14 @@ from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.job import PlanRequest, parse_job, searched_settings
+from quartet_plugin.planner.kept_axes import (
+    READ_FOR_KEPT_AXES,
+    features_of_command,
+    kept_axes,
+    with_kept_axes,
+)
 from quartet_plugin.space.config import SearchConfig
+from quartet_plugin.space.features import WHOLE_NODES, Axis, batching_features
 from quartet_plugin.space.knobs.expert_overlap import (
     DELAYED_WEIGHT_GRADIENTS,
     EXPERT_OVERLAP,
@@ -68,13 +75,17 @@ _SAID = ("model", "batch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandJob:
-    """The job of a command, the command's own layout, and its flags that a plan does not read."""
+    """The job of a command, the command's own layout, and its flags that a plan does not read.
+
+    `locked` has the axes that plans keep as the command has them, each with the feature that locks it.
+    """
 
     request: PlanRequest
     layout: Layout
     split: Split
     schedule: ScheduleChoice
     unread: tuple[str, ...]
+    locked: Mapping[Axis, str]
 
 
 def job_of_command(
@@ -123,7 +134,11 @@ def job_of_command(
     data = {"model": _model(args, shape), "cluster": cluster, "search": search, "cost": cost}
     # The batch follows from the layout where no flag says it, and the layout from the number of devices.
     draft = parse_job(
-        {**data, "batch": {"global_batch_size": 1}}, where="command", devices=devices, folder=folder
+        {**data, "batch": {"global_batch_size": 1}},
+        where="command",
+        devices=devices,
+        folder=folder,
+        has_command=True,
     )
     num_devices = draft.machines.num_devices
     if world_size not in (None, num_devices):
@@ -142,20 +157,25 @@ def job_of_command(
     if "tokens" not in cost:
         cost |= _tokens(args, batch)
     whole = {**data, "cost": cost, "batch": {"global_batch_size": batch}}
-    request = parse_job(whole, where="command", devices=devices, folder=folder)
+    request = parse_job(whole, where="command", devices=devices, folder=folder, has_command=True)
+    features, split, schedule = features_of_command(command), split_of(args), schedule_of(args)
+    kept = with_kept_axes(request.search, features=features, layout=layout, split=split, schedule=schedule)
     return CommandJob(
         # The command's own padding, so that the plan fits the command.
         request=replace(
             request,
             shape=shape,
             vocab_size=None,
-            features=_features(args, request.search),
-            settings=_settings(args, request.search),
+            search=kept,
+            features=_features(args, kept, every=features),
+            settings=_settings(args, kept),
+            batching_features=batching_features(features),
         ),
         layout=layout,
-        split=split_of(args),
-        schedule=schedule_of(args),
-        unread=_unread_flags(unread, request.search),
+        split=split,
+        schedule=schedule,
+        unread=_unread_flags(unread, kept),
+        locked=kept_axes(features, request.search),
     )
 
 
@@ -170,15 +190,15 @@ def _settings(args: Namespace, search: SearchConfig) -> tuple[Setting, ...]:
 
 def _unread_flags(flags: tuple[str, ...], search: SearchConfig) -> tuple[str, ...]:
     """The flags that plans do not read: without those of settings, where a setting is searched."""
-    if not searched_settings(search):
-        return flags
-    return tuple(flag for flag in flags if flag[2:].replace("-", "_") not in FOR_SETTINGS)
+    read = {*READ_FOR_KEPT_AXES, *(FOR_SETTINGS if searched_settings(search) else ())}
+    return tuple(flag for flag in flags if flag[2:].replace("-", "_") not in read)
 
 
-def _features(args: Namespace, search: SearchConfig) -> tuple[str, ...]:
-    """The command's features by which plans are limited or predicted and that no other field has."""
+def _features(args: Namespace, search: SearchConfig, *, every: Iterable[str]) -> tuple[str, ...]:
+    """Those of `every` feature by which plans are limited or predicted and that no other field has."""
     read = (*_READ, *(_READ_FOR_SETTINGS if searched_settings(search) else ()))
-    return tuple(name for name in features_of(args) if name.startswith(read))
+    named = {name for name in features_of(args) if name.startswith(read)}
+    return tuple(sorted(named | WHOLE_NODES.intersection(every)))
 
 
 def _check_expert_shards(args: Namespace, layout: Layout) -> None:

@@ -71,4 +71,5 @@ def request_of(
         mtp_layers=plan.made_for.mtp_layers or 0,
         features=said.features or (),
         settings=said.settings or (),
+        batching_features=plan.made_for.batching_features or (),
     )

@@ -45,7 +45,12 @@ def rules_of(job: PlanRequest) -> LayoutRules:
     return LayoutRules(
         job=training_job_of(
             job,
-            layout=replace(_ONE, data_parallel=job.machines.num_devices),
+            layout=replace(
+                _ONE,
+                data_parallel=job.machines.num_devices,
+                # A command whose features keep it asks for its own value alone (`kept_axes`).
+                distributed_optimizer=job.search.distributed_optimizer == (True,),
+            ),
             split=(job.shape.num_layers,),
         ),
         nodes=job.nodes,

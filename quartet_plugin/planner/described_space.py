@@ -39,7 +39,11 @@ def space_of(
         is_planned=True,
         scale_up_devices=job.largest_tensor_parallel,
     )
-    made_for = replace(space.baseline.made_for, job=description_of(job))
+    made_for = replace(
+        space.baseline.made_for,
+        job=description_of(job),
+        batching_features=job.batching_features or None,
+    )
     return replace(space, baseline=replace(space.baseline, made_for=made_for))
 
 

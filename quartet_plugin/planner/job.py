@@ -184,7 +184,8 @@ class PlanRequest:
     `machines` are equal devices; where `cluster` is given they have its fastest device and slowest link.
     `rules` are those of a study's space, None for a job that is described and not run. `features`
     and `settings` are those of a command, or of recipes where there is none, that limit its plans or are
-    priced, and that no other field has.
+    priced, and that no other field has. `batching_features` of a command are those by which another
+    micro-batch or DP may change the training objective.
     """
 
     shape: ModelShape
@@ -202,6 +203,7 @@ class PlanRequest:
     mtp_layers: int = 0
     features: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
+    batching_features: tuple[str, ...] = ()
 
     @property
     def half(self) -> HalfPrecision:
@@ -291,10 +293,16 @@ def read_job(path: Path, *, devices: Mapping[str, DeviceSpec] | None = None) -> 
 
 
 def parse_job(
-    data: Any, *, where: str, devices: Mapping[str, DeviceSpec] | None = None, folder: Path | None = None
+    data: Any,
+    *,
+    where: str,
+    devices: Mapping[str, DeviceSpec] | None = None,
+    folder: Path | None = None,
+    has_command: bool = False,
 ) -> PlanRequest:
     """Plain data as a job; cluster files are looked for in `folder`.
 
+    `has_command`: model and batch are those of a training command, whose own values a plan may keep.
     Raises ConfigError: the field, the value and the rule.
     """
     if not isinstance(data, dict):
@@ -316,7 +324,8 @@ def parse_job(
     )
     try:
         _check_precision(file.model.precision, machines.device)
-        _check_search(file.search, model=file.model)
+        _check_search(file.search, model=file.model, has_command=has_command)
+        _check_orders(file.search, cluster=cluster)
         largest = machines.devices_per_node if cluster is None else cluster.largest_block
         shape = _shape(file.model, largest=largest)
         if file.model.mtp_layers:
@@ -500,13 +509,11 @@ def _shape(model: ModelSection, *, largest: int) -> ModelShape:
     )
 
 
-def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
-    if any(name != "stock" for name in search.mapping or ()):
-        raise ConfigError(f"search.mapping: {_listed(search.mapping or ())}; must be auto (solved) or stock")
-    if search.change_class != "B":
+def _check_search(search: PlanSearch, *, model: ModelSection, has_command: bool) -> None:
+    if search.change_class == "A" and not has_command:
         raise ConfigError(
-            f"search.change_class: {search.change_class}; `quartet plan` supports only B; remove it, or use "
-            "`quartet tune`"
+            "search.change_class: A; keeps the command's own values, and this job has no command; write the "
+            "command after --, or omit the key"
         )
     for knob in LAYOUT_KNOBS:
         requested = search.requested(knob.name)
@@ -535,6 +542,16 @@ def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
                 f"search.split: {text!r}; must sum to num_layers ({model.num_layers}), counting transformer "
                 "layers alone"
             )
+
+
+def _check_orders(search: PlanSearch, *, cluster: ResolvedCluster | None) -> None:
+    """Raises ConfigError for orders of ranks that no plan of the devices can have."""
+    named = [name for name in search.mapping or () if name != STOCK]
+    if named and cluster is None:
+        raise ConfigError(
+            f"search.mapping: {_listed(search.mapping or ())}; needs a cluster file, which says where "
+            "devices and links differ; otherwise auto (solved) or stock"
+        )
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SlotOrder
 from quartet_plugin.errors import PlanError
-from quartet_plugin.mapping.exchanges import Pair, exchanged
+from quartet_plugin.mapping.exchanges import exchanged, pairs_of_runs
 from quartet_plugin.mapping.orders import is_legal, slot_indices, slots_of
 from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.costs import IntArray
@@ -25,8 +25,6 @@ MAX_PERMUTED_SLOTS = 6
 # Layouts for which the solver is asked in one call, its steps of local search, and its orders that are taken.
 MAX_SOLVED = 4
 EVALUATIONS, EXACT_LIMIT, NUM_SOLVED = 120, 300, 6
-# Pairs of runs that are exchanged for one length.
-MAX_PAIRS = 128
 # Ranks at which one step of the solver takes ten times as long as it does for a few.
 _LARGE = 128
 
@@ -91,14 +89,14 @@ class OrderCandidates:
     def _exchanges(self, layout: Layout, calibrated: CalibratedSplits) -> list[Order]:
         """The legal orders that one exchange of two runs makes, where features limit the orders."""
         space, rules = self._space, self._space.order_rules
-        if not (rules.keeps_nodes or rules.keeps_experts):
+        if not rules.limits_orders:
             return []
         key = (layout.degrees, layout.expert_parallel)
         if key not in self._exchanged:
             orders = [
                 exchanged(self._slots, [pair], length=length, layout=layout, rules=rules)
                 for length in space.run_lengths_of(layout)
-                for pair in _pairs(layout.world_size // length)
+                for pair in pairs_of_runs(layout.world_size // length)
             ]
             legal = [Mapping(slots=order) for order in dict.fromkeys(orders) if order != self._slots]
             self._exchanged[key] = np.array(
@@ -177,9 +175,3 @@ class OrderCandidates:
             for order in (solution.slots, *solution.others)
             if is_legal([self._slots[index] for index in order], layout=layout, rules=rules)
         ]
-
-
-def _pairs(num_runs: int) -> list[Pair]:
-    """The first pairs of runs but that of RANK 0, neighbours first."""
-    pairs = ((first, first + by) for by in range(1, num_runs) for first in range(1, num_runs - by))
-    return list(itertools.islice(pairs, MAX_PAIRS))

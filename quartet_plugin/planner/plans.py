@@ -135,6 +135,7 @@ def plan_of(
             ),
             world_size=machines.num_devices,
             nodes=nodes,
+            batching_features=job.batching_features or None,
             job=description_of(job),
             mtp_layers=job.mtp_layers or None,
         ),

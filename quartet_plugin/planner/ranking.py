@@ -173,7 +173,7 @@ def refine(
 ) -> Ranking:
     """The same layouts with mappings (and splits where devices differ) of their own, ranked again.
 
-    Unchanged where the job wants the launcher's order and devices are equal.
+    Unchanged where the job names its orders and devices are equal.
     """
     if job.search.mapping is not None and not job.has_unequal_devices:
         return ranking
@@ -400,6 +400,9 @@ def _nearest(job: PlanRequest, layouts_by_shape: list[_ShapeLayouts]) -> str:
             best = (memory.total_bytes, layout, memory)
     assert best is not None
     total, layout, memory = best
+    if memory.fits and job.search.mapping is not None:
+        asked = ", ".join(job.search.mapping)
+        return f"search.mapping: {asked}; none of {len(order)} layouts can have it; choose auto or stock"
     if memory.fits:
         groups = ", ".join(job.search.inside) or "tensor"
         return (

@@ -14,7 +14,7 @@ from quartet_plugin.report.trial_table import (
     number_cells,
     outcome_of,
 )
-from quartet_plugin.space.features import lock_words
+from quartet_plugin.space.features import lock_lines
 
 MAX_ROWS = 2_000
 # What a narrow window shows of a row without being moved sideways.
@@ -119,12 +119,8 @@ def left_out(history: RunHistory) -> str:
     items = []
     if history.neutralised:
         items.append("Left out in trials, back in training: " + ", ".join(history.neutralised))
-    by_feature: dict[str, list[str]] = {}
-    for axis, feature in history.locked.items():
-        by_feature.setdefault(feature, []).append(axis)
-    locks = (lock_words(feature, axes) for feature, axes in by_feature.items())
-    items += [f"{words[:1].upper()}{words[1:]}" for words in locks]
-    others = [feature for feature in history.features if feature not in by_feature]
+    items += [f"{words[:1].upper()}{words[1:]}" for words in lock_lines(history.locked)]
+    others = [feature for feature in history.features if feature not in history.locked.values()]
     if others:
         items.append("Features of the job that keep no further axis: " + ", ".join(others))
     if history.config.get("search", {}).get("scaling") is None:

@@ -1,6 +1,6 @@
 """Ranked plans of a described job for reading and as JSON: `quartet plan`'s lines, tables and record."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quartet_plugin.cost.memory import distinct_numbers
@@ -15,6 +15,7 @@ from quartet_plugin.report.explain import differences, layout_words
 from quartet_plugin.report.summary import aligned
 from quartet_plugin.report.throughput import JobCost, Throughput, job_cost, throughput
 from quartet_plugin.schedule.choice import origin_words
+from quartet_plugin.space.axes import Axis
 
 MAX_REFUSALS = 12
 MAX_UNREAD = 40
@@ -241,6 +242,7 @@ def ranking_data(
     plain: Plain,
     files: Sequence[str | None],
     unread: Sequence[str],
+    locked: Mapping[Axis, str],
     refusals: Sequence[Refusal] | None,
 ) -> dict[str, Any]:
     """`quartet plan --json`: the plans, what they are compared with, and how many layouts there were."""
@@ -270,4 +272,5 @@ def ranking_data(
         if refusals is None
         else [{"reason": refusal.reason, "count": refusal.num_refused} for refusal in refusals],
         "not_read": list(unread),
+        "locked": {axis.value: feature for axis, feature in locked.items()},
     }

@@ -1,12 +1,12 @@
 """The axes that a feature of the user's job locks at stock. See docs/support.md for the whole table."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from quartet_plugin.model.megatron_arguments import GRAPHED_PARTS
 from quartet_plugin.space.axes import Axis
 from quartet_plugin.space.needed_flags import axes_without
 
-__all__ = ["Axis", "batching_features", "lock_words", "locked_axes", "objective_axes"]
+__all__ = ["Axis", "batching_features", "lock_lines", "locked_axes", "objective_axes"]
 
 _ALL = frozenset(Axis)
 _DATA = frozenset({Axis.DEGREES, Axis.MICRO_BATCH})
@@ -163,10 +163,24 @@ def locked_axes(features: Iterable[str], *, change_class: str) -> dict[Axis, str
     return locked
 
 
-def lock_words(feature: str, axes: Iterable[str]) -> str:
-    """Which axes a feature locks at stock, in words; `without --FLAG` names a missing flag."""
+def lock_lines[A: str](locked: Mapping[A, str], *, change_class: str | None = None) -> list[str]:
+    """A line for each feature that locks axes at stock; `without --FLAG` names a missing flag.
+
+    Where a search has the `change_class`, a line also says which other class would tune the axes.
+    """
+    by_feature: dict[str, list[str]] = {}
+    for axis, feature in locked.items():
+        by_feature.setdefault(feature, []).append(str(axis))
+    return [
+        _lock_words(feature, axes, can_be_asked=change_class in ("A", "B") and feature in _BATCHING)
+        for feature, axes in by_feature.items()
+    ]
+
+
+def _lock_words(feature: str, axes: Iterable[str], *, can_be_asked: bool) -> str:
     cause = feature if axes_without(feature) is not None else f"because of {feature}"
-    return f"not tuned {cause} (docs/support.md): {', '.join(axes)}"
+    how = " (search.change_class: C tunes degrees and micro_batch)" if can_be_asked else ""
+    return f"not tuned {cause} (docs/support.md): {', '.join(axes)}{how}"
 
 
 def _locked_by(feature: str, *, change_class: str) -> frozenset[Axis]:

@@ -6,7 +6,7 @@ from quartet_plugin.errors import InfrastructureError, SeamError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.space.features import EXPERTS_IN_PLACE, WHOLE_NODES, Axis, batching_features, lock_words
+from quartet_plugin.space.features import EXPERTS_IN_PLACE, WHOLE_NODES, Axis, lock_lines
 from quartet_plugin.space.partition_limits import stock_partition_reason
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.trial.request import Outcome, TrialResult
@@ -61,14 +61,7 @@ def _show_limits(context: TuningContext, space: Space, job: TrainingJob) -> None
             f"a replica is larger than a trial: a trial runs 1/{job.stage_divisor} of its stages, with "
             f"{job.shape.num_layers} layers in all; the cost model predicts the whole replica"
         )
-    by_feature: dict[str, list[str]] = {}
-    for axis, feature in space.locked.items():
-        by_feature.setdefault(feature, []).append(axis.value)
-    batching = () if space.search.change_class == "C" else batching_features(job.features)
-    for feature, axes in by_feature.items():
-        more = " (search.change_class: C tunes degrees and micro_batch)" if feature in batching else ""
-        say(f"{lock_words(feature, axes)}{more}")
-    for line in _order_limits(space):
+    for line in (*lock_lines(space.locked, change_class=space.search.change_class), *_order_limits(space)):
         say(line)
     if space.no_custom_schedules is not None and Axis.SCHEDULE not in space.locked:
         say(f"{space.no_custom_schedules}; the framework's own schedules stay")

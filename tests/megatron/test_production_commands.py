@@ -30,11 +30,14 @@ from quartet_plugin.megatron.runtime.refusals import needs_full_backwards
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.planner.command_job import job_of_command
+from quartet_plugin.planner.command_job import CommandJob, job_of_command
 from quartet_plugin.planner.ranking import rank
 from quartet_plugin.space import schedules
 from quartet_plugin.space.config import DEFAULT_NAMES, STOCK_NAMES
 from quartet_plugin.space.features import Axis
+from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
+from quartet_plugin.space.knobs.knob import KnobContext
+from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
 from quartet_plugin.space.layouts import stock_choice
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
@@ -248,13 +251,47 @@ PLANNED = (
 )
 
 
+def job_to_plan(command: ProductionCommand) -> CommandJob:
+    """What `quartet plan` reads of a command."""
+    nodes = max(1, command.num_devices // 8)
+    start = shlex.split(f"torchrun --nnodes {nodes} --nproc-per-node 8 pretrain_gpt.py")
+    return job_of_command(parse_command([*start, *command.words]), sections={"cluster": "H100"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *PLANNED,
+        "llama3-70b, FP8, TP 4, PP 4, TP overlap",
+        "mixtral 8x22b, TP 2, EP 8, PP 8",
+        "deepseek-v3, EP 64, PP 8, multi-token prediction",
+        "qwen3-30b-a3b, EP 16, overlap of experts, flex",
+    ],
+)
+def test_plans_of_a_command_have_what_its_trials_may_have(name: str) -> None:
+    command = next(one for one in COMMANDS if one.name == name)
+    read = job_to_plan(command)
+    native_flags()  # Megatron's parser is read as it is, before a GPU is made up.
+    with hopper(command):
+        space = space_of(command, job_of(command), {})
+    assert read.locked == {axis: why for axis, why in space.locked.items() if axis is not Axis.SCALING}
+    assert read.request.batching_features == (space.baseline.made_for.batching_features or ())
+    for ranked in rank(read.request, top=5).best:
+        context = KnobContext(layout=ranked.layout, shape=space.job.shape, rules=space.rules())
+        # Another CP is planned, and left to trials on the CPU device alone (docs/support.md).
+        for knob in (knob for knob in LAYOUT_KNOBS if knob is not CONTEXT_PARALLEL):
+            value = knob.in_layout(ranked.layout)
+            if knob.axis in space.locked:
+                assert value == knob.in_layout(space.job.layout), knob.name
+            elif value is not None and knob.applies(ranked.layout):
+                assert knob.fault(value, context) is None, f"{knob.name} {value}"
+
+
 @pytest.mark.parametrize("name", PLANNED)
 def test_megatron_accepts_the_plans_of_quartet_plan(name: str) -> None:
     command = next(one for one in COMMANDS if one.name == name)
     flags = native_flags()
-    nodes = max(1, command.num_devices // 8)
-    start = shlex.split(f"torchrun --nnodes {nodes} --nproc-per-node 8 pretrain_gpt.py")
-    read = job_of_command(parse_command([*start, *command.words]), sections={"cluster": "H100"})
+    read = job_to_plan(command)
     with hopper(command):
         baseline = space_of(command, job_of(command), {}).baseline
         user = flags.values(command.words)

@@ -12,7 +12,8 @@ from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.probed import Findings, ProbedLinks, ProbedRank, cluster_of
-from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.errors import ConfigError, InfeasibleError, PlanError
+from quartet_plugin.mapping.orders import order_named, slot_indices
 from quartet_plugin.model.cluster import Link, write_cluster
 from quartet_plugin.model.plan import read_plan, write_plan
 from quartet_plugin.planner.assignment_search import QUICK, THOROUGH, AssignmentProblem, assign
@@ -20,7 +21,7 @@ from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.job import PlanRequest, parse_job, read_job
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.plans import plain_layout, plan_of
-from quartet_plugin.planner.ranking import best_plans, rank, refine, slowdown_of
+from quartet_plugin.planner.ranking import Ranked, best_plans, rank, refine, slowdown_of
 from tests.model.clusters import make_cluster
 from tests.planner.planning import cluster_job, job_data, random_cluster_job, runs_of
 
@@ -176,6 +177,44 @@ def test_the_stock_order_stays_where_it_is_asked_for() -> None:
     )
     found = refine(job, rank(job, top=3))
     assert all(one.slots is None for one in found.best)
+
+
+NAMED = ("tp-pp-dp", "0,1,4,5,2,3,6,7", "0,1,6,7,4,5,2,3")
+
+
+def slots_named(name: str, plan: Ranked, job: PlanRequest) -> tuple[int, ...] | None:
+    """The slots of an order, by their numbers; None where the plan's layout cannot have it."""
+    try:
+        order = order_named(name, layout=plan.layout, nodes=job.nodes)
+    except PlanError:
+        return None
+    return tuple(slot_indices(job.nodes, order.mapping).tolist())
+
+
+def test_plans_have_the_best_of_the_orders_that_are_named() -> None:
+    cluster = make_cluster(num_nodes=4, per_node=2, slowdown={(0, 1): 2.0, (2, 0): 1.4})
+    stages = {"pipeline_parallel": [2, 4], "micro_batch_size": 1, "schedule": "stock", "split": "even"}
+    job = cluster_job(cluster, search={"mapping": [*NAMED, "pipeline-reversed"], **stages})
+    found = rank(job, top=400)
+    assert found.best
+    for plan in found.best:
+        orders = {name: slots_named(name, plan, job) for name in NAMED}
+        assert (plan.slots or tuple(range(8))) in orders.values()
+    assert len({plan.slots for plan in found.best}) > 1
+    assert found.best == rank(job, top=400, exhaustive=True).best
+    # RANK 0 stays on the first node, so none of these layouts can have a reversed pipeline.
+    # Each order by itself: the best of them is the best of all, and stock is another choice beside them.
+    alone = [cluster_job(cluster, search={"mapping": name, **stages}) for name in NAMED]
+    assert found.best[0].equal_work_s == min(rank(one).best[0].equal_work_s for one in alone)
+    stock = rank(cluster_job(cluster, search={"mapping": "stock", **stages})).best[0].equal_work_s
+    both = rank(cluster_job(cluster, search={"mapping": ["stock", *NAMED], **stages})).best[0].equal_work_s
+    assert both == min(stock, found.best[0].equal_work_s)
+
+
+def test_an_order_that_no_layout_can_have_is_refused() -> None:
+    job = cluster_job(make_cluster(), search={"mapping": "4,5,6,7,0,1,2,3"})
+    with pytest.raises(InfeasibleError, match=r"search\.mapping: 4,5,6,7,0,1,2,3; none of \d+ layouts"):
+        rank(job)
 
 
 def test_nodes_of_unequal_size_keep_the_launchers_order() -> None:

@@ -149,7 +149,7 @@ def test_context_parallel_cuts_sequences() -> None:
         ("search", {"split": "6+3"}, "must sum to num_layers"),
         ("search", {"expert_parallel": 2}, "needs model.num_experts"),
         ("search", {"schedule": "mine.json"}, "`quartet tune` for schedule files"),
-        ("search", {"mapping": "tp-pp-dp"}, "auto .solved. or stock"),
+        ("search", {"mapping": "tp-pp-dp"}, "tp-pp-dp; needs a cluster file"),
         ("search", {"inside": "data"}, "inside"),
         ("model", {"num_experts": 1}, "num_experts"),
         ("model", {"latent_attention": LATENT, "kv_channels": 64}, "remove kv_channels"),
@@ -318,7 +318,7 @@ def test_forbidden_layouts_are_no_candidates() -> None:
     [
         ({"forbid": {"mapping": "1,0"}}, "mapping; a rule of `quartet plan` may use only"),
         ({"forbid": {"schedule": "searched"}}, "searched; `quartet plan` supports no-pipelining"),
-        ({"change_class": "C"}, "change_class: C"),
+        ({"change_class": "A"}, "change_class: A; keeps the command's own values"),
         ({"scaling": {"shapes": "1x64"}}, "scaling.shapes: 1x64"),
     ],
 )

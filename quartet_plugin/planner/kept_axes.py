@@ -1,0 +1,93 @@
+"""The axes that plans of a command keep at its own values: those that a study of the command keeps."""
+
+from typing import Any
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.command import Command
+from quartet_plugin.launchers.megatron_words import arguments_in
+from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.megatron_arguments import features_of
+from quartet_plugin.model.plan import STOCK, ScheduleChoice, Split
+from quartet_plugin.planner.job import PlanSearch
+from quartet_plugin.space.config import STOCK_NAMES
+from quartet_plugin.space.features import Axis, locked_axes, objective_axes
+from quartet_plugin.space.knobs.knob import LayoutKnob, SettingKnob, Value
+from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
+from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
+
+# The flags of data and router that say what a plan keeps, and nothing else that it needs.
+READ_FOR_KEPT_AXES = (
+    "dataloader_type",
+    "eod_mask_loss",
+    "moe_aux_loss_coeff",
+    "moe_expert_capacity_factor",
+    "moe_expert_rank_capacity_factor",
+    "moe_router_load_balancing_type",
+)
+
+
+def features_of_command(command: Command) -> tuple[str, ...]:
+    """The features of a command that limit its plans, as far as its flags say them."""
+    return tuple(features_of(arguments_in(command.arguments)))
+
+
+def kept_axes(features: tuple[str, ...], search: PlanSearch) -> dict[Axis, str]:
+    """The axes that stay as the command has them, each with the feature that locks it.
+
+    Width and depth stay unless they are asked for, so their feature is named only then.
+    """
+    locked = locked_axes(features, change_class=search.change_class)
+    return {axis: name for axis, name in locked.items() if search.scaling or axis is not Axis.SCALING}
+
+
+def with_kept_axes(
+    search: PlanSearch,
+    *,
+    features: tuple[str, ...],
+    layout: Layout,
+    split: Split,
+    schedule: ScheduleChoice,
+) -> PlanSearch:
+    """The search with the command's own values on the axes that stay, whatever it asks for there.
+
+    Where a plan may change the training objective (class C) only stock schedules are left: the parity gate
+    compares with the command. Raises ConfigError if the search asks for others alone.
+    """
+    locked = kept_axes(features, search)
+    kept: dict[str, Any] = {
+        knob.name: (_value_of(knob, layout),)
+        for knob in LAYOUT_KNOBS
+        if knob.axis in locked and knob.is_of(MEGATRON.framework)
+    }
+    if Axis.SPLIT in locked:
+        kept["split"] = (split.label,)
+    if Axis.SCHEDULE in locked:
+        # Whatever locks the schedule keeps the pipeline, too (`space.features.STAGES_KEPT`).
+        kept[PIPELINE_PARALLEL.name] = (layout.pipeline_parallel,)
+        kept |= {"schedule": (STOCK,), "group": schedule.group and (schedule.group,)}
+    elif search.change_class == "C" and objective_axes(features):
+        kept["schedule"] = _stock_schedules(search)
+    if Axis.MAPPING in locked:
+        kept["mapping"] = (STOCK,)
+    if Axis.SCALING in locked:
+        kept["scaling"] = None
+    changed: PlanSearch = search.model_copy(update=kept)
+    return changed
+
+
+def _value_of(knob: LayoutKnob, layout: Layout) -> Value | None:
+    """The command's own value as a search asks for it; STOCK where the layout does not state it."""
+    is_stated = knob.kind != "partition" and not isinstance(knob, SettingKnob)
+    return knob.in_layout(layout) if is_stated else STOCK
+
+
+def _stock_schedules(search: PlanSearch) -> tuple[str, ...]:
+    asked = search.schedule or (STOCK,)
+    kept = tuple(name for name in asked if name in (STOCK, *STOCK_NAMES))
+    if not kept:
+        raise ConfigError(
+            f"search.schedule: {asked[0]}; must be {STOCK} with search.change_class C in a job whose loss "
+            "depends on its microbatches"
+        )
+    return kept

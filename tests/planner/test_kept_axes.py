@@ -1,0 +1,148 @@
+"""Plans of a command keep the axes that a study of the command keeps, at the command's own values."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cli.main import main
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import read_plan
+from quartet_plugin.planner.command_job import CommandJob, job_of_command
+from quartet_plugin.planner.described_job import request_of
+from quartet_plugin.planner.plans import plain_layout, plan_of
+from quartet_plugin.planner.ranking import Ranked, rank
+from quartet_plugin.report.tables import changes
+from quartet_plugin.space.axes import Axis
+
+FLAGS = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 32768 "
+    "--max-position-embeddings 1024 --bf16 --micro-batch-size 2 --global-batch-size 16 "
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer"
+)
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 512 --expert-model-parallel-size 2 --sequence-parallel "
+    "--untie-embeddings-and-output-weights"
+)
+AUX_LOSS = f"{EXPERTS} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+START = "torchrun --nnodes 2 --nproc-per-node 4 pretrain_gpt.py"
+KEPT_DEGREES = {"degrees", "micro_batch"}
+
+
+def words(more: str) -> list[str]:
+    return shlex.split(f"{START} {FLAGS} {more}")
+
+
+def read(more: str, **search: Any) -> CommandJob:
+    sections = {"cluster": "H100", "search": search}
+    return job_of_command(parse_command(words(more)), sections=sections)
+
+
+def degrees(layout: Layout) -> tuple[int, ...]:
+    """The degrees of parallelism; virtual stages are a part of the schedule."""
+    parallel = (layout.tensor_parallel, layout.pipeline_parallel, layout.data_parallel)
+    return (*parallel, layout.context_parallel, layout.expert_parallel)
+
+
+def plans(job: CommandJob) -> list[Ranked]:
+    """Up to 400 plans of a job, the best first."""
+    return list(rank(job.request, top=400).best)
+
+
+@pytest.mark.parametrize(
+    ("more", "locked"),
+    [
+        ("", set()),
+        (EXPERTS, set()),
+        (AUX_LOSS, {"micro_batch"}),
+        (AUX_LOSS.replace("aux_loss --", "global_aux_loss --"), KEPT_DEGREES),
+        (f"{EXPERTS} --moe-expert-capacity-factor 1.0", KEPT_DEGREES),
+        (f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01", set()),
+        ("--dataloader-type cyclic", KEPT_DEGREES),
+        ("--eod-mask-loss", KEPT_DEGREES),
+        ("--eod-mask-loss --calculate-per-token-loss", set()),
+        ("--reset-position-ids", KEPT_DEGREES),
+        ("--use-tp-pp-dp-mapping", {"mapping"}),
+        ("--num-distributed-optimizer-instances 2", {"degrees"}),
+        ("--fine-grained-activation-offloading", {"split", "schedule"}),
+        ("--phase-transition-iterations 10", {axis.value for axis in Axis} - {"scaling"}),
+    ],
+)
+def test_plans_keep_what_a_feature_locks(more: str, locked: set[str]) -> None:
+    job = read(more)
+    own, found = job.layout, plans(job)
+    assert {axis.value for axis in job.locked} == locked
+    is_free = {
+        "micro_batch": len({plan.layout.micro_batch_size for plan in found}) > 1,
+        "degrees": len({degrees(plan.layout) for plan in found}) > 1,
+        "schedule": len({plan.schedule_label for plan in found}) > 1,
+    }
+    for axis in ("micro_batch", "degrees", "schedule"):
+        assert is_free[axis] == (axis not in locked), axis
+    for plan in found:
+        if "degrees" in locked:
+            assert degrees(plan.layout) == degrees(own)
+            assert plan.layout.sequence_parallel == own.sequence_parallel
+            assert plan.layout.distributed_optimizer == own.distributed_optimizer
+        if "micro_batch" in locked:
+            assert plan.layout.micro_batch_size == own.micro_batch_size
+        if "split" in locked:
+            assert plan.split == job.split.transformer_layers_per_stage
+        if "schedule" in locked:
+            assert (plan.schedule_label, plan.layout.virtual_stages) == (
+                job.schedule.name,
+                own.virtual_stages,
+            )
+            assert plan.layout.pipeline_parallel == own.pipeline_parallel
+        if "mapping" in locked:
+            assert plan.slots is None
+
+
+def test_what_a_feature_locks_is_kept_whatever_is_asked_for() -> None:
+    job = read(AUX_LOSS, micro_batch_size=[1, 4])
+    assert {plan.layout.micro_batch_size for plan in plans(job)} == {2}
+
+
+def test_class_a_keeps_degrees_and_micro_batch() -> None:
+    found = plans(read("", change_class="A"))
+    own = read("").layout
+    assert {degrees(plan.layout) for plan in found} == {degrees(own)}
+    assert {plan.layout.micro_batch_size for plan in found} == {own.micro_batch_size}
+    assert len({plan.schedule_label for plan in found}) > 1
+
+
+def test_class_c_frees_what_the_objective_locks_on_stock_schedules() -> None:
+    job = read(AUX_LOSS, change_class="C")
+    found = plans(job)
+    assert len({plan.layout.micro_batch_size for plan in found}) > 1
+    assert not any(plan.schedule.is_custom for plan in found)
+    other = next(plan for plan in found if plan.layout.micro_batch_size != 2)
+    plan = plan_of(job.request, other, plain=plain_layout(job.request, best=other), name="plan", place=1)
+    assert "C" in {change.change_class for change in changes(plan)}
+    assert plan.made_for.job is not None
+    assert request_of(plan, plan.made_for.job).batching_features == ("moe_microbatch_loss",)
+    with pytest.raises(
+        ConfigError, match=r"search\.schedule: zb-h1; must be stock with search\.change_class C"
+    ):
+        read(AUX_LOSS, change_class="C", schedule="zb-h1")
+    # A loss that does not depend on its microbatches leaves class C nothing to keep.
+    assert any(plan.schedule.is_custom for plan in plans(read("", change_class="C")))
+
+
+def test_the_command_says_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    command = ["--cluster", "H100", "--named-only", "-o", str(path), "--", *words(AUX_LOSS)]
+    assert main(["plan", *command]) == 0
+    shown = capsys.readouterr().out
+    how = "(search.change_class: C tunes degrees and micro_batch)"
+    assert f"not tuned because of moe_microbatch_loss (docs/support.md): micro_batch {how}" in shown
+    assert "--moe-router-load-balancing-type" not in shown
+    assert read_plan(path).made_for.batching_features == ("moe_microbatch_loss",)
+    assert main(["explain", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["plan", "--json", *command]) == 0
+    assert json.loads(capsys.readouterr().out)["locked"]["micro_batch"] == "moe_microbatch_loss"
