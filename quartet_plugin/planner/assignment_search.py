@@ -226,7 +226,7 @@ class AssignmentSolver:
         if shared is None:
             return NoPlan.UNFIT
         splits = dict.fromkeys([split, self._split(shape, plain, shared, schedule)] if may_split else [split])
-        orders = {"solved": shared.slots} if may_move(job) else requested_orders(job, layout)
+        orders = {"solved": shared.slots} if may_move(job) else requested_orders(job, layout, self._topology)
         best: Assignment | None = None
         refusal = NoPlan.UNFIT
         for tried in splits:
@@ -307,7 +307,7 @@ def _best_solved(
 ) -> Assignment | None:
     """The best order of one run's ranks by prediction."""
     if not may_move(job):
-        return _best_of(job, run, memory, requested_orders(job, run.run.layout))
+        return _best_of(job, run, memory, requested_orders(job, run.run.layout, run.topology))
     solved = _solved(job, run, effort)
     if solved is None:
         return None
@@ -319,7 +319,7 @@ def _solved(job: PlanRequest, run: AssignedRun, effort: SolverEffort) -> Solutio
     """The solver's order, where ranks may not move the best that is allowed; None where none is legal."""
     layout, topology = run.run.layout, run.topology
     if not may_move(job):
-        orders = [*_stock_orders_of(job, run).values(), *requested_orders(job, layout).values()]
+        orders = [*_stock_orders_of(job, run).values(), *requested_orders(job, layout, topology).values()]
         if not orders:
             return None
         seconds = [step_s(step_costs(run), topology, order) for order in orders]

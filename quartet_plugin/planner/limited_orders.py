@@ -87,13 +87,15 @@ class LimitedOrders:
         slots = self.topology.slots
         index = {slot: number for number, slot in enumerate(slots)}
         placed = [slots[number] for number in order]
-        for length in run_lengths(layout, nodes=self.nodes, rules=self.rules):
+        lengths = run_lengths(layout, nodes=self.nodes, rules=self.rules)
+        # A tensor-parallel group moves as a whole: the closed form knows none that leaves its domain.
+        for length in (length for length in lengths if length % layout.tensor_parallel == 0):
             for pair in pairs_of_runs(layout.world_size // length):
                 moved = exchanged(placed, [pair], length=length, layout=layout, rules=self.rules)
                 yield tuple(index[slot] for slot in moved)
 
 
-def requested_orders(job: PlanRequest, layout: Layout) -> dict[str, SlotIndices]:
+def requested_orders(job: PlanRequest, layout: Layout, topology: Topology) -> dict[str, SlotIndices]:
     """The orders beside `stock` that `search.mapping` names and the layout may have, by name."""
     names = [name for name in job.search.mapping or () if name != STOCK]
     if not names or not (job.cluster is None or job.cluster.has_equal_nodes):
@@ -106,7 +108,10 @@ def requested_orders(job: PlanRequest, layout: Layout) -> dict[str, SlotIndices]
             order = order_named(name, layout=layout, nodes=nodes, rules=rules)
         except PlanError:
             continue  # not an order of this layout
-        orders[name] = tuple(index[slot] for slot in order.mapping.slots)
+        slots = tuple(index[slot] for slot in order.mapping.slots)
+        groups = topology.domain_of_slot[list(slots)].reshape(-1, layout.tensor_parallel)
+        if (groups == groups[:, :1]).all():
+            orders[name] = slots
     return orders
 
 

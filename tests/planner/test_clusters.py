@@ -211,6 +211,13 @@ def test_plans_have_the_best_of_the_orders_that_are_named() -> None:
     assert both == min(stock, found.best[0].equal_work_s)
 
 
+def test_an_order_that_takes_a_tensor_parallel_group_out_of_its_domain_is_left_out() -> None:
+    links = {"scale_up_devices": 2, "node": {"bandwidth_bytes_per_s": 6e10, "latency_s": 3e-6}}
+    search = {"mapping": "0,2,1,3,4,5,6,7", "tensor_parallel": [1, 2], "micro_batch_size": 1}
+    found = rank(cluster_job(make_cluster(links=links), search=search), top=400)
+    assert {plan.layout.tensor_parallel for plan in found.best} == {1}
+
+
 def test_an_order_that_no_layout_can_have_is_refused() -> None:
     job = cluster_job(make_cluster(), search={"mapping": "4,5,6,7,0,1,2,3"})
     with pytest.raises(InfeasibleError, match=r"search\.mapping: 4,5,6,7,0,1,2,3; none of \d+ layouts"):
