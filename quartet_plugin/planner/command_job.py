@@ -159,7 +159,10 @@ def job_of_command(
     whole = {**data, "cost": cost, "batch": {"global_batch_size": batch}}
     request = parse_job(whole, where="command", devices=devices, folder=folder, has_command=True)
     features, split, schedule = features_of_command(command), split_of(args), schedule_of(args)
-    kept = with_kept_axes(request.search, features=features, layout=layout, split=split, schedule=schedule)
+    locked = kept_axes(features, request.search)
+    kept = with_kept_axes(
+        request.search, locked=locked, features=features, layout=layout, split=split, schedule=schedule
+    )
     return CommandJob(
         # The command's own padding, so that the plan fits the command.
         request=replace(
@@ -175,7 +178,7 @@ def job_of_command(
         split=split,
         schedule=schedule,
         unread=_unread_flags(unread, kept),
-        locked=kept_axes(features, request.search),
+        locked=locked,
     )
 
 

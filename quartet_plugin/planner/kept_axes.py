@@ -1,5 +1,6 @@
 """The axes that plans of a command keep at its own values: those that a study of the command keeps."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from quartet_plugin.errors import ConfigError
@@ -44,17 +45,17 @@ def kept_axes(features: tuple[str, ...], search: PlanSearch) -> dict[Axis, str]:
 def with_kept_axes(
     search: PlanSearch,
     *,
+    locked: Mapping[Axis, str],
     features: tuple[str, ...],
     layout: Layout,
     split: Split,
     schedule: ScheduleChoice,
 ) -> PlanSearch:
-    """The search with the command's own values on the axes that stay, whatever it asks for there.
+    """The search with the command's own values on the `locked` axes, whatever it asks for there.
 
     Where a plan may change the training objective (class C) only stock schedules are left: the parity gate
     compares with the command. Raises ConfigError if the search asks for others alone.
     """
-    locked = kept_axes(features, search)
     kept: dict[str, Any] = {
         knob.name: (_value_of(knob, layout),)
         for knob in LAYOUT_KNOBS

@@ -21,6 +21,7 @@ from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import STOCK
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.assignment_search import (
     EQUAL,
@@ -400,8 +401,9 @@ def _nearest(job: PlanRequest, layouts_by_shape: list[_ShapeLayouts]) -> str:
             best = (memory.total_bytes, layout, memory)
     assert best is not None
     total, layout, memory = best
-    if memory.fits and job.search.mapping is not None:
-        asked = ", ".join(job.search.mapping)
+    orders = job.search.mapping or (STOCK,)
+    if memory.fits and STOCK not in orders:
+        asked = ", ".join(orders)
         return f"search.mapping: {asked}; none of {len(order)} layouts can have it; choose auto or stock"
     if memory.fits:
         groups = ", ".join(job.search.inside) or "tensor"

@@ -278,7 +278,7 @@ def test_plans_of_a_command_have_what_its_trials_may_have(name: str) -> None:
     assert read.request.batching_features == (space.baseline.made_for.batching_features or ())
     for ranked in rank(read.request, top=5).best:
         context = KnobContext(layout=ranked.layout, shape=space.job.shape, rules=space.rules())
-        # Another CP is planned, and left to trials on the CPU device alone (docs/support.md).
+        # Plans change CP; trials change it on the CPU device alone (docs/support.md).
         for knob in (knob for knob in LAYOUT_KNOBS if knob is not CONTEXT_PARALLEL):
             value = knob.in_layout(ranked.layout)
             if knob.axis in space.locked:

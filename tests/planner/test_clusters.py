@@ -328,11 +328,12 @@ def test_the_examples_are_jobs(name: str) -> None:
     assert len(layout_table_of(job, job.shape)) > 100
 
 
-def test_groups_that_fit_in_no_domain_are_said() -> None:
+@pytest.mark.parametrize("mapping", ["auto", "stock"])
+def test_groups_that_fit_in_no_domain_are_said(mapping: str) -> None:
     job = cluster_job(
         make_cluster(num_nodes=4, per_node=2),
         model={"num_experts": 8},
-        search={"expert_parallel": 4, "inside": "expert", "micro_batch_size": 1},
+        search={"expert_parallel": 4, "inside": "expert", "micro_batch_size": 1, "mapping": mapping},
     )
     with pytest.raises(InfeasibleError, match="expert parallel groups inside a scale-up domain"):
         rank(job)
