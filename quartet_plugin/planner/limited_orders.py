@@ -77,7 +77,9 @@ class LimitedOrders:
                         best, is_better = order, True
         if not seconds or seconds[best] >= NEVER_S:
             return None
-        others = [order for order in sorted(seconds, key=seconds.__getitem__) if order != best]
+        # An order whose groups leave their domain (`inside`) takes NEVER_S: it is none to predict.
+        legal = [order for order in sorted(seconds, key=seconds.__getitem__) if seconds[order] < NEVER_S]
+        others = [order for order in legal if order != best]
         return replace(
             solution, slots=best, step_s=seconds[best], exact=False, others=tuple(others[:num_others])
         )
