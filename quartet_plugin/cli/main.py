@@ -283,8 +283,10 @@ def _failed(message: str, code: int, *, debug: bool, table: Sequence[str] = ()) 
 
 def _failed_elsewhere(error: Exception, arguments: Sequence[str], *, has_command: bool, debug: bool) -> int:
     """What the parser of the command line raises, whose classes typer keeps to itself; the rest is a bug."""
+    from quartet_plugin.cli.signals import is_interruption
+
     names = {kind.__name__ for kind in type(error).__mro__}
-    if "Abort" in names:
+    if "Abort" in names or is_interruption(error):
         return _failed(_INTERRUPTED, ExitCode.INTERRUPTED, debug=debug)
     if "ClickException" in names:
         message = _usage_message(error)

@@ -119,6 +119,7 @@ def search(
     """Search split, placement and order for a cost table; Ctrl-C writes the best so far."""
     check_effort(time_limit=time_limit, evaluations=evaluations, seed=seed)
     places, count, counts = parse_placement(placement), parse_chunks(chunks), parse_split(split)
+    from quartet_plugin.cli.signals import is_interruption
     from quartet_plugin.report.summary import schedule_summary
     from quartet_plugin.schedule.compilation import compilation_time
     from quartet_plugin.schedule.files import read_costs, write_schedule
@@ -147,8 +148,8 @@ def search(
             lower_bound_s=proven or 0.0,
             on_round=progress,
         )
-    except KeyboardInterrupt:
-        if progress.result is None:
+    except (KeyboardInterrupt, SystemError) as error:
+        if progress.result is None or not is_interruption(error):
             raise
         result, is_interrupted = progress.result, True
     write_schedule(output, result.schedule, predicted=figures(result.simulation))

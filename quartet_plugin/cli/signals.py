@@ -29,6 +29,14 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
         yield
 
 
+def is_interruption(error: BaseException) -> bool:
+    """Whether Ctrl-C raised this: what a signal raises leaves a numba function as a SystemError's cause."""
+    cause: BaseException | None = error
+    while isinstance(cause, SystemError):
+        cause = cause.__cause__
+    return isinstance(cause, KeyboardInterrupt)
+
+
 @contextlib.contextmanager
 def stop_on_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     """Whether to stop: from the first Ctrl-C on. The second raises KeyboardInterrupt.

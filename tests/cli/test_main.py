@@ -110,6 +110,32 @@ def test_ctrl_c(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "quartet: interrupted\n"
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ctrl_c_in_a_compiled_function(
+    depth: int, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Numba returns a result although a signal has raised; CPython makes a SystemError of the two."""
+    error: BaseException = KeyboardInterrupt()
+    for _ in range(depth):
+        outer = SystemError("a function returned a result with an exception set")
+        outer.__cause__ = error
+        error = outer
+    install(raising(error))
+    assert main(["probe"]) == 130
+    assert capsys.readouterr().err == "quartet: interrupted\n"
+
+
+@pytest.mark.parametrize("cause", [None, ValueError("x")])
+def test_a_system_error_of_something_else_is_a_bug(
+    cause: Exception | None, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = SystemError("y")
+    error.__cause__ = cause
+    install(raising(error))
+    assert main(["probe"]) == 1
+    assert capsys.readouterr().err.startswith("quartet: internal error: SystemError: y")
+
+
 def test_a_bug_is_named_as_one(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
     install(raising(KeyError("x")))
     assert main(["probe"]) == 1

@@ -141,14 +141,21 @@ def test_the_bound_is_the_same_every_time_and_is_always_shown(
     assert len(lines) == 1
 
 
+@pytest.mark.parametrize("is_in_compiled_code", [False, True])
 def test_ctrl_c_writes_the_best_so_far(
-    costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_in_compiled_code: bool,
+    costs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     reached = []
 
     def press(progress: SearchProgress, result: SearchResult) -> None:
         progress.result = result
         reached.append(result.simulation.makespan_s)
+        if len(reached) == 4 and is_in_compiled_code:
+            raise SystemError("a function returned a result with an exception set") from KeyboardInterrupt()
         if len(reached) == 4:
             raise KeyboardInterrupt
 
