@@ -185,6 +185,7 @@ def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) ->
     )
     share = _share_sent(experts, ranks.num_domains) if run.software.sends_once_a_domain else 1.0
     once = exchange_s(ranks, run.cluster, constants, size / run.layout.tensor_parallel, outside_share=share)
+    once += run.software.exchange_start_s
     return Times(2 * once, 2 * once, 0.0)
 
 
@@ -201,7 +202,7 @@ def _gathered_tokens(run: TrainingRun, constants: Constants, experts: Experts) -
     outputs_s = run.element_bytes * tokens * run.shape.hidden_size / ranks.bytes_per_s + ranks.ring_latency_s
     probabilities_s = run.element_bytes * tokens * experts.num_experts / ranks.bytes_per_s
     choices_s = tokens * experts.num_experts / ranks.bytes_per_s
-    both = 2.0 * outputs_s + probabilities_s
+    both = 2.0 * (outputs_s + run.software.exchange_start_s) + probabilities_s
     return Times(both + choices_s, both, 0.0)
 
 

@@ -138,6 +138,8 @@ class Software:
     """Whether tensor-parallel ranks send a slice of a boundary tensor each."""
     collectives_per_layer: int = 1
     """The gathers of a layer's sharded parameters (stage 3)."""
+    exchange_start_s: float = 0.0
+    """Seconds until all ranks of an expert group have met, in each exchange of tokens."""
     eager_gradients: bool = False
     """Whether each microbatch makes every weight's gradient anew and adds it, the vocabulary's too."""
     reduces_ends: bool = False
@@ -176,6 +178,8 @@ class Software:
 # Megatron-Core on processors: plain PyTorch operations in fp32, and collectives that stop the computation.
 ON_CPU = Software(
     name="Megatron-Core on CPU",
+    # Several collectives through sockets, and ranks on shared cores wait for each other's time slices.
+    exchange_start_s=5e-3,
     attention="unfused",
     fused_elementwise=False,
     tensor_overlap=Overlap.NONE,

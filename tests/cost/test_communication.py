@@ -114,6 +114,21 @@ def test_experts_exchange_tokens_only_where_they_are_spread() -> None:
     assert communication.expert_parallel(alone, CONSTANTS, found.experts) == Times()
 
 
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_ranks_on_processors_wait_for_each_other_in_every_exchange(dispatcher: str) -> None:
+    base = run(EXPERTS, ep=8)
+    assert base.experts is not None
+    software = with_settings(base.software, {"moe_token_dispatcher": dispatcher})
+    waiting = replace(software, exchange_start_s=ON_CPU.exchange_start_s)
+    times = [
+        communication.expert_parallel(replace(base, software=one), CONSTANTS, base.experts)
+        for one in (software, waiting)
+    ]
+    assert software.exchange_start_s == 0
+    assert times[1].forward_s == pytest.approx(times[0].forward_s + 2 * ON_CPU.exchange_start_s)
+    assert times[1].input_grad_s == pytest.approx(times[0].input_grad_s + 2 * ON_CPU.exchange_start_s)
+
+
 def test_gathered_tokens_are_all_tokens_whatever_the_routing() -> None:
     """Each device receives the tokens of all others; an all-to-all moves a token for each of its experts."""
     base = run(EXPERTS, topk=8, ep=8, forced_balance=True)
