@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.mapping.kind_words import KindWords
 from quartet_plugin.mapping.topology import Blocks, Topology, blocks_of
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
@@ -23,6 +24,8 @@ NEVER_S = 1e30
 # Seconds a step of an arrangement of blocks [pp, copies].
 Objective = Callable[[IntArray], float]
 EXACT_LIMIT = 5_000
+# More dead ends than this, about a second of them, end an enumeration.
+MAX_DEAD_ENDS = 100_000
 EVALUATIONS = 2_000
 STOCK_ORDERS = ("tp-cp-ep-dp-pp", "tp-pp-dp")
 # Local search is repeated from this many of the best starts.
@@ -41,7 +44,6 @@ class Solution:
     step_s: float
     stock_s: Mapping[str, float]
     exact: bool
-    num_evaluated: int
     others: tuple[tuple[int, ...], ...] = ()
 
 
@@ -92,7 +94,6 @@ def solve(
         step_s=search.best_s,
         stock_s={name: seconds for name, (_, seconds) in stock.items() if seconds < NEVER_S},
         exact=exact,
-        num_evaluated=search.num_evaluated,
         others=tuple(others),
     )
 
@@ -120,7 +121,6 @@ class _Search:
         self._ranked: list[tuple[float, int, IntArray]] = []
         self.best: IntArray | None = None
         self.best_s = math.inf
-        self.num_evaluated = 0
 
     def try_out(self, arrangement: IntArray) -> float:
         """Seconds a step of the arrangement, infinite where RANK 0 cannot be on node 0."""
@@ -131,8 +131,7 @@ class _Search:
         seconds = self._seen.get(key)
         if seconds is None:
             seconds = self._seen[key] = self._step(canonical)
-            self._ranked.append((seconds, self.num_evaluated, canonical))
-            self.num_evaluated += 1
+            self._ranked.append((seconds, len(self._ranked), canonical))
         if seconds < self.best_s:
             self.best, self.best_s = canonical, seconds
         return seconds
@@ -147,13 +146,20 @@ class _Search:
         ][:number]
 
     def enumerate(self, limit: int) -> bool:
-        """Try every arrangement, each kind once; False where there may be more than `limit`."""
+        """Try every arrangement, each kind once; False where some are left, as there may be above `limit`."""
         if self._least_count() > limit:
             return False
-        for number, arrangement in enumerate(self._every()):
-            if number >= limit:
+        num_tried = num_dead_ends = 0
+        for arrangement in self._every():
+            if arrangement is None:
+                num_dead_ends += 1
+                if num_dead_ends > MAX_DEAD_ENDS:
+                    return False
+            elif num_tried == limit:
                 return False
-            self.try_out(arrangement)
+            else:
+                self.try_out(arrangement)
+                num_tried += 1
         return True
 
     def climb(self, rng: random.Random, evaluations: int) -> None:
@@ -216,53 +222,23 @@ class _Search:
             renamed *= math.factorial(self._width) ** (self._copies // self._width)
         return count // renamed
 
-    def _every(self) -> Iterator[IntArray]:
-        """Every arrangement, replicas in ascending order of kinds."""
-        kinds = self._blocks.kind.tolist()
-        free = [kinds.count(kind) for kind in range(max(kinds) + 1)]
-        members = [
-            [block for block, kind in enumerate(kinds) if kind == wanted] for wanted in range(len(free))
-        ]
-        for columns in self._columns([], free):
-            cursors = [iter(blocks) for blocks in members]
-            yield np.array([[next(cursors[kind]) for kind in column] for column in columns]).T
-
-    def _columns(self, chosen: list[tuple[int, ...]], free: list[int]) -> Iterator[list[tuple[int, ...]]]:
-        count = len(chosen)
-        if count == self._copies:
-            yield chosen
-            return
-        width = self._width
-        least: tuple[int, ...] = ()
-        if self._layout.expert_parallel == 1 and count % width:
-            least = chosen[-1]
-        elif count >= width and count % width == 0:
-            least = chosen[count - width]
-        for column in _draws(free, self._layout.pipeline_parallel):
-            if column < least:
+    def _every(self) -> Iterator[IntArray | None]:
+        """Every arrangement, replicas in ascending order of kinds; None at each dead end (`KindWords`)."""
+        kinds, stages = self._blocks.kind, self._layout.pipeline_parallel
+        words = KindWords(
+            np.bincount(kinds).tolist(),
+            stages=stages,
+            width=self._width,
+            is_sorted=self._layout.expert_parallel == 1,
+        )
+        members = np.argsort(kinds, kind="stable")
+        for word in words:
+            if word is None:
+                yield None
                 continue
-            more = [*chosen, column]
-            if (count + 1) % width == 0 and count >= width and more[-width:] < more[-2 * width : -width]:
-                continue
-            for kind in column:
-                free[kind] -= 1
-            yield from self._columns(more, free)
-            for kind in column:
-                free[kind] += 1
-
-
-def _draws(free: list[int], length: int) -> Iterator[tuple[int, ...]]:
-    """All sequences of kinds that are still free, ascending."""
-    if length == 0:
-        yield ()
-        return
-    for kind in range(len(free)):
-        if free[kind]:
-            free[kind] -= 1
-            rest = list(_draws(free, length - 1))
-            free[kind] += 1
-            for tail in rest:
-                yield (kind, *tail)
+            blocks = np.empty_like(members)
+            blocks[np.argsort(word, kind="stable")] = members
+            yield blocks.reshape(self._copies, stages).T
 
 
 def _stock(

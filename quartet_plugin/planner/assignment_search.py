@@ -324,9 +324,7 @@ def _solved(job: PlanRequest, run: AssignedRun, effort: SolverEffort) -> Solutio
             return None
         seconds = [step_s(step_costs(run), topology, order) for order in orders]
         best = seconds.index(min(seconds))
-        return Solution(
-            slots=orders[best], step_s=seconds[best], stock_s={}, exact=False, num_evaluated=len(orders)
-        )
+        return Solution(slots=orders[best], step_s=seconds[best], stock_s={}, exact=False)
     costs, inside, num_others = step_costs(run), frozenset(job.search.inside), effort.num_predicted - 1
     evaluations = effort.evaluations_of(layout.world_size // layout.tensor_parallel)
     try:

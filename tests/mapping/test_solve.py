@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.orders import is_legal
-from quartet_plugin.mapping.solve import STOCK_ORDERS, stock_arrangement
-from quartet_plugin.mapping.topology import Topology, blocks_of, group_link
+from quartet_plugin.mapping.solve import STOCK_ORDERS, solve, stock_arrangement
+from quartet_plugin.mapping.topology import Blocks, Topology, blocks_of, group_link
+from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.planner.closed_form import StepCosts, solve_step, step_s
 from tests.mapping.steps import make_costs, make_topology
@@ -26,6 +28,9 @@ SMALL = (
     ((2, 3, 1, 1, 1), (3, 2)),
     ((1, 2, 1, 3, 1), (2, 3)),
     ((1, 1, 3, 2, 1), (3, 2)),
+    ((1, 1, 2, 3, 1), (3, 2)),
+    ((1, 1, 6, 1, 1), (3, 2)),
+    ((2, 1, 3, 1, 1), (3, 2)),
     ((1, 1, 6, 1, 2), (3, 2)),
     ((1, 3, 2, 1, 2), (2, 3)),
     ((1, 1, 3, 2, 3), (2, 3)),
@@ -72,6 +77,35 @@ def test_small_cases_are_solved_exactly(
     assert found.exact
     assert found.step_s == pytest.approx(best_of_all(costs, topology), rel=1e-12)
     assert step_s(costs, topology, found.slots) == pytest.approx(found.step_s, rel=1e-12)
+
+
+def by_places(blocks: Blocks) -> Callable[[IntArray], float]:
+    """Seconds that differ between arrangements of kinds, without the costs of a model."""
+    return lambda arrangement: float((blocks.kind[arrangement].ravel() * np.arange(arrangement.size)).sum())
+
+
+@pytest.mark.parametrize(
+    ("degrees", "cluster"),
+    [((8, 1, 32, 1, 1), (32, 8)), ((1, 1, 1024, 1, 1), (128, 8)), ((1, 1, 1, 1024, 1), (128, 8))],
+)
+def test_the_only_arrangement_of_many_blocks_is_found_at_once(
+    degrees: tuple[int, ...], cluster: tuple[int, int]
+) -> None:
+    """Without a pipeline replicas have nothing but names."""
+    topology = make_topology(num_nodes=cluster[0], per_node=cluster[1], seed=0, unequal=False)
+    found = solve(layout_of(degrees), topology, by_places, compute_s=np.ones(1), num_others=3)
+    assert (found.slots, found.exact, found.others) == (tuple(range(len(topology.slots))), True, ())
+
+
+@pytest.mark.parametrize(("most", "is_exact"), [(100, True), (3, False)])
+def test_too_many_dead_ends_end_an_enumeration(
+    most: int, is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quartet_plugin.mapping.solve.MAX_DEAD_ENDS", most)
+    equal = make_topology(num_nodes=1, per_node=8, seed=0, unequal=False)
+    topology = replace(equal, slowdown=np.array([1.0] * 6 + [1.5] * 2))
+    found = solve(layout_of((1, 1, 4, 2, 1)), topology, by_places, compute_s=np.ones(1), evaluations=0)
+    assert found.exact == is_exact
 
 
 @settings(max_examples=40, deadline=None)
