@@ -173,6 +173,7 @@ def job_of_command(
             features=_features(args, kept, every=features),
             settings=_settings(args, kept),
             batching_features=batching_features(features),
+            baseline_split=split.transformer_layers_per_stage,
         ),
         layout=layout,
         split=split,

@@ -72,4 +72,5 @@ def request_of(
         features=said.features or (),
         settings=said.settings or (),
         batching_features=plan.made_for.batching_features or (),
+        baseline_split=plan.made_for.baseline.split.transformer_layers_per_stage,
     )

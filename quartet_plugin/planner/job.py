@@ -185,7 +185,8 @@ class PlanRequest:
     `rules` are those of a study's space, None for a job that is described and not run. `features`
     and `settings` are those of a command, or of recipes where there is none, that limit its plans or are
     priced, and that no other field has. `batching_features` of a command are those by which another
-    micro-batch or DP may change the training objective.
+    micro-batch or DP may change the training objective. `baseline_split` has the layers of each stage of a
+    command, `stock` in `search.split`; None without a command, whose `stock` is the even split.
     """
 
     shape: ModelShape
@@ -204,6 +205,7 @@ class PlanRequest:
     features: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
     batching_features: tuple[str, ...] = ()
+    baseline_split: tuple[int, ...] | None = None
 
     @property
     def half(self) -> HalfPrecision:

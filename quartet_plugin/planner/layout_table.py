@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -40,10 +41,11 @@ from quartet_plugin.space.layouts import (
     requested_groups,
 )
 from quartet_plugin.space.rules import LayoutRules
+from quartet_plugin.split.layers import even_split, is_legal_split
 
 # The columns of the table.
 TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED, SCHEDULE, PARTITION, OPTION = range(13)
-# Values of the column `SPLIT`; larger numbers are the job's written splits in order.
+# Values of the column `SPLIT`; larger numbers are the job's `written_splits` in order.
 BALANCED, EVEN, WRITTEN = 0, 1, 2
 GIB = 2**30
 
@@ -114,7 +116,7 @@ def layout_table_of(job: PlanRequest, shape: ModelShape, *, is_checked: bool = T
     rows, sequence_parallel = [], set()
     for layout, choices in choices_by_degrees(shape, rules=rules):
         offered = [choices.get(knob, (knob.in_layout(layout),)) for knob in (*_OPTIONS, sharding)]
-        rows.append(_rows(job, layout, offered))
+        rows.append(_rows(job, shape.num_layers, layout, offered))
         if True in choices.get(SEQUENCE_PARALLEL, (layout.sequence_parallel,)):
             sequence_parallel.add((layout.tensor_parallel, layout.context_parallel))
     columns = np.concatenate([np.zeros((0, SCHEDULE), dtype=np.int64), *rows])
@@ -138,10 +140,10 @@ def layout_table_of(job: PlanRequest, shape: ModelShape, *, is_checked: bool = T
 _OPTIONS = (MICRO_BATCH_SIZE, VIRTUAL_STAGES, RECOMPUTE_KNOB)
 
 
-def _rows(job: PlanRequest, layout: Layout, choices: list[tuple[Any, ...]]) -> IntArray:
+def _rows(job: PlanRequest, num_layers: int, layout: Layout, choices: list[tuple[Any, ...]]) -> IntArray:
     """The rows of some degrees without schedules: every choice of micro-batch, chunks, split and memory."""
     sizes, stages, modes, shards = choices
-    chunks = [(v, kind) for v in stages for kind in _splits(job, layout.pipeline_parallel * v)]
+    chunks = [(v, kind) for v in stages for kind in _splits(job, num_layers, layout.pipeline_parallel * v)]
     options = [sizes, chunks, [RECOMPUTE.index(mode) for mode in modes], [int(on) for on in shards]]
     if not all(options):
         return np.zeros((0, SCHEDULE), dtype=np.int64)
@@ -239,10 +241,16 @@ def num_microbatches(job: PlanRequest, columns: IntArray) -> IntArray:
 
 
 def written_splits(job: PlanRequest) -> tuple[tuple[int, ...], ...]:
-    """The splits that the job writes out, in its order."""
-    return tuple(
-        tuple(int(count) for count in text.split("+")) for text in job.search.split or () if text[0].isdigit()
-    )
+    """The splits that the job gives as counts, in its order; `stock` is that of its command."""
+    counts = (_counts_of(job, word) for word in job.search.split or ())
+    return tuple(split for split in counts if split is not None)
+
+
+def _counts_of(job: PlanRequest, word: str) -> tuple[int, ...] | None:
+    """The layers of each stage that a word of `search.split` means; None for those of the even split."""
+    if word == STOCK:
+        return job.baseline_split
+    return tuple(int(count) for count in word.split("+")) if word[0].isdigit() else None
 
 
 def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: int) -> str | None:
@@ -355,16 +363,25 @@ def _is_asked(job: PlanRequest, tp: int, cp: int, pp: int) -> bool:
     )
 
 
-def _splits(job: PlanRequest, num_stages: int) -> list[int]:
-    """The values of the column `SPLIT` that the job allows for `num_stages` stages."""
+def _splits(job: PlanRequest, num_layers: int, num_stages: int) -> list[int]:
+    """The values of the column `SPLIT` that the job allows for a number of layers and stages.
+
+    Where the command's split does not fit, `stock` is the even one, as in a study (`Space.fixed_splits`).
+    """
     requested = job.search.split
     if requested is None:
         return [BALANCED]
-    kinds = [EVEN] if any(not text[0].isdigit() for text in requested) else []
-    for index, counts in enumerate(written_splits(job)):
-        if len(counts) == num_stages and min(counts[1:-1], default=1) > 0:
-            kinds.append(WRITTEN + index)
-    return kinds
+    is_legal = partial(is_legal_split, num_layers=num_layers, num_stages=num_stages)
+    has_stock = job.baseline_split is not None and is_legal(job.baseline_split)
+    splits: list[tuple[int, tuple[int, ...]]] = []
+    if "even" in requested or (STOCK in requested and not has_stock):
+        splits.append((EVEN, even_split(num_layers, num_stages=num_stages)))
+    splits += enumerate(written_splits(job), start=WRITTEN)
+    kinds: dict[tuple[int, ...], int] = {}
+    for kind, counts in splits:
+        if is_legal(counts):
+            kinds.setdefault(counts, kind)
+    return list(kinds.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from quartet_plugin.cost.predict import predict
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.job_description import LatentAttention
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
@@ -21,10 +22,11 @@ from quartet_plugin.planner.layout_table import (
     layout_table_of,
     refused_degrees,
 )
-from quartet_plugin.planner.ranking import rank, refusals
+from quartet_plugin.planner.ranking import rank, refusals, shapes_of
 from quartet_plugin.planner.table_rows import layout_of
 from quartet_plugin.space.knobs.registry import DEGREES
 from quartet_plugin.space.layouts import choices_by_degrees
+from quartet_plugin.split.layers import is_legal_split
 from tests.planner.planning import job_data, random_job, runs_of
 
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 2048}
@@ -135,6 +137,48 @@ def test_written_splits_are_the_only_ones() -> None:
     found = rank(parsed(search={"split": ["5+3", "3+5"]}), top=50)
     assert {ranked.split for ranked in found.best} <= {(5, 3), (3, 5)}
     assert {ranked.layout.num_stages for ranked in found.best} == {2}
+
+
+def splits_of(job: PlanRequest, shape: ModelShape) -> set[tuple[int, tuple[int, ...]]]:
+    """The number of stages and the split of each row of the job's table."""
+    table = layout_table_of(job, shape)
+    bounds = bounds_of(job, shape, table, constants=fitted())
+    rows = range(len(table))
+    return {(table.layout(row).num_stages, bounds.split(job, shape, table, row)) for row in rows}
+
+
+@pytest.mark.parametrize("num_layers", [5, 6, 7, 14])
+@pytest.mark.parametrize("split", ["auto", "even", "stock", ["even", "stock"]])
+def test_no_split_leaves_an_inner_stage_empty(num_layers: int, split: str | list[str]) -> None:
+    job = parsed(
+        model={"num_layers": num_layers},
+        search={"split": split, "micro_batch_size": 1, "tensor_parallel": 1, "recompute": "none"},
+    )
+    found = splits_of(job, job.shape)
+    assert len({stages for stages, _ in found}) > 2
+    for stages, counts in found:
+        assert is_legal_split(counts, num_layers=num_layers, num_stages=stages), (stages, counts)
+
+
+def test_a_written_split_is_of_the_shapes_with_its_layers() -> None:
+    few = {"micro_batch_size": 1, "tensor_parallel": 1, "recompute": "none"}
+    job = parsed(search={"scaling": {}, "split": ["4+4", "stock"], **few})
+    shapes = shapes_of(job)
+    assert len({shape.num_layers for shape in shapes}) > 1
+    for shape in shapes:
+        found = splits_of(job, shape)
+        assert ((2, (4, 4)) in found) == (shape.num_layers == 8)
+        for stages, counts in found:
+            assert is_legal_split(counts, num_layers=shape.num_layers, num_stages=stages)
+    written = replace(job, search=job.search.model_copy(update={"split": ("5+3",)}))
+    assert {ranked.split for ranked in rank(written, top=5).best} == {(5, 3)}
+
+
+def test_a_split_of_two_names_is_there_once() -> None:
+    job = parsed(search={"split": ["even", "stock", "4+4"], "schedule": "1f1b", "pipeline_parallel": 2})
+    alone = replace(job, search=job.search.model_copy(update={"split": ("even",)}))
+    table = layout_table_of(job, job.shape)
+    assert table.columns.tolist() == layout_table_of(alone, job.shape).columns.tolist()
 
 
 def test_context_parallel_cuts_sequences() -> None:
