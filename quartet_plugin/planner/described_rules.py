@@ -48,7 +48,8 @@ def rules_of(job: PlanRequest) -> LayoutRules:
             layout=replace(
                 _ONE,
                 data_parallel=job.machines.num_devices,
-                # A command whose features keep it asks for its own value alone (`kept_axes`).
+                # Of a command that keeps it, by a locked axis or another flag, the search has its own
+                # value alone (`kept_axes`). Layouts of one copy have it too.
                 distributed_optimizer=job.search.distributed_optimizer == (True,),
             ),
             split=(job.shape.num_layers,),

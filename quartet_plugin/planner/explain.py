@@ -42,6 +42,8 @@ from quartet_plugin.scaling.shape_curve import shape_curve
 
 # Plans of the ranking, beside those that a run measured, among which the best other layout is looked for.
 NUM_OTHERS = 20
+# What is assumed of the model of a plan that does not describe its job.
+PLAIN_MODEL = "dense layers with plain attention (the plan does not say more)"
 # The least chance that one of them fits in memory.
 LEAST_CHANCE = 0.5
 
@@ -138,11 +140,13 @@ def job_of_cluster(
 ) -> tuple[PlanRequest, dict[str, str]]:
     """The plan's job on a cluster that is described in full, and what was assumed.
 
-    A plan that says nothing of precision and search has those of the cluster's devices and `auto`.
+    A plan that says nothing of precision and search has those of the cluster's devices and `auto`, and a
+    dense model. Raises PlanError where it has experts nevertheless.
     """
     said = plan.made_for.job
     if said is not None:
         return request_of(plan, replace(said, devices=None, cluster=cluster), devices=devices), {}
+    _check_dense(plan)
     formats = {name for values in cluster.devices.values() for name in values.peak_flops}
     precision: JobPrecision = "fp32" if formats and not formats & {"bf16", "fp16"} else "bf16"
     planned = look_up(cluster, precision=precision, devices=devices)
@@ -155,7 +159,7 @@ def job_of_cluster(
         mtp_layers=plan.made_for.mtp_layers or 0,
         cluster=planned,
     )
-    return job, {"precision": precision, "search": "auto"}
+    return job, {"precision": precision, "model": PLAIN_MODEL, "search": "auto"}
 
 
 def job_of_plan(
@@ -163,10 +167,12 @@ def job_of_plan(
 ) -> tuple[PlanRequest, dict[str, str]]:
     """The plan's job, and what was assumed: nothing where the plan describes the job.
 
-    Elsewhere it is the job on the plan's own nodes. Raises PlanError where those are unequal.
+    Elsewhere it is the job of a dense model on the plan's own nodes. Raises PlanError where those are
+    unequal, or where the plan has experts nevertheless.
     """
     if plan.made_for.job is not None:
         return request_of(plan, plan.made_for.job, devices=devices), {}
+    _check_dense(plan)
     nodes = plan.made_for.nodes
     classes = {(node.node_class, node.num_slots) for node in nodes}
     name, _, count = nodes[0].node_class.rpartition(" x")
@@ -194,9 +200,21 @@ def job_of_plan(
     return job, {
         **assumed,
         "precision": precision,
+        "model": PLAIN_MODEL,
         "links": "library values for this device",
         "search": "auto",
     }
+
+
+def _check_dense(plan: Plan) -> None:
+    """Raises PlanError where the plan, or the command it is compared with, has experts on several ranks."""
+    layouts = {"layout": plan.layout, "made_for.baseline.layout": plan.made_for.baseline.layout}
+    for name, layout in layouts.items():
+        if layout.expert_parallel > 1:
+            raise PlanError(
+                f"{name}.expert_parallel: {layout.expert_parallel}; must be 1 where the plan does not "
+                "describe the experts; add --cluster JOB.yaml, or explain the run that made the plan"
+            )
 
 
 def _device_of(name: str, devices: Mapping[str, DeviceSpec] | None) -> tuple[DeviceSpec, dict[str, str]]:

@@ -13,7 +13,8 @@ from quartet_plugin.model.plan import STOCK, ScheduleChoice, Split
 from quartet_plugin.planner.job import PlanSearch
 from quartet_plugin.space.config import STOCK_NAMES
 from quartet_plugin.space.features import Axis, locked_axes, objective_axes
-from quartet_plugin.space.knobs.knob import LayoutKnob, SettingKnob, Value
+from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER, sharding_feature
+from quartet_plugin.space.knobs.knob import LayoutKnob, SettingKnob, Value, kept_fault
 from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
 
@@ -53,14 +54,17 @@ def with_kept_axes(
 ) -> PlanSearch:
     """The search with the command's own values on the `locked` axes, whatever it asks for there.
 
-    Where a plan may change the training objective (class C) only stock schedules are left: the parity gate
-    compares with the command. Raises ConfigError if the search asks for others alone.
+    The distributed optimizer stays as the command has it where another flag needs it. Where a plan may change
+    the training objective (class C) only stock schedules are left: the parity gate compares with the command.
+    Raises ConfigError if the search asks for others alone.
     """
     kept: dict[str, Any] = {
         knob.name: (_value_of(knob, layout),)
         for knob in LAYOUT_KNOBS
         if knob.axis in locked and knob.is_of(MEGATRON.framework)
     }
+    if Axis.DEGREES not in locked and (feature := sharding_feature(features)) is not None:
+        kept[DISTRIBUTED_OPTIMIZER.name] = (_kept_sharding(search, layout, feature),)
     if Axis.SPLIT in locked:
         kept["split"] = (split.label,)
     if Axis.SCHEDULE in locked:
@@ -81,6 +85,16 @@ def _value_of(knob: LayoutKnob, layout: Layout) -> Value | None:
     """The command's own value as a search asks for it; STOCK where the layout does not state it."""
     is_stated = knob.kind != "partition" and not isinstance(knob, SettingKnob)
     return knob.in_layout(layout) if is_stated else STOCK
+
+
+def _kept_sharding(search: PlanSearch, layout: Layout, feature: str) -> bool:
+    """The command's distributed optimizer, on or off, which a feature of the command keeps."""
+    command, asked = layout.distributed_optimizer, search.distributed_optimizer or ()
+    if asked and command not in asked:
+        fault = kept_fault(asked[0], command, feature)
+        words = DISTRIBUTED_OPTIMIZER.request_text(asked[0])
+        raise ConfigError(f"search.{DISTRIBUTED_OPTIMIZER.name}: {words}; {fault}")
+    return command
 
 
 def _stock_schedules(search: PlanSearch) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
 from quartet_plugin.space.knobs.divisors import nearest_words
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, SettingKnob, Value
+from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, DEGREES, LAYOUT_KNOBS, OPTIONS, SETTINGS
 from quartet_plugin.space.knobs.sequence_parallel import divides_sequence
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
@@ -43,7 +44,8 @@ def choices_by_degrees(
     """The legal degrees in a fixed order, each with the choices of other knobs before the schedule.
 
     They are those whose choices depend on degrees alone, so that a layout takes any of them; the partition of
-    a layer depends on the micro-batch, too. Knobs that the framework does not have are not there.
+    a layer depends on the micro-batch, too. Knobs that the framework does not have are not there. Degrees
+    with which a kept micro-batch does not divide the batch are left out.
     """
     # Chunks need a pipeline, which the degrees are about to decide.
     bare = replace(rules.job.layout, virtual_stages=1)
@@ -52,6 +54,9 @@ def choices_by_degrees(
     for degrees in chosen_layouts([bare], DEGREES, shape, rules):
         layout = _of_degrees(degrees, shape, rules)
         context = KnobContext(layout=layout, shape=shape, rules=rules)
+        # A kept value is a knob's only choice, whatever rule it breaks.
+        if Axis.MICRO_BATCH in rules.locked and MICRO_BATCH_SIZE.fault(layout.micro_batch_size, context):
+            continue
         yield layout, {knob: knob.choices(context) for knob in knobs}
 
 

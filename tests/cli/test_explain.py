@@ -12,8 +12,18 @@ import pytest
 
 from quartet_plugin.cli.main import main
 from quartet_plugin.model.canonical import digest
-from quartet_plugin.model.plan import Mapping, NodeInfo, Slot, read_plan, write_plan
-from quartet_plugin.planner.explain import baseline_of
+from quartet_plugin.model.cluster import parse_cluster
+from quartet_plugin.model.plan import (
+    Baseline,
+    Mapping,
+    NodeInfo,
+    ScheduleChoice,
+    Slot,
+    Split,
+    read_plan,
+    write_plan,
+)
+from quartet_plugin.planner.explain import baseline_of, job_of_cluster
 from tests.model.clusters import make_cluster
 from tests.model.plans import MADE_FOR, plan_with
 
@@ -75,11 +85,41 @@ def test_a_plan_without_a_description_is_explained_with_what_is_assumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = read_plan(planned(tmp_path))
-    older = tmp_path / "older.json"
-    write_plan(replace(plan, made_for=replace(plan.made_for, job=None)), path=older)
-    data = explained(capsys, str(older))
-    links = "library values for this device"
-    assert data["assumed"] == {"precision": "bf16", "links": links, "search": "auto"}
+    older = replace(plan, made_for=replace(plan.made_for, job=None))
+    write_plan(older, path=tmp_path / "older.json")
+    data = explained(capsys, str(tmp_path / "older.json"))
+    assumed = {
+        "precision": "bf16",
+        "model": "dense layers with plain attention (the plan does not say more)",
+        "search": "auto",
+    }
+    assert data["assumed"] == {**assumed, "links": "library values for this device"}
+    assert job_of_cluster(older, parse_cluster(make_cluster(), where="test"))[1] == assumed
+
+
+def test_a_plan_of_experts_that_nothing_describes_is_not_explained_as_a_dense_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = replace(MADE_FOR.baseline.layout, pipeline_parallel=1, data_parallel=2, expert_parallel=2)
+    spread = Baseline(
+        layout=layout,
+        split=Split(transformer_layers_per_stage=(8,)),
+        schedule=ScheduleChoice(name="no-pipelining"),
+    )
+    plans = {
+        "layout": plan_with(layout=spread.layout, split=spread.split, schedule=spread.schedule),
+        "made_for.baseline.layout": plan_with(made_for=replace(MADE_FOR, baseline=spread)),
+    }
+    path, cluster = tmp_path / "plan.json", tmp_path / "cluster.json"
+    cluster.write_text(json.dumps(make_cluster(num_nodes=1, per_node=2)), encoding="utf-8")
+    for key, plan in plans.items():
+        write_plan(plan, path=path)
+        for more in ((), ("--cluster", str(cluster))):
+            capsys.readouterr()
+            assert main(["explain", str(path), *more]) == 2
+            (line,) = capsys.readouterr().err.strip().splitlines()
+            assert f"{key}.expert_parallel: 2; must be 1 where the plan does not describe" in line
+            assert "add --cluster JOB.yaml" in line
 
 
 def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,10 +57,13 @@ def test_the_request_is_the_one_of_a_job_file() -> None:
     }
     cost = {"tokens": 100 * 16 * 1024.0}
     job = {"model": model, "cluster": CLUSTER, "batch": {"global_batch_size": 16}, "cost": cost}
-    # The command's own padding is the plan's, and so are its settings of experts: no grouped products.
+    # The command's own padding is the plan's, and so are its split and its settings of experts: no grouped
+    # products.
     settings, described = read.request.settings, parse_job(job, where="job")
     assert described.features == ("moe_grouped_gemm",)
-    assert read.request == replace(described, vocab_size=None, settings=settings, features=())
+    assert read.request == replace(
+        described, vocab_size=None, settings=settings, features=(), baseline_split=(4, 4)
+    )
     assert {setting.name: setting.value for setting in settings} == {
         "expert_tensor_parallel": 0,
         "moe_token_dispatcher": "allgather",

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 from quartet_plugin.cli.main import main
+from quartet_plugin.cost.constants import fitted
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import read_plan
+from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.command_job import CommandJob, job_of_command
 from quartet_plugin.planner.described_job import request_of
-from quartet_plugin.planner.plans import plain_layout, plan_of
+from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.planner.layout_table import layout_table_of
+from quartet_plugin.planner.plans import plain_layout, plan_of, users_layout
 from quartet_plugin.planner.ranking import Ranked, rank
 from quartet_plugin.report.tables import changes
 from quartet_plugin.space.axes import Axis
@@ -107,6 +111,40 @@ def test_what_a_feature_locks_is_kept_whatever_is_asked_for() -> None:
     assert {plan.layout.micro_batch_size for plan in plans(job)} == {2}
 
 
+NEEDS_SHARDING = ("--use-precision-aware-optimizer", "--overlap-grad-reduce --overlap-param-gather")
+
+
+def layouts(job: CommandJob) -> list[Layout]:
+    """Every layout that the job's table has."""
+    table = layout_table_of(job.request, job.request.shape)
+    return [table.layout(row) for row in range(len(table))]
+
+
+@pytest.mark.parametrize("more", NEEDS_SHARDING)
+def test_a_distributed_optimizer_that_another_flag_needs_is_kept(more: str) -> None:
+    planned = layouts(read(more, micro_batch_size=2))
+    # Megatron refuses the other flag without this one where there is one copy of the model, too.
+    assert {layout.data_parallel for layout in planned} == {1, 2, 4, 8}
+    assert {layout.distributed_optimizer for layout in planned} == {True}
+    free = layouts(read("", micro_batch_size=2))
+    assert {layout.distributed_optimizer for layout in free} == {True, False}
+
+
+def test_the_optimizers_offload_has_the_distributed_optimizer_that_it_needs() -> None:
+    flags = f"{NEEDS_SHARDING[0]} --optimizer-cpu-offload"
+    planned = layouts(read(flags, micro_batch_size=2, optimizer_cpu_offload=[True, False]))
+    assert {layout.setting("optimizer_cpu_offload") for layout in planned} == {None, False}
+
+
+@pytest.mark.parametrize("more", NEEDS_SHARDING)
+def test_another_distributed_optimizer_is_refused_where_a_flag_needs_the_commands(more: str) -> None:
+    fault = r"search\.distributed_optimizer: off; must be the command's own on: (precision|overlap_param)"
+    with pytest.raises(ConfigError, match=fault):
+        read(more, distributed_optimizer=False)
+    kept = read(more, distributed_optimizer="auto").request.search
+    assert kept.distributed_optimizer == (True,)
+
+
 def test_class_a_keeps_degrees_and_micro_batch() -> None:
     found = plans(read("", change_class="A"))
     own = read("").layout
@@ -131,6 +169,51 @@ def test_class_c_frees_what_the_objective_locks_on_stock_schedules() -> None:
         read(AUX_LOSS, change_class="C", schedule="zb-h1")
     # A loss that does not depend on its microbatches leaves class C nothing to keep.
     assert any(plan.schedule.is_custom for plan in plans(read("", change_class="C")))
+
+
+UNEVEN = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|ttt|ttt|tL"
+FEW = {"tensor_parallel": 2, "micro_batch_size": 2, "virtual_stages": 1, "schedule": "stock"}
+
+
+def splits_by_stages(request: PlanRequest) -> dict[int, set[tuple[int, ...]]]:
+    """The splits that the layouts of each number of stages may have."""
+    table = layout_table_of(request, request.shape)
+    bounds = bounds_of(request, request.shape, table, constants=fitted())
+    found: dict[int, set[tuple[int, ...]]] = {}
+    for row in range(len(table)):
+        split = bounds.split(request, request.shape, table, row)
+        found.setdefault(table.layout(row).num_stages, set()).add(split)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_two", "of_four"),
+    [
+        ("stock", {(4, 4)}, {(1, 3, 3, 1)}),
+        ("even", {(4, 4)}, {(2, 2, 2, 2)}),
+        (["stock", "even"], {(4, 4)}, {(1, 3, 3, 1), (2, 2, 2, 2)}),
+        (["5+3", "stock"], {(4, 4), (5, 3)}, {(1, 3, 3, 1)}),
+        (["stock", "1+3+3+1", "2+2+2+2"], {(4, 4)}, {(1, 3, 3, 1), (2, 2, 2, 2)}),
+        ("5+3", {(5, 3)}, None),
+    ],
+)
+def test_the_stock_split_is_the_commands(
+    asked: str | list[str], of_two: set[tuple[int, ...]], of_four: set[tuple[int, ...]] | None
+) -> None:
+    found = splits_by_stages(read(UNEVEN, split=asked, **FEW).request)
+    assert (found.get(2), found.get(4)) == (of_two, of_four)
+
+
+def test_the_stock_split_of_a_plans_file_is_the_commands() -> None:
+    job = read(UNEVEN, split="stock", **FEW, pipeline_parallel=[2, 4])
+    plain = users_layout(
+        job.request, layout=job.layout, split=job.split, schedule=job.schedule, constants=None
+    )
+    best = rank(job.request, top=1).best[0]
+    plan = plan_of(job.request, best, plain=plain, name="plan", place=1)
+    assert plan.made_for.job is not None
+    again = request_of(plan, plan.made_for.job)
+    assert splits_by_stages(again) == splits_by_stages(job.request) == {2: {(4, 4)}, 4: {(1, 3, 3, 1)}}
 
 
 def test_the_command_says_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

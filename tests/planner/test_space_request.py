@@ -21,10 +21,16 @@ FEW = {"micro_batch_size": [1, 2, 4], "virtual_stages": [1, 2]}
 
 
 def space_of(
-    search: dict[str, Any], *, framework: str = "megatron-core", features: tuple[str, ...] = (), **layout: Any
+    search: dict[str, Any],
+    *,
+    framework: str = "megatron-core",
+    features: tuple[str, ...] = (),
+    global_batch_size: int = 32,
+    **layout: Any,
 ) -> Space:
     degrees = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 2, **layout}
-    job = replace(make_job(layout=make_layout(**degrees), features=features), framework=framework)
+    job = make_job(layout=make_layout(**degrees), features=features, global_batch_size=global_batch_size)
+    job = replace(job, framework=framework)
     config = parse_config({"search": {**FEW, **search}}, where="test").search
     return build_space(job, nodes=make_nodes(4, 4), search=config, run="r", seed=0)
 
@@ -43,6 +49,20 @@ def space_of(
     ],
 )
 def test_the_table_holds_what_the_space_does(space: Space) -> None:
+    check_table(space)
+
+
+def test_the_table_has_no_degrees_with_which_a_kept_micro_batch_does_not_divide_the_batch() -> None:
+    """DP 8 divides a batch of 16, but not with a micro-batch of 4."""
+    space = space_of({}, features=("moe_microbatch_loss",), global_batch_size=16)
+    layouts = space.layouts[space.job.shape]
+    assert {layout.micro_batch_size for layout in layouts} == {4}
+    assert {layout.data_parallel for layout in layouts} == {1, 2, 4}
+    check_table(space)
+
+
+def check_table(space: Space) -> None:
+    """Hold the layouts and schedules of the space's table to those of the space."""
     request = request_of_space(space, machine=KnownMachine())
     table = layout_table_of(request, space.job.shape)
     ranked = {

@@ -21,9 +21,12 @@ BATCHING = ("moe_global_loss", "moe_capacity", "packing", "masked_tokens", "cycl
 LAYOUT = make_layout(data_parallel=2, micro_batch_size=2)
 
 
-def space_of(feature: str | None, *, expert_parallel: int = 1, **search: object) -> Space:
+def space_of(
+    feature: str | None, *, expert_parallel: int = 1, global_batch_size: int = 32, **search: object
+) -> Space:
     layout = replace(LAYOUT, expert_parallel=expert_parallel)
-    job = make_job(layout=layout, features=(feature,) if feature else ())
+    features = (feature,) if feature else ()
+    job = make_job(layout=layout, features=features, global_batch_size=global_batch_size)
     config = parse_config({"search": search}, where="q.yaml").search
     return build_space(job, nodes=make_nodes(4), search=config, run="r", seed=0)
 
@@ -157,6 +160,13 @@ def test_a_loss_of_one_microbatch_keeps_the_micro_batch_alone() -> None:
     assert {plan.layout.micro_batch_size for plan in plans} == {2}
     assert len({plan.layout.data_parallel for plan in plans}) > 1
     assert any(plan.layout.data_parallel != 2 and plan.schedule.custom is not None for plan in plans)
+
+
+def test_a_kept_micro_batch_leaves_the_degrees_that_it_divides_the_batch_with() -> None:
+    """DP 4 divides a batch of 12, but not with a micro-batch of 2."""
+    space = space_of("moe_microbatch_loss", global_batch_size=12)
+    layouts = space.layouts[space.job.shape]
+    assert {(layout.micro_batch_size, layout.data_parallel) for layout in layouts} == {(2, 1), (2, 2)}
 
 
 def test_an_unknown_feature_keeps_everything_whatever_is_asked_for() -> None:

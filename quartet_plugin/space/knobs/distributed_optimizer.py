@@ -1,5 +1,7 @@
 """Megatron's distributed optimizer: its state sharded over the copies of the model."""
 
+from collections.abc import Iterable
+
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, has_copies
@@ -15,6 +17,12 @@ _OTHER_SHARDING = (
 )
 
 
+def sharding_feature(features: Iterable[str]) -> str | None:
+    """The feature of a command that needs its own value, on or off; None where that is free."""
+    present = set(features)
+    return next((name for name in _OTHER_SHARDING if name in present), None)
+
+
 def _offers(context: KnobContext) -> list[bool]:
     return [context.layout.distributed_optimizer, not context.layout.distributed_optimizer]
 
@@ -24,7 +32,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
 
 
 def _kept(rules: KnobRules) -> str | None:
-    return next((name for name in _OTHER_SHARDING if name in rules.job.features), None)
+    return sharding_feature(rules.job.features)
 
 
 # Kept unless it is asked for: a checkpoint of one form does not load into the other.
