@@ -287,7 +287,9 @@ class PlanPredictor:
         if plan.layout.pipeline_parallel == 1:
             return None
         custom = plan.schedule.custom
-        key = (plan.shape, plan.layout, plan.schedule, None if custom is None else repr(custom.family))
+        family = None if custom is None else repr(custom.family)
+        share = self._model_cache.recomputed_share(plan)
+        key = (plan.shape, plan.layout, plan.schedule, family, share)
         if key not in self._split_models:
             if len(self._split_models) >= MAX_KEPT:
                 self._split_models.clear()

@@ -274,6 +274,8 @@ class TrainingRun:
     @property
     def recomputed_share(self) -> float:
         """The share of all layers that full recompute repeats; seconds of every stage have this share."""
+        if self.layout.recompute != "full":
+            return 0.0
         if self.recomputed_layers is None:
             return 1.0
         repeated = sum(min(self.recomputed_layers, count) for count in self.layers_per_stage)

@@ -12,7 +12,8 @@ import pytest
 from quartet_plugin.calibration.observations import action_times, spread_of
 from quartet_plugin.calibration.predictor import PlanPredictor, SlowNodes
 from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.layout import Setting
+from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
@@ -88,6 +89,32 @@ def test_a_relative_cost_is_the_iteration_models_before_any_trial() -> None:
     assert [cost for _, cost in costs] == pytest.approx(expected)
     ranker.learn(outcomes(space, Truth(space.nodes, **WRONG), num=4))
     assert all(ranker.relative_cost(plan, baseline=space.baseline) == cost for plan, cost in costs)
+
+
+def test_a_split_model_repeats_what_its_own_plan_does_whichever_comes_first() -> None:
+    """Four layers a stage that block recompute repeats are all of 4+4, and five of eight of 1+7."""
+    space = space_of(2)
+    truth = Truth(space.nodes)
+    block = (
+        Setting(name="recompute_method", value="block"),
+        Setting(name="recompute_num_layers", value=4),
+    )
+    layout = make_layout(recompute="full", settings=block)
+    plans = [
+        replace(space.baseline, layout=layout, split=Split(transformer_layers_per_stage=counts))
+        for counts in ((4, 4), (1, 7))
+    ]
+
+    def layer_seconds(plans: list[Plan]) -> list[float]:
+        ranker = ranker_of(truth)
+        ranker.learn(outcomes(space, truth, num=1))
+        models = [ranker.split_model(plan) for plan in plans]
+        times = [model.times((0, 1), space.baseline.mapping) for model in models if model is not None]
+        return [float(one.layer_s.sum()) for one in times]
+
+    all_layers, fewer = layer_seconds(plans)
+    assert all_layers > fewer
+    assert layer_seconds(plans[::-1]) == [fewer, all_layers]
 
 
 def test_it_says_how_sure_it_is() -> None:

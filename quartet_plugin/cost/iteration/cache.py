@@ -53,8 +53,17 @@ class IterationModelCache:
             orders=orders_of(run),
         )
 
+    def recomputed_share(self, plan: Plan) -> float:
+        """The share of a plan's layers that full recompute repeats: plans of one share have a split model."""
+        # A run takes far longer to make than the look-up that asks for this.
+        if plan.layout.recompute != "full":
+            return 0.0
+        return run_of_plan(plan, self.machine_model).recomputed_share
+
     def split_model(self, plan: Plan) -> SplitModel:
         """The plan's iteration model as a function of its split and mapping. It has a pipeline.
+
+        Every split has the plan's own share of recomputed layers.
 
         Layers with experts count as alike. What the dense ones before them take otherwise counts on the first
         stage, where a stage's share of the layers holds them; else layers of both kinds count as alike.
@@ -128,7 +137,9 @@ class IterationModelCache:
 
     def _units_under(self, plan: Plan, run: TrainingRun, apart: GroupsApart) -> UnitArrays:
         """The units where the context and expert parallel groups are or are not on several nodes."""
-        key = (plan.shape, plan.layout, run.is_custom, run.splits_backward, apart)
+        # A layer's times have the share of all layers that is recomputed, which the split decides.
+        recomputed = run.recomputed_share
+        key = (plan.shape, plan.layout, run.is_custom, run.splits_backward, recomputed, apart)
         if key not in self._units:
             constants = self.machine_model.constants
             parts = unit_parts(run, constants)

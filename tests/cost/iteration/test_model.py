@@ -22,6 +22,7 @@ from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.model.job_description import Experts
+from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import Offer, named
@@ -185,6 +186,26 @@ def test_the_models_norms_are_those_of_the_command() -> None:
     known = machine_model_of(plan.made_for.nodes, precision="fp32", normalization="RMSNorm")
     assert run_of_plan(plan, known).has_rms_norms
     assert not run_of_plan(plan, iteration_models_of(plan).machine_model).has_rms_norms
+
+
+def test_what_block_recompute_repeats_is_of_each_split_whichever_comes_first() -> None:
+    """Two layers a stage are all of 2+2+2+2, and three quarters of 1+3+3+1."""
+    block = (
+        Setting(name="recompute_method", value="block"),
+        Setting(name="recompute_num_layers", value=2),
+    )
+    plans = [plan_of((4,), pipeline_parallel=4, split=split) for split in ((2, 2, 2, 2), (1, 3, 3, 1))]
+    plans = [replace(plan, layout=replace(plan.layout, recompute="full", settings=block)) for plan in plans]
+    machine_model = iteration_models_of(plans[0]).machine_model
+    assert [run_of_plan(plan, machine_model).recomputed_share for plan in plans] == [1.0, 0.75]
+
+    def seconds(plans: list[Plan], iteration_models: IterationModelCache) -> list[float]:
+        ones = np.zeros(machine_model.num_coefficients)
+        return [iteration_models.of(plan).evaluate(ones)[0] for plan in plans]
+
+    alone = [seconds([plan], IterationModelCache(machine_model))[0] for plan in plans]
+    assert seconds(plans, IterationModelCache(machine_model)) == alone
+    assert seconds(plans[::-1], IterationModelCache(machine_model)) == alone[::-1]
 
 
 def sampled(nodes: tuple[int, ...], *, num: int) -> list[Plan]:
