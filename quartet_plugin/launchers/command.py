@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +22,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.launcher_scripts import starts_launcher
 from quartet_plugin.launchers.script_imports import trains_with_bridge
 from quartet_plugin.launchers.starter_options import ParsedOptions, Starter, read_options
+from quartet_plugin.protocol.program_words import with_flags
 
 ENTRY_MODULE = "quartet_plugin.megatron"
 DEEPSPEED_MODULE = "quartet_plugin.deepspeed"
@@ -53,8 +54,10 @@ class Command:
     `words[target_index:]` are the script (with `is_module`, the module) and its arguments. `num_processes` is
     None where only the machine itself knows (`auto`, `gpu`, `cpu`), `num_nodes` where it is a range.
     `port_flag` is the option that may name a free port, None where the user named a place. `entry` is the
-    adapter's module. With the starter "other" nothing but the program is known before it has run. Its trials
-    have the command's global batch over `batch_divisor`, where they have fewer nodes than its training.
+    adapter's module. `pinned` is the option by which torchrun stays on one node, whatever it finds in its
+    environment, None without one. With the starter "other" nothing but the program is known before it has
+    run. Its trials have the command's global batch over `batch_divisor`, where they have fewer nodes than its
+    training.
     """
 
     words: tuple[str, ...]
@@ -70,6 +73,7 @@ class Command:
     port_flag: PortFlag | None
     entry: str = ENTRY_MODULE
     batch_divisor: int = 1
+    pinned: str | None = None
 
     @property
     def program(self) -> str:
@@ -90,7 +94,7 @@ class Command:
         return self.words[self.target_index + 1 :]
 
     def wrapped(self, extra_flags: Sequence[str] = (), *, port: int | None = None) -> list[str]:
-        """The argv that runs the same under the adapter, with `extra_flags` behind the user's.
+        """The argv that runs the same under the adapter, with `extra_flags` behind the user's options.
 
         `port` is named to torchrun only where the user left the choice open (`port_flag`). Not for a command
         that another program starts.
@@ -105,7 +109,7 @@ class Command:
         argv += [self.entry] if self.has_module_flag else [flag, self.entry]
         if self.is_module:
             argv.append("-m")
-        return [*argv, *self.words[self.target_index :], *extra_flags]
+        return [*argv, *with_flags(self.words[self.target_index :], extra_flags)]
 
     def __str__(self) -> str:
         """The command as one types it."""
@@ -203,7 +207,7 @@ def _torchrun(
     count = _setting(options, environment, "nproc_per_node")
     per_node = _number("1" if count is None else count, "torchrun --nproc-per-node", words=_MACHINE_COUNTS)
     num_nodes = _num_nodes(options, environment)
-    return _command(
+    command = _command(
         words,
         options,
         starter="torchrun",
@@ -213,6 +217,7 @@ def _torchrun(
         port_flag=_port_flag(options, environment, num_nodes),
         cwd=cwd,
     )
+    return replace(command, pinned=_pinned(options, environment) if num_nodes == 1 else None)
 
 
 def _deepspeed(words: tuple[str, ...], first: int, assignments: Assignments, cwd: Path) -> Command:
@@ -348,6 +353,20 @@ def _num_nodes(options: ParsedOptions, environment: Mapping[str, str]) -> int | 
     if len(counts) > 2 or not all(re.fullmatch(r"[0-9]{1,7}", c, re.ASCII) and int(c) for c in counts):
         raise ConfigError(f"torchrun --nnodes: {text!r}; must be a number above 0, or MIN:MAX")
     return int(counts[0]) if int(counts[0]) == int(counts[-1]) else None
+
+
+def _pinned(options: ParsedOptions, environment: Mapping[str, str]) -> str | None:
+    """The option by which torchrun stays on one node: given options go before variables that join nodes."""
+    if "standalone" in options.values or _is_set(environment, "standalone"):
+        return "--standalone"
+    for name in ("nnodes", "node_rank"):
+        if name in options.values:
+            return f"--{name.replace('_', '-')} {options.values[name]}"
+    if _setting(options, environment, "rdzv_backend") == "c10d":
+        return None if _setting(options, environment, "rdzv_endpoint") else "--rdzv-backend c10d"
+    if options.values.get("master_addr") in ("localhost", "127.0.0.1", "::1"):
+        return f"--master-addr {options.values['master_addr']}"
+    return None
 
 
 def _port_flag(

@@ -128,6 +128,7 @@ class NemoRunEngine:
                 f"launcher: nemo-run; trial.nodes: {num_nodes}; its local executor has one node: write "
                 "nemo_run: {executor: slurm} or a FILE.py:FUNCTION into site.yaml"
             )
+        _check_installed(self.site.nemo_run.python)
         return ((),) * at_once
 
     def launcher(self, nodes: Sequence[str], *, num_nodes: int) -> NemoRunLauncher:
@@ -154,9 +155,8 @@ def _has_nemo_run(python: str) -> bool:
         return False
 
 
-def engine(site: Site) -> NemoRunEngine:
-    """The engine of the name `nemo-run`. Raises ConfigError where NeMo-Run is not installed."""
-    python = site.nemo_run.python
+def _check_installed(python: str | None) -> None:
+    """Raise ConfigError where no NeMo-Run is found: in `python`, None for this one."""
     if python is None and find_spec("nemo_run") is None:
         raise ConfigError(
             "launcher: nemo-run; NeMo-Run is not installed here: pip install 'quartet-plugin[nemo-run]', or "
@@ -167,4 +167,8 @@ def engine(site: Site) -> NemoRunEngine:
             f"launcher: nemo-run; nemo_run.python: {python}: does not find nemo_run and quartet_plugin; "
             "install both there"
         )
+
+
+def engine(site: Site) -> NemoRunEngine:
+    """The engine of the name `nemo-run`, which needs NeMo-Run to start a command, but not to end one."""
     return NemoRunEngine(site)

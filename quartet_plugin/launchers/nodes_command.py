@@ -28,6 +28,11 @@ def on_nodes(command: Command, *, num_nodes: int) -> Command:
         raise ConfigError(
             f"torchrun: {fixed}, and trial.nodes is {num_nodes}; omit --nnodes: the launcher sets it"
         )
+    if num_nodes > 1 and command.pinned is not None:
+        raise ConfigError(
+            f"torchrun {command.pinned}: stays on one node, and trial.nodes is {num_nodes}; omit it: the "
+            "launcher joins the nodes"
+        )
     if command.num_nodes == num_nodes and num_nodes > 1:
         return command
     total = None if command.num_processes is None else command.num_processes * num_nodes

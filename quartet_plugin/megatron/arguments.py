@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.protocol.program_words import with_flags
 
 AddArguments = Callable[[argparse.ArgumentParser], Any]
 
@@ -80,8 +81,7 @@ class Flags:
         removed = [item for item in self.occurrences(words) if item.dest in remove]
         dropped = {index for item in removed for index in range(item.start, item.stop)}
         kept = [word for index, word in enumerate(words) if index not in dropped]
-        end = kept.index("--") if "--" in kept else len(kept)
-        edited = [*kept[:end], *append, *kept[end:]]
+        edited = with_flags(kept, append)
         before = {name: value for name, value in self.explicit_values(words).items() if name not in remove}
         expected = {**before, **self.explicit_values(append)}
         if self.explicit_values(edited) != expected:

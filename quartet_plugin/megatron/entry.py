@@ -22,6 +22,7 @@ from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
 from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.protocol.environment import CONVERSION_FILE, PROFILE
+from quartet_plugin.protocol.program_words import end_of_options, with_flags
 from quartet_plugin.protocol.terminal import terminal_line
 from quartet_plugin.rank.entry_options import (
     USAGE,
@@ -283,7 +284,7 @@ def _profiled(
         return words
     simulated.simulate()
     wrappers[ARGUMENTS] = seams.chain(wrappers[ARGUMENTS], simulated.wrap_arguments)
-    return [*words, "--fake-process-group"]
+    return with_flags(words, ["--fake-process-group"])
 
 
 def _runtime(session: Session, plan: "Plan | None", args: argparse.Namespace) -> "Prepared | None":
@@ -378,8 +379,7 @@ def _install_if_possible(wrappers: "Mapping[Seam, Wrapper]", *, lacking: str) ->
 
 
 def _with_cpu_flags(words: list[str]) -> list[str]:
-    end = words.index("--") if "--" in words else len(words)
-    return [*words[:end], *cpu_device.required_flags(set(words[:end])), *words[end:]]
+    return with_flags(words, cpu_device.required_flags(set(words[: end_of_options(words)])))
 
 
 def _end_well(session: Session) -> None:

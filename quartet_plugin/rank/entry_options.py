@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from quartet_plugin.errors import UsageError
+from quartet_plugin.protocol.program_words import end_of_options
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -60,7 +61,7 @@ def take_options(words: Sequence[str]) -> tuple[EntryOptions, list[str]]:
     """The plugin's flags anywhere before a `--`, and all other words in their order."""
     values: dict[str, str] = {}
     rest: list[str] = []
-    end = words.index("--") if "--" in words else len(words)
+    end = end_of_options(words)
     flags = iter(words[:end])
     for word in flags:
         if not word.startswith("--quartet-"):

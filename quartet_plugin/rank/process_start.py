@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Literal, NoReturn
 
 from quartet_plugin.protocol.environment import START, STARTED
+from quartet_plugin.protocol.program_words import with_flags
 
 Framework = Literal["Megatron", "Megatron-Bridge", "DeepSpeed"]
 
@@ -190,10 +191,8 @@ def wrapped(argv: Sequence[str], *, adapter: str, flags: Sequence[str]) -> list[
         raise ValueError("no script")
     is_module = argv[index - 1].startswith("-") and argv[index - 1].endswith("m") and index > 1
     head = list(argv[1:index]) if is_module else [*argv[1:index], "-m"]
-    arguments = list(argv[index + 1 :])
-    end = arguments.index("--") if "--" in arguments else len(arguments)
     program = ["-m", argv[index]] if is_module else [argv[index]]
-    return [sys.executable, *head, adapter, *program, *arguments[:end], *flags, *arguments[end:]]
+    return [sys.executable, *head, adapter, *program, *with_flags(argv[index + 1 :], flags)]
 
 
 def _leave_record(argv: Sequence[str], *, framework: Framework | None) -> None:

@@ -75,6 +75,10 @@ def wrapped(text: str, *flags: str, port: int | None = None) -> str:
             "torchrun -m quartet_plugin.megatron a.py --x --quartet-plan p",
         ),
         (
+            "torchrun a.py --save c -- key=value",
+            "torchrun -m quartet_plugin.megatron a.py --save c --quartet-plan p -- key=value",
+        ),
+        (
             "python -m quartet_plugin.megatron -m pkg.mod",
             "python -m quartet_plugin.megatron -m pkg.mod --quartet-plan p",
         ),

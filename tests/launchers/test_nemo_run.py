@@ -107,10 +107,19 @@ def test_its_local_executor_has_one_node() -> None:
 def test_without_nemo_run_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nemo_run, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'quartet-plugin\[nemo-run\]'"):
-        engine_named("nemo-run", site=Site())
+        engine_named("nemo-run", site=Site()).divide(num_nodes=1, at_once=1)
     other = Site(nemo_run=NemoRunSite(python="/bin/false"))
     with pytest.raises(ConfigError, match="/bin/false: does not find nemo_run"):
-        engine_named("nemo-run", site=other)
+        engine_named("nemo-run", site=other).divide(num_nodes=1, at_once=1)
+
+
+def test_what_a_killed_tuner_started_is_adopted_without_nemo_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files say what runs; the settings of the run's site are not at hand."""
+    monkeypatch.setattr(nemo_run, "find_spec", lambda name: None)
+    handle = engine_named("nemo-run", site=Site()).adopt("a" * 32, stdout=tmp_path / "stdout.log")
+    assert isinstance(handle, nemo_run.NemoRun)
 
 
 def test_a_node_that_is_asked_to_end_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

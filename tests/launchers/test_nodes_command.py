@@ -38,6 +38,15 @@ def test_a_program_that_is_not_read_starts_on_each_node() -> None:
     [
         (["torchrun", "--nnodes", "4", "t.py"], r"--nnodes 4, and trial.nodes is 2; omit --nnodes"),
         (["torchrun", "--nnodes", "1:4", "t.py"], "a range of nodes"),
+        (
+            ["torchrun", "--nnodes", "1", "t.py"],
+            r"--nnodes 1: stays on one node, and trial.nodes is 2; omit it",
+        ),
+        (["torchrun", "--standalone", "t.py"], "torchrun --standalone: stays on one node"),
+        (["env", "PET_STANDALONE=1", "torchrun", "t.py"], "torchrun --standalone: stays on one node"),
+        (["torchrun", "--rdzv-backend", "c10d", "t.py"], "torchrun --rdzv-backend c10d: stays on one node"),
+        (["torchrun", "--node_rank=0", "t.py"], "torchrun --node-rank 0: stays on one node"),
+        (["torchrun", "--master-addr", "localhost", "t.py"], "--master-addr localhost: stays on one node"),
         (["python", "t.py"], "starts one process: write it with torchrun"),
         (["deepspeed", "t.py", "--deepspeed_config", "d"], "write the command with torchrun"),
     ],
@@ -45,6 +54,22 @@ def test_a_program_that_is_not_read_starts_on_each_node() -> None:
 def test_what_cannot_span_the_nodes_is_refused_with_the_fix(words: list[str], fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         on_nodes(parse_command(words, environment={}), num_nodes=2)
+
+
+@pytest.mark.parametrize(
+    "options", [["--nnodes", "1"], ["--standalone"], ["--rdzv-backend", "c10d"], ["--node-rank", "0"]]
+)
+def test_an_option_for_one_node_is_right_on_one_node(options: list[str]) -> None:
+    parsed = parse_command(["torchrun", *options, "t.py"], environment={})
+    assert on_nodes(parsed, num_nodes=1).num_nodes == 1
+
+
+@pytest.mark.parametrize(
+    "options", [["--rdzv-backend", "c10d", "--rdzv-endpoint", "head:1"], ["--master-addr", "h"]]
+)
+def test_a_place_that_all_nodes_reach_joins_them(options: list[str]) -> None:
+    parsed = parse_command(["torchrun", *options, "t.py"], environment={})
+    assert on_nodes(parsed, num_nodes=2).num_nodes == 2
 
 
 def test_this_machine_is_one_node() -> None:
