@@ -16,6 +16,8 @@ from quartet_plugin.report.trial_table import label_of
 from quartet_plugin.space.plan_label import plan_label
 from quartet_plugin.tuner.attempts import holder_of
 from quartet_plugin.tuner.history import read_history
+from quartet_plugin.tuner.history_rows import read_events
+from quartet_plugin.tuner.run_folder import RunFolder
 
 _MAX_WORDS = 300
 
@@ -25,6 +27,12 @@ def history_of(run: Path) -> RunHistory | None:
     with contextlib.suppress(QuartetError):
         return read_history(run) if (run / "config.json").is_file() else None
     return None
+
+
+def is_out_of_time(run: Path) -> bool:
+    """Whether the run's latest search left something out because its time was over."""
+    ends = [event for event in read_events(RunFolder(path=run).events_file) if event["kind"] == "end"]
+    return bool(ends) and ends[-1].get("out_of_time") is True
 
 
 def result_of(job: BatchJob, file: JobFile | None, *, paths: BatchPaths) -> JobResult:

@@ -32,11 +32,12 @@ from quartet_plugin.batch.job_words import LEAST_MINUTES, minutes_of, tune_words
 from quartet_plugin.batch.observer import BatchObserver
 from quartet_plugin.batch.queue import in_order, next_job
 from quartet_plugin.batch.related import keys_of, started_from
-from quartet_plugin.batch.results import history_of, result_of, results_of
+from quartet_plugin.batch.results import history_of, is_out_of_time, result_of, results_of
 from quartet_plugin.errors import ExitCode, QuartetError, StorageError, first_line
 from quartet_plugin.model.batch import BatchPaths, BatchResults, BatchState, JobResult, JobState
 from quartet_plugin.report.batch_table import ended_words
 from quartet_plugin.report.formatting import clean
+from quartet_plugin.trial.lease import LeaseLostError
 from quartet_plugin.tuner.config import TuneConfig
 from quartet_plugin.tuner.context import EventLog
 
@@ -51,8 +52,8 @@ _REFRESH_S, _REFRESH_SHARE = 2.0, 50
 class BatchRunner:
     """Runs a batch in the folder `paths`; `program` are the words that start `quartet`.
 
-    `configs` has the q.yaml of every job by name. `fence` raises StorageError once another process has the
-    batch. `write` gets the results whenever a job has begun or ended.
+    `configs` has the q.yaml of every job by name. `fence` raises LeaseLostError once another process has
+    the batch. `write` gets the results whenever a job has begun or ended.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class BatchRunner:
         self._files = {job.name: self._file_of(job, retries_failed=retries_failed) for job in batch.jobs}
         self._running: dict[str, JobProcess] = {}
         self._stopped: set[str] = set()
+        self._shortened: set[str] = set()  # jobs that have less time than their own limit allows
         self._began_s = time.monotonic()
         self._next_shown_s = 0.0
 
@@ -123,10 +125,13 @@ class BatchRunner:
             time.sleep(wait_s)
 
     def _check_fence(self) -> None:
-        """Raise StorageError where another process has the batch, and leave the tuners to that."""
+        """Raise LeaseLostError where another process has the batch, and leave the tuners to that.
+
+        Raises StorageError where the folder fails: the tuners are ended as at any other end.
+        """
         try:
             self._fence()
-        except StorageError:
+        except LeaseLostError:
             self._running.clear()
             raise
 
@@ -280,16 +285,15 @@ class BatchRunner:
     def _words(self, job: Job, file: JobFile) -> list[str]:
         is_begun = self._is_begun(job)
         history = history_of(self._paths.runs / job.name) if is_begun and job.max_minutes else None
+        spent, left = 0.0 if history is None else history.search_s / 60.0, self._minutes_left
+        if left is not None and (job.max_minutes is None or left < job.max_minutes - spent):
+            self._shortened.add(job.name)
         words = tune_words(
             job,
             config=self._configs[job.name],
             runs=self._paths.runs,
             max_trials=self._batch.max_trials,
-            minutes=minutes_of(
-                job,
-                spent=0.0 if history is None else history.search_s / 60.0,
-                left=self._minutes_left,
-            ),
+            minutes=minutes_of(job, spent=spent, left=left),
             started_from=file.started_from,
             is_begun=is_begun,
             takes_over=self._takes_over,
@@ -312,6 +316,9 @@ class BatchRunner:
                 f"{name}: its tuner was killed by signal {-code}; it is started again", kind="lost", job=name
             )
             self._save(replace(file, state="stopped", process=None, num_lost=file.num_lost + 1))
+            return
+        if code == ExitCode.DONE and name in self._shortened and is_out_of_time(self._paths.runs / name):
+            self._finish(name, "stopped", exit_code=code, reason="the session's minutes were over")
             return
         reason = "" if code == ExitCode.DONE else last_line(self._paths.job(name) / OUTPUT_NAME)
         if code < 0:

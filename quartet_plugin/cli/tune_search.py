@@ -104,6 +104,7 @@ class TuneRequest:
         """The parts of the devices, one for each trial at a time. Raises ConfigError."""
         return slices_of(
             config,
+            placement=self.placement,
             num_workers=self.options.num_workers,
             command=self.command,
             oversubscribe=self.options.oversubscribe,
@@ -222,6 +223,12 @@ def _search(request: TuneRequest, *, run: TuningRun, lease: Lease, kept: DiskRes
         shown.message(f"run {run.name} in {request.path}; the command: {command_line}")
         if placement.batch_divisor > 1:
             shown.message(placement.share_words)
+
+        def stops() -> bool:
+            # Asked all the time, also while a trial shows no progress: a tuner that waits lives.
+            lease.keep()
+            return should_stop()
+
         observer: Observer = shown
         if config.study.tensorboard:
             observer = Scalars(shown, run.folder.path / "tensorboard")
@@ -230,7 +237,7 @@ def _search(request: TuneRequest, *, run: TuningRun, lease: Lease, kept: DiskRes
             command=request.command,
             backend=backend,
             observer=observer,
-            should_stop=should_stop,
+            should_stop=stops,
             fence=lease.check,
             max_minutes=request.options.max_minutes,
         )

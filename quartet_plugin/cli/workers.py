@@ -17,6 +17,7 @@ from quartet_plugin.errors import ConfigError, InterruptedByUserError, StorageEr
 if TYPE_CHECKING:
     from quartet_plugin.launchers.command import Command
     from quartet_plugin.launchers.device_slices import DeviceSlice
+    from quartet_plugin.launchers.placement import Placement
     from quartet_plugin.tuner.config import TuneConfig
     from quartet_plugin.tuner.run_folder import TuningRun
     from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -25,7 +26,12 @@ _POLL_S = 0.2
 
 
 def slices_of(
-    config: "TuneConfig", *, num_workers: int | None, command: "Command", oversubscribe: bool
+    config: "TuneConfig",
+    *,
+    placement: "Placement",
+    num_workers: int | None,
+    command: "Command",
+    oversubscribe: bool,
 ) -> "tuple[DeviceSlice, ...]":
     """This host, or a launcher's nodes, divided between `num_workers`; raises ConfigError.
 
@@ -33,9 +39,7 @@ def slices_of(
     """
     from quartet_plugin.launchers.device_slices import divide
     from quartet_plugin.launchers.local import resolve_device
-    from quartet_plugin.tuner.config import placement_of
 
-    placement = placement_of(config)
     if not placement.is_local:
         return placement.slices(at_once=num_workers or 1, device=config.device)
     if num_workers is None:

@@ -30,6 +30,10 @@ _GUARD_NAME = ".lock.guard"
 _GUARD_WAIT_S = 30.0
 
 
+class LeaseLostError(StorageError):
+    """Another process holds what this one has taken; it may write nothing more."""
+
+
 class Lease:
     """The right to write into a run folder; `acquire` one, `renew` it, `check` before every write."""
 
@@ -76,15 +80,22 @@ class Lease:
         return self._holder.generation
 
     def check(self) -> None:
-        """Raise StorageError when another tuner holds the run now: a tuner that was stopped and woke up
+        """Raise LeaseLostError when another tuner holds the run now: a tuner that was stopped and woke up
         must not write. Renews the lease every `renew_s`.
         """
         self._verify()
+        self.keep()
+
+    def keep(self) -> None:
+        """Renew the lease where `renew_s` have passed, and read nothing between: for whoever asks often."""
         if self._clock() - self._renewed_s >= self._renew_s:
             self.renew()
 
     def renew(self) -> None:
-        """Record that this tuner lives. Raises StorageError when another tuner holds the run now."""
+        """Record that this tuner lives.
+
+        Raises LeaseLostError when another tuner holds the run now, StorageError where it cannot be recorded.
+        """
         with _guard(self._folder):
             self._verify()
             write_json_atomic(self._folder / LOCK_NAME, dump(self._holder))
@@ -116,7 +127,7 @@ class Lease:
         now = _read(self._folder)
         if now != self._holder:
             who = "nobody" if now is None else str(now)
-            raise StorageError(
+            raise LeaseLostError(
                 f"{self._folder / LOCK_NAME}: the run is held by {who} now, not by this tuner; it writes "
                 "nothing more"
             )

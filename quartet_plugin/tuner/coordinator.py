@@ -191,6 +191,7 @@ class Coordinator:
             winner=None if tuned.winner is None else tuned.winner.trial.number,
             runner_up=None if tuned.choice is None else tuned.choice.runner_up,
             chance_better=None if tuned.choice is None else tuned.choice.chance_better,
+            out_of_time=context.budget.was_short,
         )
         return tuned
 

@@ -32,7 +32,7 @@ def proven_finalists(
     """The `study.top_k` best of `ranked` trials that pass the parity gate where they need a receipt.
 
     The best of the user's own model has a place among them: another model has to be faster by a clear gain.
-    Where time is short there are fewer of them, one at least.
+    Where time is short there are fewer of them: one at least, and those that an earlier session has begun.
     A plan that fails the gate takes those of its kind with it that had passed before.
     """
     finalists: list[FinishedTrial] = []
@@ -45,6 +45,7 @@ def proven_finalists(
     count = finalists_in_time(
         config.top_k, num_rounds=config.rounds, num_proofs=proofs, budget=context.budget
     )
+    count = max(count, _num_begun(ranked[: config.top_k], context=context))
     ranked = with_own_model(ranked, count=count)
     for index, trial in enumerate(ranked):
         if len(finalists) == count:
@@ -62,6 +63,16 @@ def proven_finalists(
                 finalists.remove(passed)
                 drop(passed, refusal.reason)
     return finalists
+
+
+def _num_begun(trials: Sequence[FinishedTrial], *, context: TuningContext) -> int:
+    """How many of the trials have a launch of the first final round, from an earlier session."""
+    folders = [context.run.folder.final_launch(trial.number, round_number=0) for trial in trials]
+    recorded = context.backend.recorded
+    return sum(
+        recorded(folder, plan_key=trial.plan.key) is not None
+        for trial, folder in zip(trials, folders, strict=True)
+    )
 
 
 def finalist_words(
@@ -151,8 +162,10 @@ class FinalRounds:
         for num_done in itertools.count():
             if test.is_over:
                 break
-            if num_done >= MIN_ROUNDS and not context.budget.fits(num_launches=1 + len(test.live)):
+            fits = context.budget.fits(num_launches=1 + len(test.live))
+            if num_done >= MIN_ROUNDS and not fits and not self._is_recorded(plans, test.live, num_done):
                 context.observer.message(f"time limit reached after {num_done} final rounds")
+                context.budget.was_short = True
                 break
             self._launch_round(plans, progress, round_number=num_done)
             values = log_values(plans, launches=progress.results, objective=self.baseline.objective)
@@ -180,14 +193,7 @@ class FinalRounds:
         in_turn = order_of_round([BASELINE, *test.live], seed=config.seed, round_number=round_number)
         num_later = progress.num_later(round_number)
         for turn, number in enumerate(in_turn):
-            launch = TrialLaunch(
-                number=number,
-                label=f"{number} round {round_number + 1}",
-                plan=self.baseline.launched_plan if number == BASELINE else plans[number],
-                folder=self.context.run.folder.final_launch(number, round_number=round_number),
-                phase="final",
-                position=LaunchPosition.of_round(round_number, num_rounds=config.rounds),
-            )
+            launch = self._launch_of(number, plans[number], round_number=round_number)
             result = self.launcher.launch(launch, num_left=len(in_turn) - turn + num_later)
             progress.num_lost = progress.num_lost + 1 if result.outcome is Outcome.INFRA else 0
             if progress.num_lost >= MAX_LOST_IN_A_ROW:
@@ -199,6 +205,26 @@ class FinalRounds:
                 progress.results[number][round_number] = result
             elif is_failure(number, result):
                 progress.failed[number] = round_number
+
+    def _launch_of(self, number: int, plan: Plan, *, round_number: int) -> TrialLaunch:
+        """A plan's launch in a round."""
+        return TrialLaunch(
+            number=number,
+            label=f"{number} round {round_number + 1}",
+            plan=self.baseline.launched_plan if number == BASELINE else plan,
+            folder=self.context.run.folder.final_launch(number, round_number=round_number),
+            phase="final",
+            position=LaunchPosition.of_round(round_number, num_rounds=self.context.run.config.study.rounds),
+        )
+
+    def _is_recorded(self, plans: Mapping[int, Plan], live: Sequence[int], round_number: int) -> bool:
+        """Whether an earlier session has launched the round, so that it takes no time."""
+        for number in (BASELINE, *live):
+            launch = self._launch_of(number, plans[number], round_number=round_number)
+            key = None if launch.plan is None else launch.plan.key
+            if self.context.backend.recorded(launch.folder, plan_key=key) is None:
+                return False
+        return True
 
     def _say_decisions(self, test: SequentialTest, *, before: Sequence[int], num_done: int) -> None:
         """Say and log who left, and why the rounds end."""

@@ -233,7 +233,9 @@ class SequentialSearch:
         ahead += self.depth_proxy is not None and self.depth_proxy.is_on
         best = self.best_trials(trials)[: config.top_k]
         proofs = self.parity.num_runs_to_prove(trial.plan for trial in best)
-        return budget.fits(num_launches=1 + ahead, then=config.num_final_launches + proofs)
+        fits = budget.fits(num_launches=1 + ahead, then=config.num_final_launches + proofs)
+        budget.was_short |= not fits
+        return fits
 
     def best_trials(self, trials: list[FinishedTrial]) -> list[FinishedTrial]:
         """The trials that may win, the best first, by the posterior where there is a cost model."""

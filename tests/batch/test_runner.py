@@ -12,6 +12,7 @@ from quartet_plugin.batch.job_file import read_job_file
 from quartet_plugin.batch.results import read_batch_state
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model.batch import BatchPaths, BatchResults
+from quartet_plugin.trial.lease import LeaseLostError
 from tests.batch.support import Watcher, batch_of, log_of, runner_of
 from tests.cli.tuning import living
 
@@ -140,13 +141,45 @@ def test_whoever_has_lost_the_batch_leaves_its_tuners_to_the_other(tmp_path: Pat
 
     def fence() -> None:
         if (file := read_job_file(paths, "a")) is not None and file.process is not None:
-            raise StorageError("another process has the batch")
+            raise LeaseLostError("another process has the batch")
 
-    with pytest.raises(StorageError):
+    with pytest.raises(LeaseLostError):
         runner_of(batch, tmp_path, fence=fence).run()
     assert len(living(tmp_path)) == 1
     hold.touch()
     assert states(runner_of(batch, tmp_path).run()) == {"a": "done"}
+
+
+def test_a_batch_whose_folder_fails_leaves_no_tuner(tmp_path: Path) -> None:
+    """Nobody has taken its lease: nobody would see to them."""
+    batch = batch_of(tmp_path, {"name": "a", "words": ["--hold", str(tmp_path / "never")]})
+    paths = BatchPaths(tmp_path / batch.name)
+
+    def fence() -> None:
+        if (file := read_job_file(paths, "a")) is not None and file.process is not None:
+            raise StorageError("lock.json: cannot be written: No space left on device")
+
+    with pytest.raises(StorageError, match="No space left"):
+        runner_of(batch, tmp_path, fence=fence).run()
+    assert living(tmp_path) == []
+
+
+def test_a_job_that_the_sessions_minutes_cut_short_goes_on_later(
+    tmp_path: Path, log: Callable[[], list[list[str]]]
+) -> None:
+    cut = batch_of(tmp_path, {"name": "a", "words": ["--out-of-time"]}, limits={"minutes": 5})
+    results = runner_of(cut, tmp_path).run()
+    assert states(results) == {"a": "stopped"}
+    assert results.jobs[0].reason == "the session's minutes were over"
+    assert len(log()) == 2
+    results = runner_of(replace(cut, max_minutes=None), tmp_path).run()
+    assert states(results) == {"a": "done"}
+    assert "--resume" in log()[2]
+
+
+def test_a_jobs_own_limit_ends_it_for_good(tmp_path: Path) -> None:
+    job = {"name": "a", "words": ["--out-of-time"], "max_minutes": 3}
+    assert states(runner_of(batch_of(tmp_path, job, limits={"minutes": 5}), tmp_path).run()) == {"a": "done"}
 
 
 def test_files_hold_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

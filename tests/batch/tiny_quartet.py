@@ -1,8 +1,9 @@
 """A `quartet tune` of milliseconds: a finished run's folder appears where the words say, or it fails.
 
 It stands alone and loads no module of the package. The job's own words say what happens: `--hold FILE` waits
-until the file is there, `--code N` ends with that exit code, `--kill` with a signal. TINY_LOG gets a line at
-the start and at the end; a second one of the same job beside the first is written there, too.
+until the file is there, `--code N` ends with that exit code, `--kill` with a signal, `--out-of-time` says
+that the search was cut short. TINY_LOG gets a line at the start and at the end; a second one of the same job
+beside the first is written there, too.
 """
 
 import os
@@ -65,6 +66,9 @@ def main() -> None:
     if "--code" in words:
         finish(name, marker, int(words[words.index("--code") + 1]), "the job's own fault")
     shutil.copytree(GOLDEN, run, ignore=LEFT_OUT, dirs_exist_ok=True)
+    if "--out-of-time" in words:
+        with (run / "events.jsonl").open("a") as events:
+            events.write('{"time": 1795375558.0, "kind": "end", "winner": 6, "out_of_time": true}\n')
     finish(name, marker, 0)
 
 

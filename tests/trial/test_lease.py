@@ -14,7 +14,7 @@ import pytest
 
 from quartet_plugin.errors import ConfigError, ExitCode, StorageError
 from quartet_plugin.launchers.running_process import boot_id
-from quartet_plugin.trial.lease import Lease
+from quartet_plugin.trial.lease import Lease, renewal_of
 
 HOLD = """
 import sys, time
@@ -54,6 +54,17 @@ def test_row_30_a_second_tuner_is_told_who_holds_the_run(tmp_path: Path) -> None
     with Lease.acquire(tmp_path) as lease:
         assert lease.generation == 2
     assert not (tmp_path / "lock.json").exists()
+
+
+def test_it_is_renewed_for_whoever_asks_often(tmp_path: Path) -> None:
+    now = [0.0]
+    with Lease.acquire(tmp_path, renew_s=10.0, clock=lambda: now[0]) as lease:
+        os.utime(tmp_path / "lock.json", (0, 0))
+        lease.keep()
+        assert renewal_of(tmp_path) == 0
+        now[0] = 10.0
+        lease.keep()
+        assert renewal_of(tmp_path) != 0
 
 
 def test_it_is_given_back_and_taken_again(tmp_path: Path) -> None:

@@ -225,6 +225,36 @@ def test_more_rounds_are_only_measured_while_there_is_time(tmp_path: Path) -> No
     assert 3 < len(result.rankings[0].comparison.round_ratios) < 12
 
 
+def test_final_rounds_of_an_earlier_session_need_no_time(tmp_path: Path) -> None:
+    """A resumed run decides the same, however little time it has."""
+    machine = Rounds(wall_s=60.0)
+    machine.ratios = (1.4, 1.5, 0.9, 1.3, 1.4, 1.4, 1.2, 1.5, 1.3, 1.4)
+    first = tune(begin(tmp_path / "r", study={"trials": 6, "top_k": 2}), machine)
+    assert first.winner is not None
+    assert len(first.rankings) == 2
+    num_launched = len(machine.launched)
+    again = tune(resume(tmp_path / "r"), machine, max_minutes=0.1)
+    assert again.winner is not None
+    assert again.rankings == first.rankings
+    assert len(machine.launched) == num_launched
+
+
+@pytest.mark.parametrize(("max_minutes", "is_short"), [(None, False), (2.0, True)])
+def test_the_end_says_whether_the_time_was_too_short(
+    tmp_path: Path, max_minutes: float | None, is_short: bool
+) -> None:
+    now = [0.0]
+
+    def advance(request: TrialRequest) -> None:
+        now[0] += 10.0
+
+    machine = FakeMachine(wall_s=10.0, on_launch=advance)
+    run = begin(tmp_path / "r", study={"trials": 6, "top_k": 1, "rounds": 3})
+    tune(run, machine, max_minutes=max_minutes, clock=lambda: now[0])
+    (end,) = [event for event in read_events(tmp_path / "r" / "events.jsonl") if event["kind"] == "end"]
+    assert end["out_of_time"] is is_short
+
+
 def test_clearly_slower_plans_are_not_measured_again(tmp_path: Path) -> None:
     job = make_job()
     machine = FakeMachine(job=job)
