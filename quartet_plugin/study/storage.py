@@ -170,12 +170,14 @@ class StudyStorage:
     def connect(self) -> Any:
         """Optuna's storage. Raises ConfigError where its driver is missing, StorageError when it is lost."""
         import optuna
+        from sqlalchemy.engine import URL
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         with self.errors(), warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             if self.address == SQLITE:
-                return optuna.storages.RDBStorage(f"sqlite:///{_plain(self.file)}")
+                url = URL.create("sqlite", database=str(_plain(self.file)))
+                return optuna.storages.RDBStorage(_for_optuna(url.render_as_string()))
             if self.address == JOURNAL:
                 backend = optuna.storages.journal.JournalFileBackend(str(_plain(self.file)))
                 return optuna.storages.JournalStorage(backend)
@@ -206,7 +208,8 @@ class StudyStorage:
                 with _read_only(_plain(path)) as file:
                     file.execute("SELECT COUNT(*) FROM trials").fetchone()
             except sqlite3.OperationalError as error:
-                if "locked" not in str(error):  # then its tuner is writing
+                # Then its tuner is writing, or was killed in a transaction, which --resume takes back.
+                if not any(word in str(error) for word in ("locked", "readonly")):
                     raise StorageError(f"{path}: not a study: {error}") from error
 
     def _journal_cure(self, content: bytes, num_valid: int) -> str:
@@ -241,7 +244,7 @@ class StudyStorage:
         # Of a database in SQL_ASCII psycopg would give bytes where SQLAlchemy waits for text.
         arguments = {"connect_timeout": _CONNECT_S, "client_encoding": "utf8"}
         options = {"pool_pre_ping": True, "connect_args": arguments}
-        return optuna.storages.RDBStorage(url, engine_kwargs=options)
+        return optuna.storages.RDBStorage(_for_optuna(url), engine_kwargs=options)
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
@@ -418,6 +421,11 @@ def _whereabouts(content: bytes, num_valid: int) -> str:
 def _is_torn(content: bytes, num_valid: int) -> bool:
     """Whether the bytes after the valid records are a single record, or the beginning of one."""
     return content.find(b"\n", num_valid) in (-1, len(content) - 1)
+
+
+def _for_optuna(url: str) -> str:
+    """The address as Optuna takes it, which fills in what stands in braces."""
+    return url.replace("{", "{{").replace("}", "}}")
 
 
 def _plain(path: Path | None) -> Path:

@@ -105,11 +105,15 @@ class ProcessRegistry:
         return frozenset(identity for identity in self._known if is_running(identity))
 
     def rescan(self, launcher_pid: int, *, named: Iterable[tuple[int, float]] = ()) -> None:
-        """Add the launcher, its descendants, and every `named` (pid, start) that carries the attempt's id."""
+        """Add the launcher, its descendants, and every `named` (pid, start) that carries the attempt's id.
+
+        `launcher_pid` is 0 where the launcher has ended.
+        """
         parents = {launcher_pid, *(known.pid for known in self.alive)} - {0}
         identities: set[Identity | None] = {*descendants(parents)}
-        with contextlib.suppress(psutil.Error):
-            identities.add(identify(psutil.Process(launcher_pid)))
+        if launcher_pid:
+            with contextlib.suppress(psutil.Error):
+                identities.add(identify(psutil.Process(launcher_pid)))
         for pid, start in named:
             claimed = Identity(pid=pid, process_start=start, boot_id=boot_id())
             process = find(claimed)

@@ -235,7 +235,12 @@ class AttemptMonitor:
     def _rescan(self, snapshot: Snapshot) -> None:
         named = [(beat.pid, beat.process_start) for beat in snapshot.beats.values()]
         self._add_orphans()
-        self.registry.rescan(self.handle.pid, named=named)
+        self.registry.rescan(self._launcher_pid, named=named)
+
+    @property
+    def _launcher_pid(self) -> int:
+        """The launcher's process id; 0 once it has ended, when the system may give its id to another."""
+        return self.handle.pid if self.handle.poll() is None else 0
 
     def _has_exited(self) -> bool:
         code = self.handle.poll()
@@ -312,7 +317,7 @@ class AttemptMonitor:
     def _remaining(self) -> frozenset[Identity]:
         """Every process of the attempt that still runs, also where the registry's file cannot be written."""
         with contextlib.suppress(StorageError):
-            self.registry.rescan(self.handle.pid)
+            self.registry.rescan(self._launcher_pid)
         with contextlib.suppress(StorageError):
             self.registry.search()
         # Last, and stopped at once: an orphan may be another process before the others are looked through.

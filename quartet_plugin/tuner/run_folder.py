@@ -100,8 +100,11 @@ class RunFolder:
 
     @property
     def is_begun(self) -> bool:
-        """Whether a study was begun or the baseline measured; a run that has only failed may begin again."""
-        return self.has_study or any(map(_is_measured, self.trial(0).glob("attempt-*/result.json")))
+        """Whether a study was begun; or the baseline was measured, or launched by a tuner that was killed.
+
+        A run that has only failed may begin again.
+        """
+        return self.has_study or not all(map(_has_failed, self.trial(0).glob("attempt-*")))
 
     def trial(self, number: int) -> Path:
         """One trial's folder."""
@@ -173,13 +176,13 @@ def prepare_folder(path: Path, *, is_resumed: bool) -> Path:
     return folder.path
 
 
-def _is_measured(path: Path) -> bool:
-    """Whether the result in the file is one of a measured launch."""
+def _has_failed(attempt: Path) -> bool:
+    """Whether the attempt has a result, and not one of a measured launch."""
     try:
-        result = read_json(path)
+        result = read_json(attempt / "result.json")
     except ConfigError:
         return False
-    return isinstance(result, dict) and result.get("outcome") in ("OK", "UNSTABLE")
+    return isinstance(result, dict) and result.get("outcome") not in ("OK", "UNSTABLE")
 
 
 def create_run(path: Path, *, config: TuneConfig, command: Sequence[str]) -> TuningRun:

@@ -153,8 +153,15 @@ def test_only_a_run_with_measurements_exists(tmp_path: Path, capsys: pytest.Capt
     folder = tmp_path / "runs" / "fake"
     attempt = folder / "trials" / "000000" / "attempt-1"
     attempt.mkdir(parents=True)
-    for outcome, state, words in ("CRASH", "new", "would be created"), ("OK", "exists", "add --resume"):
-        (attempt / "result.json").write_text(json.dumps({"outcome": outcome}))
+    # Without a result the tuner was killed, and its ranks may live.
+    began = (None, "exists", "add --resume")
+    for outcome, state, words in (
+        began,
+        ("CRASH", "new", "would be created"),
+        ("OK", "exists", "add --resume"),
+    ):
+        if outcome is not None:
+            (attempt / "result.json").write_text(json.dumps({"outcome": outcome}))
         assert dry_run(tmp_path) == 0
         assert words in capsys.readouterr().out
         assert dry_run(tmp_path, options=("--json",)) == 0

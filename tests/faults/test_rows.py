@@ -311,6 +311,23 @@ def test_row_9_what_breaks_between_start_and_watching_leaves_no_ranks(
         trial(*FOREVER)
 
 
+def test_row_10_the_id_of_a_launcher_that_has_ended_may_be_anothers(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system gives ids again: no process is looked for under one whose owner was waited for."""
+    asked: list[int] = []
+    rescan = ProcessRegistry.rescan
+
+    def noted(self: ProcessRegistry, launcher_pid: int, **options: Any) -> None:
+        asked.append(launcher_pid)
+        rescan(self, launcher_pid, **options)
+
+    monkeypatch.setattr(ProcessRegistry, "rescan", noted)
+    assert trial().outcome is Outcome.OK
+    assert asked[0] > 0
+    assert asked[-1] == 0
+
+
 def test_row_10_a_killed_launcher_leaves_no_ranks(fake_torchrun: Path, tmp_path: Path) -> None:
     launcher = BareLauncher()
 

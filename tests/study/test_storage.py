@@ -2,6 +2,8 @@
 
 import functools
 import json
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -418,3 +420,28 @@ def test_a_study_with_other_choices_is_refused_in_a_line(tmp_path: Path) -> None
     fewer = replace(space, layouts={shape: space.layouts[shape][:-8]}, _groups={})
     with pytest.raises(StorageError, match="layout had other choices; resume with the release that began"):
         TuneStudy.open(run.storage, space=fewer, seed=0)
+
+
+@pytest.mark.parametrize("name", ["a%20b", "x?y", "exp{1}", "Grün #1"])
+def test_a_study_is_kept_under_its_folders_own_name(tmp_path: Path, name: str) -> None:
+    """A name may hold what has a meaning in an address, and in Optuna's templates."""
+    folder = tmp_path / name
+    folder.mkdir()
+    storage = StudyStorage(folder=folder, run="r")
+    storage.connect()
+    assert [path.name for path in folder.iterdir()] == ["study.sqlite3"]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_study_whose_tuner_was_killed_in_a_transaction_is_a_study(tmp_path: Path) -> None:
+    """What it left is taken back by the next tuner, not by a command that only reads."""
+    storage = StudyStorage(folder=tmp_path, run="r")
+    storage.connect()
+    killed = (
+        "import os, sqlite3, sys; file = sqlite3.connect(sys.argv[1]); "
+        "file.execute('PRAGMA cache_size = 1'); file.execute('CREATE TABLE more (x)'); "
+        "file.executemany('INSERT INTO more VALUES (?)', [('x' * 4000,)] * 100); os._exit(1)"
+    )
+    subprocess.run([sys.executable, "-c", killed, str(tmp_path / "study.sqlite3")], check=False)
+    assert (tmp_path / "study.sqlite3-journal").exists()
+    storage.check()

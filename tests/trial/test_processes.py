@@ -197,3 +197,9 @@ def test_without_control_groups_no_kills_are_counted(tmp_path: Path, monkeypatch
     monkeypatch.setattr("quartet_plugin.trial.processes._CGROUP_FILE", tmp_path / "none")
     monkeypatch.setattr("quartet_plugin.trial.processes._CGROUPS", tmp_path / "none")
     assert num_oom_kills() == 0
+
+
+def test_no_process_is_added_for_a_launcher_that_has_ended(tmp_path: Path) -> None:
+    registry = ProcessRegistry(tmp_path / "p.json", attempt_id=ID)
+    registry.rescan(0)
+    assert registry.identities == frozenset()
