@@ -76,6 +76,8 @@ _IMPORTED_S = time.monotonic()
 _INTERRUPTED = "interrupted"
 _MOMENT_S = 0.01
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+# As for a run folder of another user, which is open to that one alone.
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 # The distributions that `--version` names where they are installed.
 _FRAMEWORKS = ("optuna", "torch", "megatron-core", "megatron-bridge", "deepspeed", "transformer-engine")
 # The modules that write to the output.
@@ -160,6 +162,8 @@ def main(argv: Sequence[str] | None = None, *, started_s: float | None = None) -
                 raise
             place = "a file" if error.filename is None else error.filename
             return _failed(f"{place}: cannot be written: {error.strerror}", ExitCode.STORAGE, debug=debug)
+        if error.filename is not None and error.errno in _NOT_ALLOWED:
+            return _failed(f"{error.filename}: {error.strerror}", ExitCode.USAGE, debug=debug)
         return _failed_elsewhere(error, arguments, has_command=command is not None, debug=debug)
     except Exception as error:
         return _failed_elsewhere(error, arguments, has_command=command is not None, debug=debug)

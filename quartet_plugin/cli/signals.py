@@ -1,6 +1,7 @@
 """What ends a command from outside ends what it has started, too."""
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -8,13 +9,29 @@ from collections.abc import Callable, Iterator, Sequence
 
 @contextlib.contextmanager
 def handled(numbers: Sequence[int], handle: Callable[[int, object], None]) -> Iterator[None]:
-    """`handle` takes these signals; after the block whatever took them before does."""
-    before = {number: signal.signal(number, handle) for number in numbers}
+    """`handle` takes these signals; after the block whatever took them before does.
+
+    A SIGHUP that this process was started to ignore, as by nohup, stays ignored.
+    """
+    is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    taken = [number for number in numbers if not (is_detached and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, handle) for number in taken}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def has_terminal() -> bool:
+    """Whether this process is in the foreground of its terminal, whose Ctrl-C its children get, too."""
+    with contextlib.suppress(OSError):
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            return os.tcgetpgrp(terminal) == os.getpgrp()
+        finally:
+            os.close(terminal)
+    return False
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """The frame of the command line: `--`, exit codes, one line an error, help and version."""
 
+import errno
 import subprocess
 import sys
 from collections.abc import Callable
@@ -134,6 +135,15 @@ def test_a_system_error_of_something_else_is_a_bug(
     install(raising(error))
     assert main(["probe"]) == 1
     assert capsys.readouterr().err.startswith("quartet: internal error: SystemError: y")
+
+
+def test_a_place_that_is_not_allowed_is_no_bug(
+    tmp_path: Path, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a colleague's run folder: its owner alone may read it."""
+    install(raising(PermissionError(errno.EACCES, "Permission denied", str(tmp_path))))
+    assert main(["probe"]) == 2
+    assert capsys.readouterr().err == f"quartet: {tmp_path}: Permission denied\n"
 
 
 def test_a_bug_is_named_as_one(install: Install, capsys: pytest.CaptureFixture[str]) -> None:

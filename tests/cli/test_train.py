@@ -53,22 +53,24 @@ def test_a_bad_end_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert "the script ended with exit code 7" in capfd.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signals_reach_the_command(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 5), (signal.SIGHUP, 5), (signal.SIGINT, 130)])
+def test_signals_reach_the_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """Also SIGINT, where no terminal sends it to the command itself."""
     up = tmp_path / "up"
     words = [sys.executable, script(tmp_path), "--wait", str(up)]
-    code = "from quartet_plugin.cli.main import entry; entry()"
+    entry = "from quartet_plugin.cli.main import entry; entry()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "train", "--", *words],
+        [sys.executable, "-c", entry, "train", "--", *words],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     wait_until(up.exists, what="the script")
     process.send_signal(number)
     out, _ = process.communicate(timeout=30)
-    assert process.returncode == 5
-    assert number.name in out.decode()
+    assert process.returncode == code
+    assert ("interrupted" if number == signal.SIGINT else number.name) in out.decode()
 
 
 def test_a_plan_for_another_number_of_processes_is_refused(
