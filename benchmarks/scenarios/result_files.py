@@ -27,6 +27,8 @@ SEARCH_FILES = (
 SAME_SEARCHES = {
     # They differ only in how jobs wait for their turns; a search has no turns.
     "7f55d90830cc": "67e53672511c",
+    # They differ in the price of experts' exchanges. The searches of the first are plain TPE, without prices.
+    "6bc75cc0742c": "d7efc98cfb74",
 }
 TURNS = "turns.json"
 CHANGED = " with changes"
