@@ -90,7 +90,8 @@ def commands_page() -> str:
     group = typer.main.get_command(build_app())
     lines = ["# Commands", "", MADE, ""]
     lines += wrapped(
-        "Every command with its options, from the same parsers as `quartet COMMAND --help`. What follows a "
+        "Every command with its options, from the same parsers as `quartet COMMAND --help`; "
+        "`--accept-changed-source` stands in the text of the commands that take it. What follows a "
         "literal `--` is your training command; it is never edited. `quartet --install-completion` "
         "completes commands and options in bash, zsh, fish and PowerShell; `quartet --show-completion` "
         "prints the script. Exit codes are in [exit-codes.md](exit-codes.md)."
@@ -160,7 +161,9 @@ def q_yaml_page() -> str:
     lines += wrapped(
         "Every key of the file that `quartet tune --config q.yaml` reads, from its schema. Every key may be "
         "left out; unknown keys are refused. In `search`, `auto` tunes an axis, a value fixes it and a list "
-        "is searched; `stock` is the command's own value ([knobs.md](knobs.md) has each knob's rule). "
+        "is searched. `stock`, the command's own value, is allowed where it is the default, and for "
+        "`schedule`, `split` and `mapping` ([knobs.md](knobs.md) has each knob's rule). The "
+        "[glossary](glossary.md#a-tuning-run) defines *parity gate*, *depth proxy* and other terms. "
         "`quartet init` writes the same as a file of comments. [tutorial.md](tutorial.md#the-configuration) "
         "has an example."
     )

@@ -16,4 +16,4 @@ command=(torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-si
 if [[ -e runs/$run/config.json ]]; then
     options+=(--resume)
 fi
-exec quartet tune --launcher ray "${options[@]}" -- "${command[@]}"
+exec quartet tune --launcher ray --name "$run" "${options[@]}" -- "${command[@]}"

@@ -15,4 +15,4 @@ command=(torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-si
 if [[ -e runs/$run/config.json ]]; then
     options+=(--resume)
 fi
-exec quartet tune --launcher slurm-batch "${options[@]}" -- "${command[@]}"
+exec quartet tune --launcher slurm-batch --name "$run" "${options[@]}" -- "${command[@]}"

@@ -42,7 +42,8 @@ def check_command(
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="A folder for weights and logs that all nodes can access. Default: PLAN.parity, beside PLAN."
+            help="A folder for weights and logs; all nodes on which the command itself starts processes must "
+            "be able to access it. Default: PLAN.parity, beside PLAN."
         ),
     ] = None,
     deadline: Annotated[

@@ -60,8 +60,8 @@ def export_command(
         str | None,
         typer.Option(
             metavar="FORM",
-            help="The partition that these four print: stock, rings, grid, primepar, 2d, 3d.  "
-            "[default: the plan's own]",
+            help="The partition that these four print: stock, stock-replicated, rings, grid, primepar, 2d, "
+            "3d.  [default: the plan's own]",
         ),
     ] = None,
 ) -> None:

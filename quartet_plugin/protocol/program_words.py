@@ -1,4 +1,4 @@
-"""The words of a program's command line: its options end at the first literal `--`."""
+"""Finds where the options of a program's command line end: at the first literal `--`."""
 
 from collections.abc import Sequence
 

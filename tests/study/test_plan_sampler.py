@@ -76,7 +76,9 @@ def test_the_documented_script_runs_and_leaves_an_ordinary_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("rank-0.json").write_text(json.dumps({"job": dump(JOB)}))
+    attempt = Path("runs/NAME/trials/000000/attempt-1")
+    attempt.mkdir(parents=True)
+    (attempt / "rank-0.json").write_text(json.dumps({"job": dump(JOB)}))
     text = (ROOT / "docs" / "search.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len([line for line in script.splitlines() if line.strip()]) <= 30
