@@ -43,6 +43,7 @@ FEATURES = {
     "overlap_moe": ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
     "cpu_offload": ("cpu_offloading_num_layers", "fine_grained_activation_offloading"),
     "precision_aware_optimizer": ("use_precision_aware_optimizer",),
+    "fp8_param_gather": ("fp8_param_gather",),
     "tp_comm_overlap": ("tp_comm_overlap",),
     "hierarchical_context_parallel": ("hierarchical_context_parallel_sizes", "hybrid_context_parallel"),
     "reinforcement_learning": ("perform_rl_step",),

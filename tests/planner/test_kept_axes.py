@@ -111,7 +111,11 @@ def test_what_a_feature_locks_is_kept_whatever_is_asked_for() -> None:
     assert {plan.layout.micro_batch_size for plan in plans(job)} == {2}
 
 
-NEEDS_SHARDING = ("--use-precision-aware-optimizer", "--overlap-grad-reduce --overlap-param-gather")
+NEEDS_SHARDING = (
+    "--use-precision-aware-optimizer",
+    "--overlap-grad-reduce --overlap-param-gather",
+    "--fp8-format hybrid --fp8-param-gather",
+)
 
 
 def layouts(job: CommandJob) -> list[Layout]:
@@ -138,7 +142,7 @@ def test_the_optimizers_offload_has_the_distributed_optimizer_that_it_needs() ->
 
 @pytest.mark.parametrize("more", NEEDS_SHARDING)
 def test_another_distributed_optimizer_is_refused_where_a_flag_needs_the_commands(more: str) -> None:
-    fault = r"search\.distributed_optimizer: off; must be the command's own on: (precision|overlap_param)"
+    fault = r"search\.distributed_optimizer: off; must be the command's own on: (precision|overlap|fp8)"
     with pytest.raises(ConfigError, match=fault):
         read(more, distributed_optimizer=False)
     kept = read(more, distributed_optimizer="auto").request.search

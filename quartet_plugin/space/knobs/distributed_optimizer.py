@@ -14,6 +14,7 @@ _OTHER_SHARDING = (
     "torch_fsdp",
     "cpu_offload",
     "precision_aware_optimizer",
+    "fp8_param_gather",
 )
 
 
@@ -44,7 +45,7 @@ DISTRIBUTED_OPTIMIZER = LayoutKnob(
     axis=Axis.DEGREES,
     change_class="B",
     rule="more than one copy; kept with overlap_param_gather, FSDP, several optimizer instances, offloading "
-    "of activations or the precision-aware optimizer (megatron/training/arguments.py)",
+    "of activations, the precision-aware optimizer or gathers in FP8 (megatron/training/arguments.py)",
     flag="--use-distributed-optimizer",
     default="stock",
     framework=MEGATRON.framework,
