@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from quartet_plugin.deepspeed import seams
+from quartet_plugin.deepspeed.checkpoints import guard_checkpoints
 from quartet_plugin.deepspeed.config import (
     as_config,
     clipping_notice,
@@ -89,7 +90,7 @@ def initialize_planned(
                 f"{type(model).__name__}: a plan needs a deepspeed.pipe.PipelineModule and a config"
             )
         return Initialized(results=stock_initialize(**call), config={}, left_out=[], plan_key=None)
-    rank_env = RankEnv.of(os.environ)
+    rank_env, is_under_entry = RankEnv.of(os.environ), settings is not None
     agreed: AgreedPlan | None = getattr(model, "quartet_agreed", None)
     settings = settings or parse_settings(config)
     if agreed is None and not settings.is_empty:
@@ -113,6 +114,8 @@ def initialize_planned(
     results = stock_initialize(**{**_without_config(call), "config": final})
     if hasattr(model, "quartet_agreed"):
         make_planned_engine(results[0], model.quartet_agreed.pipeline)
+    if edit is None and (is_under_entry or agreed is not None):
+        guard_checkpoints(results[0], has_plan=agreed is not None)
     return Initialized(
         results=results, config=changed, left_out=left_out, plan_key=None if plan is None else plan.key
     )
@@ -125,6 +128,9 @@ def make_planned_module(model: Any, agreed: AgreedPlan, constructor: Any, argume
     topology = planned_topology(agreed.pipeline, world_size=world_size)
     stages = {"layers": agreed.specs, "num_stages": None, "topology": topology}
     constructor(model, **{**arguments, **stages})
+    # DeepSpeed names checkpoints, and finds the stage that clips, by the place among a replica's sorted
+    # ranks: in the launcher's order that is the stage.
+    model._grid.ds_model_rank = model.stage_id
 
 
 def _mark_planned(model: Any, agreed: AgreedPlan) -> None:
@@ -136,12 +142,15 @@ def _mark_planned(model: Any, agreed: AgreedPlan) -> None:
 
 def _apply_to_built_module(model: Any, agreed: AgreedPlan, call: dict[str, Any]) -> None:
     """Give a module that is built the plan's stages: kept where it has them already, else built again."""
+    is_same_degree = model.num_stages == agreed.pipeline.num_devices
+    stock_bounds = tuple(model.parts) if is_same_degree else None
     if agreed.specs is model._layer_specs and _has_stages_of(model, agreed.pipeline):
         if agreed.pipeline.schedule is not None:
             _mark_planned(model, agreed)
             model._functions = {model.stage_id: model.forward_funcs}
             model._checkpointable = {}
             model._numbers = list(range(model._local_start, model._local_stop))
+            model.quartet_stock_bounds = stock_bounds
         return
     optimizer, parameters = call.get("optimizer"), call.get("model_parameters")
     hint = (
@@ -156,6 +165,7 @@ def _apply_to_built_module(model: Any, agreed: AgreedPlan, call: dict[str, Any])
     arguments = {name: getattr(model, name) for name in _CONSTRUCTOR_ATTRIBUTES}
     arguments["partition_method"] = "uniform"
     make_planned_module(model, agreed, PipelineModule.__init__, arguments)
+    model.quartet_stock_bounds = stock_bounds
     if parameters is not None:
         call["model_parameters"] = [parameter for parameter in model.parameters() if parameter.requires_grad]
 

@@ -10,16 +10,23 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 from quartet_plugin.deepspeed.pipeline import PipelineSpec
 
 
 class PlannedModule(PipelineModule):  # type: ignore[misc]
-    """Mixed in front of the user's own class by `planned_class`; `quartet_pipeline` is set beforehand."""
+    """Mixed in front of the user's own class by `planned_class`; `quartet_pipeline` is set beforehand.
+
+    `quartet_stock_bounds` are the boundaries of DeepSpeed's own stages, one on every device; None where the
+    script's partition method is not known.
+    """
 
     quartet_pipeline: PipelineSpec
+    quartet_stock_bounds: tuple[int, ...] | None
+    parts: list[int]
     forward_funcs: list[Any]
     is_checkpointable_results: list[bool]
     _local_start: int
@@ -29,6 +36,7 @@ class PlannedModule(PipelineModule):  # type: ignore[misc]
         # Stock first: by parameters it builds layers, which moves the random generator on.
         with contextlib.redirect_stdout(io.StringIO()):
             super()._partition_layers(method)
+        self.quartet_stock_bounds = tuple(self.parts)
         self.parts = list(self.quartet_pipeline.bounds)
         edges = [self._stage_bounds(stage) for stage in self.quartet_pipeline.stages_of(self.stage_id)]
         self._set_bounds(start=edges[0][0], stop=edges[-1][1])
@@ -89,12 +97,28 @@ class PlannedModule(PipelineModule):  # type: ignore[misc]
         self.is_checkpointable_results = kept
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> Any:
-        """Checkpoints name a layer by its place in the whole model, so they fit every plan."""
+        """A checkpoint names weights by the layer's number in the whole model, so they fit every plan.
+
+        Its optimizer state has no names: see `checkpoints`.
+        """
         return super().ckpt_layer_path(ckpt_dir, self._numbers[local_layer_idx] - self._local_start)
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> Any:
         """The same, to read."""
         return super().ckpt_layer_path_list(ckpt_dir, self._numbers[local_layer_idx] - self._local_start)
+
+    def _synchronize_tied_weights(self) -> None:
+        # Stock's source, the lowest rank, is the first stage only in the launcher's order. Other stages may
+        # have a copy that no checkpoint loads.
+        for key, tied in self.tied_comms.items():
+            source = self._grid.stage_to_global(self.stage_owner(self._first_use(key)))
+            for name in tied["weight_attr"]:
+                weight = self._recursive_getattr(tied["module"], name)
+                dist.broadcast(weight, src=source, group=tied["group"])
+
+    def _first_use(self, key: str) -> int:
+        tied = enumerate(self._layer_specs)
+        return next(number for number, spec in tied if isinstance(spec, TiedLayerSpec) and spec.key == key)
 
 
 def planned_class(cls: type) -> type:

@@ -59,6 +59,7 @@ def _seam(module: str, owner: str, name: str, parameters: str, source: str, *cal
 _base = partial(_seam, "deepspeed.runtime.engine", "DeepSpeedEngine.")
 _engine = partial(_seam, "deepspeed.runtime.pipe.engine", "PipelineEngine.")
 _module = partial(_seam, "deepspeed.runtime.pipe.module", "PipelineModule.")
+_grid = partial(_seam, "deepspeed.runtime.pipe.topology", "PipelineParallelGrid.")
 # Replaced: the first two for every plan, the others in a trial.
 INITIALIZE = _seam(
     "deepspeed",
@@ -92,20 +93,42 @@ SAVE_16BIT = _base(
 )
 SEAMS = (
     *(INITIALIZE, CONSTRUCTOR, TRAIN_BATCH, NEXT_BATCH, SAVE, LOAD, SAVE_16BIT),
-    # Overridden by PlannedModule and PlannedEngine.
+    # Overridden by PlannedModule, PlannedEngine and GuardedEngine, as SAVE and LOAD are.
     _module("_partition_layers", "self method", "7863964978e93664", "__init__"),
     _module("_build", "self", "0678f208d6586e20", "__init__"),
     _module("stage_owner", "self layer_idx", "d4b5ec39e67511f2", "_index_tied_modules"),
     _module("_precompute_checkpointable_values", "self", "369e31623a3a627a", "set_checkpoint_interval"),
     _module("ckpt_layer_path", "self ckpt_dir local_layer_idx", "9647f48298d20844", "save_state_dict"),
     _module("ckpt_layer_path_list", "self ckpt_dir local_layer_idx", "ca42d0cb4b07b8b5", "load_state_dir"),
+    _module("_synchronize_tied_weights", "self", "c4bf800d5d1934df", "__init__", "load_state_dir"),
     _engine("_train_schedule", "self", "3989f15a2f1a41e2", "train_batch"),
     _engine("_inference_schedule", "self micro_batches", "d1161b7b06e52789", "eval_batch"),
     _engine("is_first_stage", "self", "c14db1ac5589f524", "_exec_load_micro_batch"),
     _engine("is_last_stage", "self", "dc307f547867a1b4", "_exec_load_micro_batch", "_aggregate_total_loss"),
     _engine("_loss_stage_global_rank", "self", "562325bdfdc9d476", "_aggregate_total_loss"),
     _engine("reset_activation_shape", "self", "6cfc19f98b864541"),
+    _engine(
+        "load_module_state_dict",
+        "self checkpoint strict custom_load_fn fetch_z3_params z3_params_to_fetch allowed_missing_keys",
+        "fbb4229e2362d19b",
+    ),
+    # Relied on: a checkpoint is handed to `load_module_state_dict` before anything of it is loaded.
+    _base(
+        "_load_checkpoint",
+        "self load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states "
+        "load_module_only custom_load_fn",
+        "b11759e7b733749a",
+        "load_checkpoint",
+    ),
+    _base(
+        "_common_checkpoint_state",
+        "self module_state_dict zero_optimizer_state save_frozen_param",
+        "c93ab8e233e0ecfb",
+        *("_save_checkpoint", "_save_moe_checkpoint"),
+    ),
+    _grid("get_model_parallel_rank", "self", "bb67cc1565c63491"),
     # Called.
+    _base("_get_zero_param_shapes", "self", "be006dacf8fde745", "_common_checkpoint_state"),
     _module("_set_bounds", "self start stop", "a62126a801d42ab6", "_partition_layers"),
     _engine("_exec_schedule", "self pipe_schedule", "37c06cd97479c2d7", "train_batch", "eval_batch"),
     _engine("_exec_load_micro_batch", "self buffer_id", "50dfde0a302abacb"),

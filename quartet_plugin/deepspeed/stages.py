@@ -73,11 +73,13 @@ class _SplitLinear(torch.autograd.Function):  # type: ignore[misc]
 def defer_weight_gradients(module: nn.Module, gradients: WeightGradients) -> int:
     """Let the plain linear layers of a model defer their weight gradients; returns how many they are.
 
-    Only `torch.nn.Linear` itself, without a forward of the instance: other layers keep their full backward.
+    Only `torch.nn.Linear` itself, without a forward of the instance or a weight that is computed anew in
+    every forward (torch's old weight_norm): other layers keep their full backward.
     """
     count = 0
     for layer in module.modules():
-        if type(layer) is nn.Linear and "forward" not in vars(layer) and layer.weight.requires_grad:
+        is_plain = type(layer) is nn.Linear and "forward" not in vars(layer)
+        if is_plain and layer.weight.is_leaf and layer.weight.requires_grad:
             layer.forward = partial(_linear, layer, gradients)
             count += 1
     return count

@@ -1,7 +1,9 @@
 """What needs no processes: sections, layer lists, batch sizes, forms of values, deferred weight gradients."""
 
+import json
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.deepspeed import transport
+from quartet_plugin.deepspeed.checkpoints import KEY, DeviceStages, stages_kept
 from quartet_plugin.deepspeed.config import (
     batch_sizes,
     check_precision,
@@ -245,6 +248,35 @@ def test_weight_gradients_come_later_and_are_the_same() -> None:
     model.zero_grad()
     model(inputs.detach()).square().sum().backward()
     torch.testing.assert_close(model[2].weight.grad, expected[3])
+
+
+def test_a_weight_made_in_every_forward_is_not_deferred() -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        normed = torch.nn.utils.weight_norm(torch.nn.Linear(4, 8))
+    model = torch.nn.Sequential(normed, torch.nn.Linear(8, 3))
+    inputs = torch.randn(2, 4)
+    model(inputs).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    gradients = WeightGradients()
+    assert defer_weight_gradients(model, gradients) == 1
+    gradients.begin()
+    model(inputs).square().sum().backward()
+    gradients.end(0, 0)
+    gradients.run(0, 0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+def test_stages_of_a_checkpoint() -> None:
+    stages = DeviceStages(bounds=(0, 2, 3, 5, 6), placement=(0, 1, 1, 0))
+    assert stages.entries == ((0, 1, 5), (2, 3, 4))
+    assert stages.text == "PP2 entries 2+1+2+1 placed on 0,1,1,0"
+    assert stages_kept(json.loads(json.dumps({KEY: stages.to_json()}))) == stages
+    for unread in ({}, {KEY: 3}, {KEY: {**stages.to_json(), "schema_version": 2}}, {KEY: {"bounds": [0]}}):
+        assert stages_kept(unread) is None
 
 
 def test_the_deepspeed_launcher_names_places_otherwise() -> None:
