@@ -30,7 +30,7 @@ def history_of(run: Path) -> RunHistory | None:
 
 
 def is_out_of_time(run: Path) -> bool:
-    """Whether the run's latest search left something out because its time was over."""
+    """Whether the run's latest search left out a trial or a final round because too little time was left."""
     ends = [event for event in read_events(RunFolder(path=run).events_file) if event["kind"] == "end"]
     return bool(ends) and ends[-1].get("out_of_time") is True
 

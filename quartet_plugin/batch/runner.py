@@ -89,7 +89,8 @@ class BatchRunner:
         self._files = {job.name: self._file_of(job, retries_failed=retries_failed) for job in batch.jobs}
         self._running: dict[str, JobProcess] = {}
         self._stopped: set[str] = set()
-        self._shortened: set[str] = set()  # jobs that have less time than their own limit allows
+        # Jobs whose tuner got the session's remaining minutes, fewer than their own limit leaves.
+        self._shortened: set[str] = set()
         self._began_s = time.monotonic()
         self._next_shown_s = 0.0
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 def handled(numbers: Sequence[int], handle: Callable[[int, object], None]) -> Iterator[None]:
     """`handle` takes these signals; after the block whatever took them before does.
 
-    A SIGHUP that this process was started to ignore, as by nohup, stays ignored.
+    Where this process ignores SIGHUP, as under nohup, SIGHUP stays ignored.
     """
     is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     taken = [number for number in numbers if not (is_detached and number == signal.SIGHUP)]
@@ -23,8 +23,8 @@ def handled(numbers: Sequence[int], handle: Callable[[int, object], None]) -> It
             signal.signal(number, handler)
 
 
-def has_terminal() -> bool:
-    """Whether this process is in the foreground of its terminal, whose Ctrl-C its children get, too."""
+def is_in_foreground() -> bool:
+    """Whether a terminal's Ctrl-C reaches this process, and so its children too."""
     with contextlib.suppress(OSError):
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
         try:
@@ -47,7 +47,7 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether Ctrl-C raised this: what a signal raises leaves a numba function as a SystemError's cause."""
+    """Whether Ctrl-C raised the error, which numba's functions turn into the cause of a SystemError."""
     cause: BaseException | None = error
     while isinstance(cause, SystemError):
         cause = cause.__cause__

@@ -20,7 +20,7 @@ from quartet_plugin.cli.command import (
     user_command,
 )
 from quartet_plugin.cli.plan_checks import check_before_start, check_receipt
-from quartet_plugin.cli.signals import handled, has_terminal
+from quartet_plugin.cli.signals import handled, is_in_foreground
 from quartet_plugin.errors import (
     ConfigError,
     ExitCode,
@@ -220,7 +220,7 @@ def first_error(folder: Path) -> QuartetError | None:
 class _Signals:
     """Forwards signals to the command, including signals that arrive while it starts.
 
-    A terminal's Ctrl-C reaches the command by itself; a SIGINT from elsewhere does not.
+    A terminal's Ctrl-C reaches the command without this; SIGINT from another process does not.
     """
 
     def __init__(self) -> None:
@@ -241,5 +241,5 @@ class _Signals:
         self._is_interrupted |= number == signal.SIGINT
         if self._process is None:
             self._early.append(number)
-        elif self._process.poll() is None and not (number == signal.SIGINT and has_terminal()):
+        elif self._process.poll() is None and not (number == signal.SIGINT and is_in_foreground()):
             self._process.send_signal(number)

@@ -225,7 +225,7 @@ def _search(request: TuneRequest, *, run: TuningRun, lease: Lease, kept: DiskRes
             shown.message(placement.share_words)
 
         def stops() -> bool:
-            # Asked all the time, also while a trial shows no progress: a tuner that waits lives.
+            # Trials ask this all the time, also while they show no progress: the lease must not expire.
             lease.keep()
             return should_stop()
 

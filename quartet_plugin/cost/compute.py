@@ -228,9 +228,7 @@ def layer_times(
     last = rates.gemm_s(t, shape.hidden_size, hidden_ffn) if run.software.has_early_stop else 0.0
     if run.layout.recompute == "selective":
         return replace(times, recompute_s=_modules_s(run, constants, rates, times, experts=experts))
-    is_full = run.layout.recompute == "full"
-    repeated = (times.total.forward_s - last) * run.recomputed_share if is_full else 0.0
-    return replace(times, recompute_s=repeated)
+    return replace(times, recompute_s=(times.total.forward_s - last) * run.recomputed_share)
 
 
 def head_times(run: TrainingRun, constants: Constants, rates: Rates) -> LayerTimes:

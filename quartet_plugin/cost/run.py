@@ -139,7 +139,7 @@ class Software:
     collectives_per_layer: int = 1
     """The gathers of a layer's sharded parameters (stage 3)."""
     exchange_start_s: float = 0.0
-    """Seconds until all ranks of an expert group have met, in each exchange of tokens."""
+    """Seconds until all ranks of an expert group have joined an exchange of tokens, for each exchange."""
     eager_gradients: bool = False
     """Whether each microbatch makes every weight's gradient anew and adds it, the vocabulary's too."""
     reduces_ends: bool = False

@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from quartet_plugin.deepspeed.planning import GroupRendezvous
 from quartet_plugin.errors import PlanError
 from quartet_plugin.rank.rendezvous import RankEnv
-from quartet_plugin.schedule.placement import linear
+from quartet_plugin.schedule.placement import linear, stages_of_device
 
 KEY = "quartet_stages"
 _SCHEMA_VERSION = 1
@@ -41,10 +41,10 @@ class DeviceStages:
     @property
     def entries(self) -> tuple[tuple[int, ...], ...]:
         """The layer specifications of every device, in the order in which its optimizer has them."""
-        held: list[list[int]] = [[] for _ in range(self.num_devices)]
-        for device, (start, stop) in zip(self.placement, pairwise(self.bounds), strict=True):
-            held[device] += range(start, stop)
-        return tuple(map(tuple, held))
+        return tuple(
+            tuple(entry for stage in stages for entry in range(*self.bounds[stage : stage + 2]))
+            for stages in stages_of_device(self.placement, self.num_devices)
+        )
 
     @property
     def text(self) -> str:
@@ -109,7 +109,7 @@ class GuardedEngine(PipelineEngine):  # type: ignore[misc]
         return path, client_state
 
     def load_module_state_dict(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's, which comes first of all that it loads of a checkpoint."""
+        """Compare the stages, then load as DeepSpeed does, which calls this before it loads anything else."""
         if self._quartet_loads_optimizer:
             fault = _fault(self, checkpoint)
             refusal = None if fault is None else PlanError(f"checkpoint {self._curr_ckpt_path}: {fault}")
@@ -128,7 +128,7 @@ def guard_checkpoints(engine: Any, *, has_plan: bool) -> None:
 
 
 def _fault(engine: Any, checkpoint: Mapping[str, Any]) -> str | None:
-    """Why a checkpoint's optimizer state would go to other layers, and the cure; None if it would not."""
+    """Why the checkpoint's optimizer state would go to other layers, and the fix; None if it would not."""
     now = stages_of(engine.module)
     bound = "its optimizer state can be loaded only with the stages it was saved with"
     if KEY in checkpoint:

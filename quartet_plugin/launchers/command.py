@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -54,8 +54,8 @@ class Command:
     `words[target_index:]` are the script (with `is_module`, the module) and its arguments. `num_processes` is
     None where only the machine itself knows (`auto`, `gpu`, `cpu`), `num_nodes` where it is a range.
     `port_flag` is the option that may name a free port, None where the user named a place. `entry` is the
-    adapter's module. `pinned` is the option by which torchrun stays on one node, whatever it finds in its
-    environment, None without one. With the starter "other" nothing but the program is known before it has
+    adapter's module. `pinned` is the option that keeps torchrun on one node whatever its environment says,
+    None without one. With the starter "other" nothing but the program is known before it has
     run. Its trials have the command's global batch over `batch_divisor`, where they have fewer nodes than its
     training.
     """
@@ -207,7 +207,7 @@ def _torchrun(
     count = _setting(options, environment, "nproc_per_node")
     per_node = _number("1" if count is None else count, "torchrun --nproc-per-node", words=_MACHINE_COUNTS)
     num_nodes = _num_nodes(options, environment)
-    command = _command(
+    return _command(
         words,
         options,
         starter="torchrun",
@@ -216,8 +216,8 @@ def _torchrun(
         num_nodes=num_nodes,
         port_flag=_port_flag(options, environment, num_nodes),
         cwd=cwd,
+        pinned=_pinned(options, environment) if num_nodes == 1 else None,
     )
-    return replace(command, pinned=_pinned(options, environment) if num_nodes == 1 else None)
 
 
 def _deepspeed(words: tuple[str, ...], first: int, assignments: Assignments, cwd: Path) -> Command:
@@ -297,6 +297,7 @@ def _command(
     num_nodes: int | None,
     port_flag: PortFlag | None,
     cwd: Path,
+    pinned: str | None = None,
 ) -> Command:
     before = start = _target_index(words, options, program=starter)
     has_module_flag = is_module = "module" in options.values
@@ -326,6 +327,7 @@ def _command(
         num_nodes=num_nodes,
         port_flag=port_flag,
         entry=entry,
+        pinned=pinned,
     )
 
 
@@ -356,7 +358,7 @@ def _num_nodes(options: ParsedOptions, environment: Mapping[str, str]) -> int | 
 
 
 def _pinned(options: ParsedOptions, environment: Mapping[str, str]) -> str | None:
-    """The option by which torchrun stays on one node: given options go before variables that join nodes."""
+    """The option that keeps torchrun on one node: it goes before the variables that join nodes."""
     if "standalone" in options.values or _is_set(environment, "standalone"):
         return "--standalone"
     for name in ("nnodes", "node_rank"):

@@ -156,7 +156,7 @@ def _has_nemo_run(python: str) -> bool:
 
 
 def _check_installed(python: str | None) -> None:
-    """Raise ConfigError where no NeMo-Run is found: in `python`, None for this one."""
+    """Raise ConfigError if NeMo-Run is not installed in `python`; None means this process's Python."""
     if python is None and find_spec("nemo_run") is None:
         raise ConfigError(
             "launcher: nemo-run; NeMo-Run is not installed here: pip install 'quartet-plugin[nemo-run]', or "
@@ -170,5 +170,5 @@ def _check_installed(python: str | None) -> None:
 
 
 def engine(site: Site) -> NemoRunEngine:
-    """The engine of the name `nemo-run`, which needs NeMo-Run to start a command, but not to end one."""
+    """The engine of the name `nemo-run`. Starting a command needs NeMo-Run; ending one does not."""
     return NemoRunEngine(site)

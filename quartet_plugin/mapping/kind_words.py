@@ -1,7 +1,8 @@
-"""Every arrangement of kinds of blocks, each once however its replicas are named.
+"""Enumerates the arrangements of kinds of blocks, each once, whatever numbers its replicas have.
 
-An arrangement is a word: the kinds of its blocks, column after column. Groups of columns ascend, and so do
-the columns of a group where they are interchangeable: of all words that rename replicas it is the least.
+An arrangement is a word: the kinds of its blocks, column after column. The groups of columns ascend, and so
+do the columns of a group if they are interchangeable. Of all words that differ only in the numbers of
+replicas, this is the least.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,13 +17,13 @@ class KindWords:
     def __init__(self, counts: Sequence[int], *, stages: int, width: int, is_sorted: bool) -> None:
         self._counts, self._length = list(counts), sum(counts)
         self._group = stages * width
-        # Of the parts that ascend the shortest: columns, or groups.
+        # The length of the shortest part that ascends: a column, or a group.
         self._part = stages if is_sorted else self._group
 
     def __iter__(self) -> Iterator[tuple[int, ...] | None]:
-        """All words in ascending order, and None at each dead end: a beginning that no word has."""
+        """All words in ascending order, and None for each dead end: a beginning that no word has."""
         free, word = list(self._counts), list[int]()
-        # The first `num_known` kinds are the beginning of a word that was given.
+        # The first `num_known` kinds are the beginning of a word that was yielded.
         least = num_known = 0
         while True:
             if self._extend(word, free, least):
@@ -40,14 +41,14 @@ class KindWords:
             least, num_known = last + 1, min(num_known, len(word))
 
     def _extend(self, word: list[int], free: list[int], least: int) -> bool:
-        """Append the first free kind from `least` on that the word may go on with; False without one."""
+        """Append the first free kind from `least` on, if a word can have this beginning; False if not."""
         for kind in range(max(least, self._least_next(word)), len(free)):
             if free[kind]:
                 free[kind] -= 1
                 word.append(kind)
                 if self._may_go_on(word, free):
                     return True
-                # Nor with a greater kind: then fewer are left for later parts that must be greater.
+                # A greater kind does not help: it leaves fewer kinds for later parts, which must be greater.
                 free[word.pop()] += 1
                 return False
         return False
@@ -59,9 +60,9 @@ class KindWords:
         return max(in_group, _least_after(word, group, self._group) if group else 0)
 
     def _may_go_on(self, word: list[int], free: list[int]) -> bool:
-        """Whether the free kinds are enough for later parts that are no less than the last ones.
+        """Whether the free kinds seem enough for later parts that are no less than the last ones.
 
-        False at dead ends only, but not at all of them.
+        False only at dead ends; True at some of them.
         """
         size, last = self._part, len(word) - 1
         part, group = last // size * size, last // self._group * self._group
@@ -80,7 +81,7 @@ def _has_words(free: Sequence[int], number: int, least: Sequence[int]) -> bool:
     """Whether `number` words that are no less than `least` can be made of the free kinds at once."""
     left = free
     for kind in least:
-        # A greater kind is best as the first difference of a word: whatever follows, that word is greater.
+        # A word whose first difference is a greater kind is greater, whatever follows.
         number -= sum(left[kind + 1 :])
         if number <= 0:
             return True

@@ -48,8 +48,8 @@ def rules_of(job: PlanRequest) -> LayoutRules:
             layout=replace(
                 _ONE,
                 data_parallel=job.machines.num_devices,
-                # Of a command that keeps it, by a locked axis or another flag, the search has its own
-                # value alone (`kept_axes`). Layouts of one copy have it too.
+                # Where a locked axis or another flag keeps it, the search has only the command's value
+                # (`kept_axes`). Layouts with one copy of the model have that value, too.
                 distributed_optimizer=job.search.distributed_optimizer == (True,),
             ),
             split=(job.shape.num_layers,),

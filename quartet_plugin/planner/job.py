@@ -185,8 +185,9 @@ class PlanRequest:
     `rules` are those of a study's space, None for a job that is described and not run. `features`
     and `settings` are those of a command, or of recipes where there is none, that limit its plans or are
     priced, and that no other field has. `batching_features` of a command are those by which another
-    micro-batch or DP may change the training objective. `baseline_split` has the layers of each stage of a
-    command, `stock` in `search.split`; None without a command, whose `stock` is the even split.
+    micro-batch or DP may change the training objective. `baseline_split` is the number of layers of each
+    stage of the command, which `stock` in `search.split` means; None without a command, where `stock` means
+    the even split.
     """
 
     shape: ModelShape

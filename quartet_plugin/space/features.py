@@ -71,8 +71,8 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     # A plan has one tensor-parallel size, the experts' too, or whole experts; they are spread over copies.
     "expert_tensor_parallel": frozenset({Axis.DEGREES}),
     "moe_shared_expert_overlap": _NONE,
-    # The optimizer's offloading asks for the first; of a part of it nothing is known. Gathers in FP8 need the
-    # distributed optimizer.
+    # Offloading the optimizer needs the first; offloading a part of it has no price. Parameters that are
+    # gathered in FP8 need the distributed optimizer.
     **dict.fromkeys(("precision_aware_optimizer", "optimizer_offload_part", "fp8_param_gather"), _NONE),
     # Read for predictions alone: the flex dispatcher's kernels, random routing, what graphs replay.
     **dict.fromkeys(("moe_deepep", "moe_hybridep", "moe_forced_balance"), _NONE),

@@ -31,7 +31,7 @@ _GUARD_WAIT_S = 30.0
 
 
 class LeaseLostError(StorageError):
-    """Another process holds what this one has taken; it may write nothing more."""
+    """Another process holds the lease now; this process may write nothing more."""
 
 
 class Lease:
@@ -87,7 +87,7 @@ class Lease:
         self.keep()
 
     def keep(self) -> None:
-        """Renew the lease where `renew_s` have passed, and read nothing between: for whoever asks often."""
+        """Renew the lease if `renew_s` have passed since the last renewal; no file is read otherwise."""
         if self._clock() - self._renewed_s >= self._renew_s:
             self.renew()
 

@@ -97,8 +97,8 @@ class TrialConfig(Section):
         default=1.5,
         ge=1.05,
         le=1000.0,
-        description="factor over the best plan's time that stops a trial early; with measure: auto, 1.1 "
-        "to this",
+        description="a trial this many times slower than the best is stopped early; with measure: auto, "
+        "from 1.1 on",
     )
     deadline_s: float = Field(
         default=600.0, gt=0.0, le=86_400.0, description="seconds after which a trial is killed"
@@ -111,7 +111,8 @@ class TrialConfig(Section):
     )
     crop: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=10_000)] = Field(
         default="auto",
-        description="layers on the depth proxy's largest stage, others in proportion; none: no proxy",
+        description="layers on the largest stage of a smaller model, measured first (depth proxy); none: no "
+        "proxy",
     )
 
     @property

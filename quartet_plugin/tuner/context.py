@@ -67,7 +67,7 @@ class TimeBudget:
     limit_s: float | None
     clock: Callable[[], float]
     was_short: bool = field(init=False, default=False)
-    """Whether something was left out for lack of time."""
+    """Whether a trial or a final round was left out because too little time was left."""
     _began_s: float = field(init=False)
     _shared_s: float = field(init=False, default=float("inf"))
     _walls_s: list[float] = field(init=False, default_factory=list)

@@ -66,13 +66,13 @@ def proven_finalists(
 
 
 def _num_begun(trials: Sequence[FinishedTrial], *, context: TuningContext) -> int:
-    """How many of the trials have a launch of the first final round, from an earlier session."""
-    folders = [context.run.folder.final_launch(trial.number, round_number=0) for trial in trials]
-    recorded = context.backend.recorded
-    return sum(
-        recorded(folder, plan_key=trial.plan.key) is not None
-        for trial, folder in zip(trials, folders, strict=True)
-    )
+    """The number of trials that an earlier session has launched in the first final round."""
+
+    def is_begun(trial: FinishedTrial) -> bool:
+        folder = context.run.folder.final_launch(trial.number, round_number=0)
+        return context.backend.recorded(folder, plan_key=trial.plan.key) is not None
+
+    return sum(map(is_begun, trials))
 
 
 def finalist_words(
@@ -162,8 +162,7 @@ class FinalRounds:
         for num_done in itertools.count():
             if test.is_over:
                 break
-            fits = context.budget.fits(num_launches=1 + len(test.live))
-            if num_done >= MIN_ROUNDS and not fits and not self._is_recorded(plans, test.live, num_done):
+            if num_done >= MIN_ROUNDS and not self._has_time(plans, test.live, round_number=num_done):
                 context.observer.message(f"time limit reached after {num_done} final rounds")
                 context.budget.was_short = True
                 break
@@ -217,14 +216,13 @@ class FinalRounds:
             position=LaunchPosition.of_round(round_number, num_rounds=self.context.run.config.study.rounds),
         )
 
-    def _is_recorded(self, plans: Mapping[int, Plan], live: Sequence[int], round_number: int) -> bool:
-        """Whether an earlier session has launched the round, so that it takes no time."""
-        for number in (BASELINE, *live):
-            launch = self._launch_of(number, plans[number], round_number=round_number)
-            key = None if launch.plan is None else launch.plan.key
-            if self.context.backend.recorded(launch.folder, plan_key=key) is None:
-                return False
-        return True
+    def _has_time(self, plans: Mapping[int, Plan], live: Sequence[int], *, round_number: int) -> bool:
+        """Whether the round is likely to end in time; one that an earlier session launched takes none."""
+        numbers = (BASELINE, *live)
+        launches = (self._launch_of(number, plans[number], round_number=round_number) for number in numbers)
+        return self.context.budget.fits(num_launches=len(numbers)) or all(
+            self.launcher.recorded(launch) is not None for launch in launches
+        )
 
     def _say_decisions(self, test: SequentialTest, *, before: Sequence[int], num_done: int) -> None:
         """Say and log who left, and why the rounds end."""

@@ -225,7 +225,10 @@ class SequentialSearch:
         return None if no_gain is None else f"{words}; {no_gain}"
 
     def has_time(self, trials: list[FinishedTrial], *, then_try: Plan | None = None) -> bool:
-        """Whether another trial and the final rounds are likely to end in time, parity checks included."""
+        """Whether another trial and the final rounds are likely to end in time, parity checks included.
+
+        The budget notes where they are not: the search ends there.
+        """
         budget, config = self.context.budget, self.context.run.config.study
         if budget.limit_s is None:
             return True

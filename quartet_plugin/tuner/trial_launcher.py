@@ -123,11 +123,9 @@ class TrialLauncher:
         Raises InterruptedByUserError when asked to stop, InfrastructureError where it ran on other devices
         than the baseline.
         """
-        context, plan = self.context, launch.plan
-        recorded = context.backend.recorded(launch.folder, plan_key=None if plan is None else plan.key)
-        # A baseline that failed was mended, or given more time, by whoever starts again.
-        is_mended = recorded is not None and not recorded.is_measured and launch.phase == "baseline"
-        if recorded is not None and not is_mended and not self.other_devices(recorded):
+        context = self.context
+        recorded = self.recorded(launch)
+        if recorded is not None:
             recorded = self.judge(launch, recorded)
             self.reuse(launch, recorded)
             return recorded
@@ -147,6 +145,14 @@ class TrialLauncher:
         if result.outcome is Outcome.CANCELLED or is_lost:
             raise context.interruption()
         return result
+
+    def recorded(self, launch: TrialLaunch) -> TrialResult | None:
+        """The result of an earlier session that stands for this launch; None where it must be launched."""
+        plan_key = None if launch.plan is None else launch.plan.key
+        recorded = self.context.backend.recorded(launch.folder, plan_key=plan_key)
+        # A baseline that failed was mended, or given more time, by whoever starts again.
+        is_mended = recorded is not None and not recorded.is_measured and launch.phase == "baseline"
+        return None if recorded is None or is_mended or self.other_devices(recorded) else recorded
 
     def _progress_of(self, launch: TrialLaunch) -> Callable[[Progress], None]:
         """Show the progress; and of a command that only its own start tells of, what training it starts."""

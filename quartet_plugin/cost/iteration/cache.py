@@ -54,8 +54,11 @@ class IterationModelCache:
         )
 
     def recomputed_share(self, plan: Plan) -> float:
-        """The share of a plan's layers that full recompute repeats: plans of one share have a split model."""
-        # A run takes far longer to make than the look-up that asks for this.
+        """The share, from 0 to 1, of a plan's layers that full recompute repeats.
+
+        Plans that differ in split and mapping alone have one split model if their shares are equal.
+        """
+        # To make a run takes far longer than the look-up that asks for this.
         if plan.layout.recompute != "full":
             return 0.0
         return run_of_plan(plan, self.machine_model).recomputed_share

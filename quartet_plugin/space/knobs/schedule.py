@@ -6,7 +6,7 @@ from quartet_plugin.space.knobs.knob import PlanKnob
 SCHEDULE = PlanKnob(
     name="schedule",
     label="schedule",
-    meaning="a name of `quartet schedule list`, searched, a SCHEDULE.json; custom ones need the parity gate",
+    meaning="a name of `quartet schedule list`, searched or SCHEDULE.json; custom ones need the parity gate",
     kind="schedule",
     axis=Axis.SCHEDULE,
     change_class="A",
