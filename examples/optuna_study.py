@@ -35,4 +35,4 @@ def iteration_s(trial: optuna.Trial) -> float:
 sampler = PlanSampler(space, explorer=optuna.samplers.TPESampler(seed=0), job=job)
 study = optuna.create_study(storage="sqlite:///plans.sqlite3", study_name="plans", sampler=sampler)
 study.optimize(iteration_s, n_trials=int(TRIALS))
-print(study.best_value, suggest_plan(optuna.trial.FixedTrial(study.best_params), space).layout.label)
+print(study.best_value, suggest_plan(study.best_trial, space).layout.label)

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 _TORCHRUN = ("-m", "torch.distributed.run")
 # What each launch has its own of, and no import reads.
 _UNREAD = (ERRORS_FOLDER, "PARTITION", "PYTEST_CURRENT_TEST", "QUARTET_TEST_DROPPED_SEAM")
+# What a trial gives to its ranks, and other launches of Megatron leave to them: one server has it for both.
+_OF_TRIALS = (*CPU_SETTINGS, "DS_ACCELERATOR", "PYTHONFAULTHANDLER")
 # On a busy machine a server reports an end late; a launcher that gives it up knows no exit code.
 warm._END_LIMIT_S = 120.0
 _COUNT = re.compile(r"--nproc-per-node[= ]([0-9]+)")
@@ -60,8 +62,10 @@ def command_of(
     assert tuple(argv[1:3]) == _TORCHRUN
     given = {**{name: value for name, value in env.items() if name not in _UNREAD}, ATTEMPT_ID: NO_ATTEMPT}
     own = dict(given)
-    if framework.has_own_settings and any(given.get(name) != value for name, value in CPU_SETTINGS.items()):
-        own |= {**CPU_SETTINGS, CPU_REEXECUTED: "1"}
+    if framework.has_own_settings:
+        given = {name: value for name, value in given.items() if name not in _OF_TRIALS}
+        given["PYTHONFAULTHANDLER"] = "1"
+        own = {**given, **CPU_SETTINGS, CPU_REEXECUTED: "1"}
     return TestServerCommand(
         (sys.executable, "-u", "-m", SERVER_MODULE),
         cwd,

@@ -19,10 +19,9 @@ from quartet_plugin.batch.job_file import JobFile
 from quartet_plugin.errors import InfrastructureError, QuartetError, StorageError
 from quartet_plugin.launchers.running_process import identify, is_running
 from quartet_plugin.model.batch import BatchPaths
-from quartet_plugin.protocol.attempt_files import read_shared
 from quartet_plugin.protocol.environment import ATTEMPT_ID, JOB_MARK
-from quartet_plugin.protocol.process_identity import Holder, Identity
-from quartet_plugin.trial.lease import LOCK_NAME
+from quartet_plugin.protocol.process_identity import Identity
+from quartet_plugin.trial.lease import read_holder
 from quartet_plugin.trial.log import last_lines, read_tail
 from quartet_plugin.trial.processes import reap, send_signal
 
@@ -39,11 +38,6 @@ class JobProcess:
     def __init__(self, identity: Identity, *, child: "subprocess.Popen[bytes] | None" = None) -> None:
         self.identity = identity
         self._child = child
-
-    @property
-    def is_child(self) -> bool:
-        """Whether this process will know the exit code."""
-        return self._child is not None
 
     @property
     def is_over(self) -> bool:
@@ -100,7 +94,9 @@ def find_tuner(file: JobFile, *, paths: BatchPaths) -> JobProcess | None:
     """
     if file.process is not None and is_running(file.process):
         return JobProcess(file.process)
-    holder = _holder(paths.runs / file.name)
+    holder = None
+    with contextlib.suppress(QuartetError):
+        holder = read_holder(paths.runs / file.name)
     if holder is not None:
         return JobProcess(holder) if holder.host == socket.gethostname() and is_running(holder) else None
     if file.process is not None:
@@ -163,12 +159,6 @@ def last_line(output: Path) -> str:
     """The last line that a tuner printed, without the program's name; empty where it printed none."""
     lines = last_lines(read_tail(output), num_lines=1)
     return lines[-1].removeprefix("quartet: ") if lines else ""
-
-
-def _holder(run: Path) -> Holder | None:
-    with contextlib.suppress(FileNotFoundError, QuartetError):
-        return read_shared(Holder, run / LOCK_NAME, max_bytes=64 * 1024)
-    return None
 
 
 def _parent_of(identity: Identity) -> int | None:

@@ -14,15 +14,14 @@ import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-from quartet_plugin.errors import ConfigError, QuartetError, SeamError
+from quartet_plugin.errors import ConfigError, SeamError
 from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
-from quartet_plugin.megatron.entry import lacks_accelerator, use_cpu
+from quartet_plugin.megatron.entry import end_well, no_accelerator, refuse, use_cpu
 from quartet_plugin.protocol.environment import CONVERSION_FILE, PROFILE
-from quartet_plugin.protocol.terminal import terminal_line
-from quartet_plugin.rank.entry_options import place_on_path, read_command, run_program
+from quartet_plugin.rank.entry_options import command_of_process, place_on_path, run_program
 from quartet_plugin.rank.failure import show_script_error
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous, agree_on_plan
 from quartet_plugin.rank.session import Session
@@ -33,11 +32,7 @@ PRETRAIN = "megatron.bridge.training.pretrain"
 
 def main() -> None:
     """Run the command line of this process; ends as the script ends."""
-    try:
-        command = read_command(sys.argv[1:], usage=USAGE)
-    except QuartetError as error:
-        print(f"quartet: {terminal_line(str(error))}", file=sys.stderr)
-        raise SystemExit(int(error.exit_code)) from None
+    command = command_of_process(sys.argv[1:], usage=USAGE)
     if command is None:
         print(f"usage: {USAGE}")
         return
@@ -54,11 +49,7 @@ def run(session: Session) -> None:
         prepare(session)
         run_program(session.command, list(session.command.arguments))
 
-    session.run(work, on_end=lambda: _end_well(session), on_refusal=_refuse)
-
-
-def _refuse(exit_code: int) -> NoReturn:
-    raise SystemExit(exit_code) from None
+    session.run(work, on_end=lambda: end_well(session), on_refusal=refuse)
 
 
 def prepare(session: Session) -> None:
@@ -116,7 +107,7 @@ def change_configuration(session: Session, config: Any, *, on_cpu: bool) -> list
     options, callbacks = session.options, []
     if options.plan is not None:
         rendezvous = Rendezvous.open(session.rank_env)
-        rendezvous.agree_or_raise("device", _no_accelerator(session))
+        rendezvous.agree_or_raise("device", no_accelerator(options))
         plan = agree_on_plan(options.plan, rendezvous=rendezvous)
         if session.files is not None:
             session.files.plan_key = plan.key
@@ -141,15 +132,6 @@ def change_configuration(session: Session, config: Any, *, on_cpu: bool) -> list
     return callbacks
 
 
-def _no_accelerator(session: Session) -> ConfigError | None:
-    options = session.options
-    if options.device != "auto" or options.trial is not None or not lacks_accelerator():
-        return None
-    return ConfigError(
-        "no accelerator is visible here; --quartet-device cpu (quartet train --device cpu) trains on the CPU"
-    )
-
-
 def _with_callback(callbacks: Any, callback: Any) -> Any:
     """The user's callbacks, a list of them or a manager, with one more behind them."""
     if callbacks is None:
@@ -158,9 +140,3 @@ def _with_callback(callbacks: Any, callback: Any) -> Any:
         return [*callbacks, callback]
     callbacks.add(callback)
     return callbacks
-
-
-def _end_well(session: Session) -> None:
-    session.end_trial()
-    if cpu_device.is_installed():
-        cpu_device.exit_now()

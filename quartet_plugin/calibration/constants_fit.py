@@ -19,8 +19,14 @@ from quartet_plugin.calibration.observations import Direction, Observation, Quan
 from quartet_plugin.cost import communication, compute
 from quartet_plugin.cost.compute import Rates
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
-from quartet_plugin.cost.iteration.step import clearing_s, held_layers, held_weights, optimizer_s
-from quartet_plugin.cost.iteration.terms import layer_parts, stage_parts
+from quartet_plugin.cost.iteration.step import (
+    clearing_s,
+    held_expert_layers,
+    held_layers,
+    held_weights,
+    optimizer_s,
+)
+from quartet_plugin.cost.iteration.terms import layer_parts, stage_parts, unit_parts
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ON_CPU, TrainingRun
 from quartet_plugin.cost.times import Times
@@ -165,11 +171,13 @@ def seconds_of(observation: Observation, constants: Constants) -> float:
     if quantity is Quantity.ITERATION:
         return predict(run, constants).iter_time_s
     if quantity in (Quantity.OPTIMIZER, Quantity.OVERHEAD):
-        held, layers = held_weights(run, observation.index), held_layers(run, observation.index)
+        held = held_weights(run, observation.index)
+        num_layers = held_layers(run, observation.index)
+        num_routed = held_expert_layers(run, observation.index)
         clearing = clearing_s(run, constants, held)
         if quantity is Quantity.OVERHEAD:
             return constants.step_s + clearing
-        return optimizer_s(run, constants, held, num_layers=layers) - clearing
+        return optimizer_s(run, constants, held, num_layers=num_layers, num_routed=num_routed) - clearing
     if quantity is Quantity.GRADIENTS:
         terms = predict(run, constants).terms
         return terms["dp_comm_s"] + terms.get("ends_comm_s", 0.0)
@@ -186,9 +194,14 @@ def seconds_of(observation: Observation, constants: Constants) -> float:
 
 def _part(run: TrainingRun, constants: Constants, quantity: Quantity, *, is_single_rank: bool) -> Times:
     rates = Rates(run, constants)
-    if quantity is Quantity.LAYER:
-        parts = layer_parts(run, constants, rates)
-        left_out = COMMUNICATION if is_single_rank else ()
+    left_out = COMMUNICATION if is_single_rank else ()
+    if quantity in (Quantity.LAYER, Quantity.EXPERT_LAYER):
+        experts = run.experts if quantity is Quantity.EXPERT_LAYER else None
+        parts = layer_parts(run, constants, rates, experts=experts)
+        return Times.sum_of(times for name, times in parts.items() if name not in left_out)
+    if quantity is Quantity.HEAD and run.mtp_layers:
+        # Its layers come between the last layer and the head, where a profile has no mark.
+        parts = unit_parts(run, constants).head
         return Times.sum_of(times for name, times in parts.items() if name not in left_out)
     is_first = quantity is Quantity.EMBEDDING
     part = compute.embedding_times(run, rates) if is_first else compute.head_times(run, constants, rates)

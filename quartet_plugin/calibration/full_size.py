@@ -16,9 +16,8 @@ import numpy as np
 from quartet_plugin.calibration.posterior import PosteriorSample
 from quartet_plugin.cost.coefficients import MachineModel
 from quartet_plugin.cost.iteration.cache import IterationModelCache
-from quartet_plugin.cost.iteration.plan_terms import slot_numbers
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.mapping.orders import coordinates, rank_of
+from quartet_plugin.mapping.orders import coordinates, rank_of, slot_indices
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.measurement import Interval
 from quartet_plugin.model.plan import Plan
@@ -59,9 +58,12 @@ def enlarged_machine(machine_model: MachineModel, *, factor: int) -> MachineMode
     them.
     """
     num_devices = machine_model.inter_node.num_devices * factor
+    domains = machine_model.domain_of_node
+    copies = np.arange(factor)[:, None] * (domains.max() + 1)
     return replace(
         machine_model,
         nodes=machine_model.nodes * factor,
+        domain_of_node=(copies + domains).ravel(),
         intra_node=replace(
             machine_model.intra_node, num_devices=num_devices, scale_up_devices=max(num_devices, 1)
         ),
@@ -84,9 +86,9 @@ def with_slowdowns(
     tp, cp, dp, pp = coordinates(np.arange(full.layout.world_size), layout=full.layout)
     stage = pp * plan.layout.pipeline_parallel // full.layout.pipeline_parallel
     like = rank_of(tp, cp=cp, dp=dp % plan.layout.data_parallel, pp=stage, layout=plan.layout)
-    of_rank = indices[slot_numbers(plan, of_trial)][like]
+    of_rank = indices[slot_indices(of_trial.nodes, plan.mapping)][like]
     of_slot = np.empty_like(of_rank)
-    of_slot[slot_numbers(full, machine_model)] = of_rank
+    of_slot[slot_indices(machine_model.nodes, full.mapping)] = of_rank
     return replace(machine_model, slowdown_index_of_slot=of_slot)
 
 

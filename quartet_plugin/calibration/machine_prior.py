@@ -24,6 +24,7 @@ from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.space.plan_space import Space
 
 # The number of slots up to which each slot has a slowdown; beyond, the slots of a node share one.
@@ -151,12 +152,13 @@ def machine_model_of(
     features: tuple[str, ...] = (),
     experts: Experts | None = None,
     latent: LatentAttention | None = None,
+    mtp_kinds: LayerKinds | None = None,
     normalization: str | None = None,
 ) -> MachineModel:
     """The machine model of a run on `nodes`; `machine` has what is known beyond the nodes.
 
     `settings` are those of the command, which plans change by name, `features` what it turns on beside them;
-    `experts`, `latent` and `normalization` are the model's.
+    `experts`, `latent`, `mtp_kinds` and `normalization` are the model's.
 
     Raises ConfigError where `machine` has other nodes.
     """
@@ -172,6 +174,7 @@ def machine_model_of(
     shares_cores = any(node.crowds for node in nodes)
     return MachineModel(
         nodes=tuple(nodes),
+        domain_of_node=np.arange(len(nodes)) if resolved is None else resolved.domain_of_node,
         intra_node=replace(machines, scale_up_devices=max(num_devices, 1)),
         inter_node=replace(machines, scale_up_devices=1),
         constants=constants,
@@ -188,6 +191,7 @@ def machine_model_of(
         features=features,
         experts=experts,
         latent=latent,
+        mtp_kinds=mtp_kinds,
         normalization=normalization,
     )
 
@@ -203,6 +207,7 @@ def machine_model_of_space(space: Space, machine: KnownMachine | None = None) ->
         features=job.features,
         experts=job.experts,
         latent=job.latent,
+        mtp_kinds=job.mtp_kinds,
         normalization=job.normalization,
     )
 

@@ -27,13 +27,14 @@ _PRIOR_ITERATIONS = 4
 class Quantity(StrEnum):
     """A measured quantity: an iteration, a stage's action, or a part of the model for a microbatch or a step.
 
-    `gradients` is their reduction at the end of a step, where nothing hides it; `overhead` the rest of a step
-    beside forwards, backwards and the optimizer.
+    `layer` is a dense one, `expert_layer` one with experts. `gradients` is their reduction at the end of a
+    step, where nothing hides it; `overhead` the rest of a step beside forwards, backwards and the optimizer.
     """
 
     ITERATION = "iteration"
     STAGE = "stage"
     LAYER = "layer"
+    EXPERT_LAYER = "expert_layer"
     EMBEDDING = "embedding"
     HEAD = "head"
     OPTIMIZER = "optimizer"
@@ -43,7 +44,8 @@ class Quantity(StrEnum):
     @property
     def has_direction(self) -> bool:
         """Whether the quantity is a part of the model, computed forwards and backwards."""
-        return self in (Quantity.STAGE, Quantity.LAYER, Quantity.EMBEDDING, Quantity.HEAD)
+        layers = (Quantity.LAYER, Quantity.EXPERT_LAYER)
+        return self in (Quantity.STAGE, *layers, Quantity.EMBEDDING, Quantity.HEAD)
 
 
 class Direction(StrEnum):

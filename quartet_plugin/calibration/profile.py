@@ -66,12 +66,28 @@ def merged_parts(ranks: Sequence[RankProfile]) -> dict[str, PartTimes]:
     return {name: _merged(parts) for name, parts in by_name.items()}
 
 
-def typical_parts(ranks: Sequence[RankProfile]) -> dict[str, PartTimes]:
-    """Embedding, layer and head, as far as some rank holds them; a layer is the median of all layers."""
+def typical_parts(
+    ranks: Sequence[RankProfile], *, num_dense_layers: int | None = None
+) -> dict[str, PartTimes]:
+    """Embedding, layer and head, as far as some rank holds them; a layer is the median of all like it.
+
+    Of a model with experts all layers but the first `num_dense_layers` have some: their median is the part
+    `expert_layer`. None where every layer is dense.
+    """
     parts = merged_parts(ranks)
-    layers = [part for name, part in parts.items() if name.startswith(_PREFIX)]
+    kinds: dict[str, list[PartTimes]] = {}
+    for name, part in parts.items():
+        if name.startswith(_PREFIX):
+            kinds.setdefault(_kind_of(name, num_dense_layers), []).append(part)
     ends = {name: part for name, part in parts.items() if not name.startswith(_PREFIX)}
-    return {**ends, "layer": _merged(layers)} if layers else ends
+    return ends | {str(kind): _merged(layers) for kind, layers in sorted(kinds.items(), reverse=True)}
+
+
+def _kind_of(name: str, num_dense_layers: int | None) -> Quantity:
+    """What a layer is, by its name."""
+    number = int(name.removeprefix(_PREFIX))
+    is_dense = num_dense_layers is None or number < num_dense_layers
+    return Quantity.LAYER if is_dense else Quantity.EXPERT_LAYER
 
 
 def _merged(parts: Sequence[PartTimes]) -> PartTimes:
@@ -93,10 +109,13 @@ def _merged(parts: Sequence[PartTimes]) -> PartTimes:
 def observations_of(
     run: TrainingRun, ranks: Sequence[RankProfile], *, is_single_rank: bool = False
 ) -> list[Observation]:
-    """The observations in a run's profile: of a layer, of the ends, and of the end of a step.
+    """The observations in a run's profile: of a layer of each kind, of the ends, and of the end of a step.
 
-    `is_single_rank`: the one profiled rank was run without the others, without communication.
+    `is_single_rank`: the one profiled rank was run without the others, without communication. The head's part
+    has the layers of multi-token prediction.
     """
+    num_dense = None if run.experts is None else run.experts.num_dense_layers
+    typical = typical_parts(ranks, num_dense_layers=num_dense)
     observations = [
         Observation(
             run=run,
@@ -106,8 +125,8 @@ def observations_of(
             direction=direction,
             is_single_rank=is_single_rank,
         )
-        for kind, part in ((Quantity(name), part) for name, part in typical_parts(ranks).items())
-        for direction, seconds in _directed(part, is_embedding=kind is Quantity.EMBEDDING)
+        for kind, part in ((Quantity(name), part) for name, part in typical.items())
+        for direction, seconds in _directed(part, has_halves=_has_halves(kind, run))
         if seconds
     ]
     observations += _step_observations(run, ranks)
@@ -120,10 +139,19 @@ def _spread(kind: Quantity, direction: Direction) -> float:
     return HALF_SPREAD if direction in (Direction.INPUT_GRAD, Direction.WEIGHT_GRAD) else PART_SPREAD
 
 
-def _directed(part: PartTimes, *, is_embedding: bool) -> list[tuple[Direction, float | None]]:
-    """Forward, full backward, and the backward's halves where separated; an embedding has no halves."""
+def _has_halves(kind: Quantity, run: TrainingRun) -> bool:
+    """Whether the halves of a part's backward are those of the model.
+
+    An embedding has none. Not all weights of experts are deferred, and those of multi-token prediction belong
+    to no part.
+    """
+    return kind is Quantity.LAYER or (kind is Quantity.HEAD and not run.mtp_layers)
+
+
+def _directed(part: PartTimes, *, has_halves: bool) -> list[tuple[Direction, float | None]]:
+    """Forward, full backward, and the backward's halves where it has them and they were separated."""
     times = [(Direction.FORWARD, part.forward_s), (Direction.BACKWARD, part.backward_s)]
-    if is_embedding or part.input_grad_s is None or part.weight_grad_s is None:
+    if not has_halves or part.input_grad_s is None or part.weight_grad_s is None:
         return times
     return [*times, (Direction.INPUT_GRAD, part.input_grad_s), (Direction.WEIGHT_GRAD, part.weight_grad_s)]
 
@@ -167,19 +195,31 @@ def _gradient_observations(run: TrainingRun, ranks: Sequence[RankProfile]) -> li
 
 
 def costs_of(
-    ranks: Sequence[RankProfile], *, num_layers: int, num_devices: int, num_microbatches: int
+    ranks: Sequence[RankProfile],
+    *,
+    num_layers: int,
+    num_devices: int,
+    num_microbatches: int,
+    num_dense_layers: int | None = None,
 ) -> Costs:
     """The cost table of the profiled job; layers that no profiled rank holds take the median of the others.
 
-    Transfers are 0: a profile does not measure links. Raises ConfigError where no layer was measured.
+    These are the others of its kind (`typical_parts`), where some rank holds one. Transfers are 0: a profile
+    does not measure links. Raises ConfigError where no layer was measured.
     """
     parts = merged_parts(ranks)
     layers = [part for name, part in parts.items() if name.startswith(_PREFIX)]
     if not layers:
         raise ConfigError("profile: no layer was measured; profile a stage that holds one")
-    typical = _merged(layers)
+    typical, others = typical_parts(ranks, num_dense_layers=num_dense_layers), _merged(layers)
+
+    def chosen_part(name: str) -> PartTimes | None:
+        if not name.startswith(_PREFIX):
+            return parts.get(name)
+        return parts.get(name) or typical.get(_kind_of(name, num_dense_layers), others)
+
     names = [EMBEDDING, *(f"{_PREFIX}{number}" for number in range(num_layers)), HEAD]
-    chosen = [parts.get(name, typical if name.startswith(_PREFIX) else None) for name in names]
+    chosen = [chosen_part(name) for name in names]
     measured = [(name, part) for name, part in zip(names, chosen, strict=True) if part is not None]
     return Costs(
         num_devices=num_devices,

@@ -158,12 +158,12 @@ def _show_status(paths: "BatchPaths", *, as_json: bool) -> str:
 
 def write_files(results: "BatchResults", paths: "BatchPaths") -> None:
     """Write results.json, results.csv and report.html. Raises ConfigError or StorageError."""
-    from quartet_plugin.model.batch import write_results
     from quartet_plugin.model.files import write_text_atomic
+    from quartet_plugin.model.schema import write_record
     from quartet_plugin.report.batch_page import batch_page
     from quartet_plugin.report.batch_table import csv_text
 
-    write_results(results, path=paths.results_file)
+    write_record(results, path=paths.results_file)
     write_text_atomic(paths.table_file, csv_text(results))
     write_text_atomic(paths.page_file, batch_page(results))
 

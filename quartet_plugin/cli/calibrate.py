@@ -13,8 +13,7 @@ from quartet_plugin.errors import ConfigError, QuartetError, UsageError
 if TYPE_CHECKING:
     from quartet_plugin.calibration.constants_fit import Calibration
     from quartet_plugin.calibration.observations import Observation
-    from quartet_plugin.cost.run import TrainingRun
-    from quartet_plugin.model.plan import Plan, Split
+    from quartet_plugin.cost.run import TrainingRun, UniformCluster
     from quartet_plugin.model.training_job import TrainingJob
     from quartet_plugin.trial.request import TrialResult
 
@@ -89,6 +88,7 @@ def lines(calibration: "Calibration") -> list[str]:
 
 def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
     """The measurements in a profile. Raises ConfigError."""
+    from quartet_plugin.calibration.measured_runs import measured_run
     from quartet_plugin.calibration.observations import Observation
     from quartet_plugin.calibration.profile import Profile, observations_of
     from quartet_plugin.model.schema import read_record
@@ -96,12 +96,16 @@ def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
 
     profile = read_record(Profile, path)
     job = parse_training_job(profile.job, where=f"{path}: job")
-    if job.split is None:
-        raise ConfigError(
-            f"{path}: job.split: null; only models that consist of equal layers can be calibrated"
-        )
-    run = _run_of(job, job, split=job.split, on_cpu=profile.ranks[0].device == "cpu", cluster=cluster)
-    observations = observations_of(run, profile.ranks, is_single_rank=profile.played is not None)
+    on_cpu, is_single_rank = profile.ranks[0].device == "cpu", profile.played is not None
+    run = measured_run(
+        job,
+        None,
+        on_cpu=on_cpu,
+        cluster=_cluster_of(job, cluster),
+        where=f"{path}: job",
+        is_single_rank=is_single_rank,
+    )
+    observations = observations_of(run, profile.ranks, is_single_rank=is_single_rank)
     if profile.iteration_s:
         seconds = statistics.median(profile.iteration_s)
         observations.append(Observation(run=run, seconds=seconds, spread=_PROFILE_SPREAD))
@@ -111,7 +115,7 @@ def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
 def of_run_folder(folder: Path, *, cluster: Path) -> "list[Observation]":
     """The measured trials of a run folder: their iterations, and their actions if the ranks recorded them.
 
-    Raises ConfigError for a folder without any.
+    Raises ConfigError for a folder without any, and for a job that the cost model cannot price.
     """
     from quartet_plugin.calibration.observations import Observation
     from quartet_plugin.trial.attempt import read_result
@@ -133,6 +137,7 @@ def of_run_folder(folder: Path, *, cluster: Path) -> "list[Observation]":
 
 def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | None":
     """The trial's run; None for a schedule or a model that the cost model does not know."""
+    from quartet_plugin.calibration.measured_runs import measured_run
     from quartet_plugin.cost.run import schedule_kind
     from quartet_plugin.model.files import read_json
     from quartet_plugin.model.plan import read_plan
@@ -140,36 +145,24 @@ def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | Non
 
     if result.job is None:
         return None
-    job = parse_training_job(result.job, where=f"{result.folder}: job")
+    where = f"{result.folder}: job"
+    job = parse_training_job(result.job, where=where)
     path = result.folder / "plan.json"
     plan = read_plan(path) if path.exists() else None
     source = plan or job
     if source.split is None or schedule_kind(source.schedule) is None:
         return None
     device = read_json(min(result.folder.glob("rank-*[0-9].json"))).get("device")
-    return _run_of(job, source, split=source.split, on_cpu=device == "cpu", cluster=cluster)
+    return measured_run(job, plan, on_cpu=device == "cpu", cluster=_cluster_of(job, cluster), where=where)
 
 
-def _run_of(
-    job: "TrainingJob", source: "Plan | TrainingJob", *, split: "Split", on_cpu: bool, cluster: Path
-) -> "TrainingRun":
-    """The run of a job with the shape, layout and schedule of `source`, which is the job or its plan."""
+def _cluster_of(job: "TrainingJob", path: Path) -> "UniformCluster":
+    """The cluster file's devices, equal ones, in the job's precision."""
     from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
     from quartet_plugin.cost.constants import fitted
-    from quartet_plugin.cost.run import measured_run
     from quartet_plugin.model.cluster import read_cluster
 
-    described = look_up(read_cluster(cluster), precision=job.precision)
-    return measured_run(
-        source.shape,
-        source.layout,
-        split=split,
-        schedule=source.schedule,
-        global_batch_size=job.global_batch_size,
-        precision=job.precision,
-        on_cpu=on_cpu,
-        cluster=uniform_cluster_of(described, fitted()),
-    )
+    return uniform_cluster_of(look_up(read_cluster(path), precision=job.precision), fitted())
 
 
 def _of_actions(folder: Path, *, run: "TrainingRun") -> "Iterator[Observation]":

@@ -260,12 +260,13 @@ def _title(plan: "Plan", num_microbatches: int) -> list[tuple[str, str]]:
     shape, mtp_layers, custom = plan.shape, plan.made_for.mtp_layers, plan.schedule.custom
     order = None if custom is None else origin_words(custom)
     split = plan.split.label if len(plan.split.label) <= 80 else f"{plan.split.label[:77]}..."
+    place = "before the last stage" if plan.split.mtp_before_last else "last"
     return [
         ("plan", f"{plan.digest[:12]} for {plan.made_for.world_size} devices"),
         ("parts", plan_label(plan)),
         ("shape", f"{shape.num_layers} layers, hidden {shape.hidden_size}, sequences of {shape.seq_length}"),
         ("layout", f"{layout_words(plan.layout)}, {microbatch_words(num_microbatches)}"),
-        ("split", f"{split}, multi-token prediction ({mtp_layers}) last" if mtp_layers else split),
+        ("split", f"{split}, multi-token prediction ({mtp_layers}) {place}" if mtp_layers else split),
         ("schedule", plan.schedule.label),
         *([] if order is None else [("order", order)]),
         ("mapping", plan.mapping.label),

@@ -23,16 +23,18 @@ def knobs_command(
     """List every knob: what it sets, its class of change, its flag, and its legal values.
 
     With a RUN the list also has the value in that run's command, the values that its search may choose, and
-    the reason where a value is kept. With a command after -- it has the values of the command's flags.
+    the reason where a value is kept. With a command after -- it has the same by the command's flags.
     """
     from quartet_plugin.space.knob_table import NOT_ASKED, knob_rows
 
     words = invocation(ctx).user_command
     if run is not None and words is not None:
         raise ConfigError(f"{run}: both a run and a command are given; give only one")
-    rows = knob_rows(None if run is None else _space_of(run, run_dir))
-    if words is not None:
-        rows = _stated(rows, words)
+    unknown = None
+    if words is None:
+        rows = knob_rows(None if run is None else _space_of(run, run_dir))
+    else:
+        rows, unknown = _rows_of_command(words)
     if as_json:
         typer.echo(json.dumps({"schema_version": 1, "knobs": [row.record() for row in rows]}, indent=1))
         return
@@ -40,6 +42,11 @@ def knobs_command(
         show(*_lines(row))
     if any(row.state == NOT_ASKED for row in rows):
         show("", f"{NOT_ASKED}: settings that rarely help, or with which a checkpoint no longer loads")
+    if unknown is not None:
+        show(
+            "",
+            f"why a value is kept is known after the baseline of a run (`quartet knobs RUN`): {unknown}",
+        )
 
 
 def _space_of(run: str, run_dir: Path) -> "Space":
@@ -47,6 +54,18 @@ def _space_of(run: str, run_dir: Path) -> "Space":
     from quartet_plugin.tuner.run_space import space_of_run
 
     return space_of_run(find_run(run, run_dir=run_dir))
+
+
+def _rows_of_command(words: tuple[str, ...]) -> "tuple[list[KnobRow], str | None]":
+    """The rows of a command, and why they have the flags' values alone; None where they have reasons too."""
+    from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.planner.command_space import space_of_command
+    from quartet_plugin.space.knob_table import knob_rows
+
+    try:
+        return knob_rows(space_of_command(parse_command(words))), None
+    except ConfigError as error:
+        return _stated(knob_rows(), words), str(error)
 
 
 def _stated(rows: "list[KnobRow]", words: tuple[str, ...]) -> "list[KnobRow]":

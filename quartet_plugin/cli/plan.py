@@ -249,6 +249,7 @@ def _show_ranking(
         f"{ranking.num_considered} layouts: {ranking.num_predicted} predicted, "
         f"{ranking.num_too_large} do not fit in memory, {ranking.num_pruned} cannot be faster"
     )
+    show(*ranking.limits)
     show(*lock_lines(locked, change_class=request.search.change_class))
     if unread:
         show(planned.unread_line(unread))

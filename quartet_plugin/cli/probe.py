@@ -105,7 +105,13 @@ def lines(cluster: "Cluster") -> list[str]:
         rates = ", ".join(f"{flops / 1e12:.3g} TFLOP/s {kind}" for kind, flops in values.peak_flops.items())
         memory = (values.memory_bandwidth_bytes_per_s or 0.0) / 1e9
         rows.append(f"{name}: {rates}, memory {memory:.3g} GB/s")
-    for name, link in (("inside a node", cluster.links.scale_up), ("between nodes", cluster.links.network)):
+    links = cluster.links
+    levels = (
+        ("inside a node", links.scale_up),
+        ("inside a segment", links.segment),
+        ("between nodes" if links.segment is None else "between segments", links.network),
+    )
+    for name, link in levels:
         if link is not None:
             speed = link.bandwidth_bytes_per_s / 1e9
             rows.append(f"{name}: {speed:.3g} GB/s, {link.latency_s * 1e6:.3g} us")
@@ -118,14 +124,17 @@ def _places(cluster: "Cluster") -> list[str]:
     fabrics = Counter(node.fabric for node in cluster.nodes if node.fabric is not None)
     if fabrics:
         domain = cluster.links.scale_up_devices
-        joined = "a node's devices" if domain is None else f"{domain} devices"
+        together = "the devices of a fabric" if max(fabrics.values()) > 1 else "a node's devices"
+        joined = together if domain is None else f"{domain} devices"
         cliques = ", ".join(f"{name} ({count} nodes)" for name, count in sorted(fabrics.items())[:4])
         rows.append(f"fabric: {cliques}; {joined} in a scale-up domain")
     places = [f"{node.name} {node.topology}" for node in cluster.nodes if node.topology is not None]
     if places:
         pattern = next((node.topology_pattern for node in cluster.nodes if node.topology_pattern), "")
         words = f" ({pattern})" if pattern else ""
-        rows.append(f"topology{words}: {', '.join(places[:4])}{', ...' if len(places) > 4 else ''}")
+        shown = f"{', '.join(places[:4])}{', ...' if len(places) > 4 else ''}"
+        segments = {node.segment for node in cluster.nodes} - {None}
+        rows.append(f"topology{words}: {shown}; segments: {len(segments)}")
     return rows
 
 

@@ -177,6 +177,7 @@ def table(ranks: "Sequence[RankProfile]") -> "Costs":
         num_layers=job.shape.num_layers,
         num_devices=job.layout.pipeline_parallel,
         num_microbatches=job.layout.num_microbatches(job.global_batch_size),
+        num_dense_layers=None if job.experts is None else job.experts.num_dense_layers,
     )
 
 
@@ -195,9 +196,12 @@ def write(measured: "Profile", *, output: Path, costs: Path | None) -> None:
 def lines(measured: "Profile") -> list[str]:
     """The measured times and memory, a line for each part of the model and each rank."""
     from quartet_plugin.calibration.profile import typical_parts
+    from quartet_plugin.model.training_job import parse_training_job
 
     rows = []
-    for name, part in typical_parts(measured.ranks).items():
+    experts = parse_training_job(measured.job).experts
+    num_dense = None if experts is None else experts.num_dense_layers
+    for name, part in typical_parts(measured.ranks, num_dense_layers=num_dense).items():
         times = [
             f"{label} {1e3 * seconds:.3f} ms"
             for label, seconds in (
@@ -208,10 +212,11 @@ def lines(measured: "Profile") -> list[str]:
             )
             if seconds is not None
         ]
-        rows.append(f"{name:10}{', '.join(times)}; {part.activation_bytes / 2**20:.1f} MiB of activations")
+        held = f"{part.activation_bytes / 2**20:.1f} MiB of activations"
+        rows.append(f"{name.replace('_', ' '):13}{', '.join(times)}; {held}")
     for rank in measured.ranks:
         steps = [f"{name} {1e3 * seconds:.1f} ms" for name, seconds in rank.steps.items() if seconds]
         rows.append(
-            f"rank {rank.rank:<5}{', '.join(steps)}; peak memory {rank.peak_memory_bytes / 2**20:.0f} MiB"
+            f"rank {rank.rank:<8}{', '.join(steps)}; peak memory {rank.peak_memory_bytes / 2**20:.0f} MiB"
         )
     return rows

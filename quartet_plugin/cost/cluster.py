@@ -7,7 +7,7 @@ smallest device's, since any rank may be there.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,6 +67,23 @@ class ResolvedCluster:
         return len({len(node.devices) for node in self.cluster.nodes}) == 1
 
     @property
+    def domain_of_node(self) -> IntArray:
+        """A number for each node [num_nodes], from 0: equal for the nodes of one scale-up domain."""
+        sizes = [len(node.devices) for node in self.cluster.nodes]
+        firsts = self.domain[np.cumsum([0, *sizes[:-1]])]
+        return np.unique(firsts, return_inverse=True)[1]
+
+    @property
+    def segment_of_node(self) -> IntArray | None:
+        """The segment of each node [num_nodes], one of its own for a node that has none in the file.
+
+        None where no segment of several nodes has another beside it: no order of ranks makes a difference.
+        """
+        nodes = self.cluster.nodes
+        segments = _numbered([(node.segment is None, node.segment or node.name) for node in nodes])
+        return segments if 1 < len(set(segments.tolist())) < len(nodes) else None
+
+    @property
     def largest_block(self) -> int:
         """The slots that every node has in every domain of it: a tensor-parallel size must divide them."""
         cells: dict[tuple[int, int], int] = {}
@@ -111,7 +128,7 @@ def uniform_cluster_of(resolved: ResolvedCluster, constants: Constants) -> Unifo
         device=resolved.reference,
         num_devices=resolved.cluster.num_slots,
         devices_per_node=max(sizes),
-        scale_up_devices=links.scale_up_devices or max(sizes),
+        scale_up_devices=links.scale_up_devices or int(np.bincount(resolved.domain).max()),
         scale_up_bytes_per_s=topology.inside_bytes_per_s / constants.scale_up,
         scale_out_bytes_per_s=slowest / constants.scale_out,
         memory_bytes=resolved.memory_bytes,
@@ -148,9 +165,11 @@ def topology_of(resolved: ResolvedCluster, constants: Constants) -> Topology:
     links = resolved.cluster.links
     reach_up, reach_out = (1.0, 1.0) if links.measured else (constants.scale_up, constants.scale_out)
     bandwidth, latency = _between(resolved)
+    slots, segments = resolved.slots, resolved.segment_of_node
     return Topology(
-        slots=resolved.slots,
+        slots=slots,
         domain_of_slot=resolved.domain,
+        segment_of_slot=None if segments is None else segments[[slot.node for slot in slots]],
         slowdown=resolved.slowdown,
         inside_bytes_per_s=links.scale_up.bandwidth_bytes_per_s * reach_up,
         inside_latency_s=max(LEAST_LATENCY_S, links.scale_up.latency_s),
@@ -191,7 +210,7 @@ def view_from(
         scale_up_devices=link.local * stride,
         scale_up_bytes_per_s=max(link.bytes_per_s, cluster.scale_up_bytes_per_s * constants.scale_up)
         / constants.scale_up,
-        scale_out_bytes_per_s=link.bytes_per_s / link.local / constants.scale_out,
+        scale_out_bytes_per_s=link.port_bytes_per_s / constants.scale_out,
     )
     return view, with_hop(constants, link.latency_s)
 
@@ -259,11 +278,12 @@ def _described(name: str, cluster: Cluster, values: DeviceValues) -> DeviceSpec:
 
 
 def _domains(cluster: Cluster) -> IntArray:
-    """The domain of each slot: `scale_up_devices` consecutive ones, or a node's."""
+    """The domain of each slot: `scale_up_devices` consecutive ones, or those of the nodes of one fabric."""
     size = cluster.links.scale_up_devices
     sizes = [len(node.devices) for node in cluster.nodes]
     if size is None:
-        return np.repeat(np.arange(len(sizes)), sizes)
+        fabrics = [(node.fabric is None, node.fabric or node.name) for node in cluster.nodes]
+        return np.repeat(_numbered(fabrics), sizes)
     if size > max(sizes):
         return np.arange(sum(sizes), dtype=np.int64) // size
     domains, first = [], 0
@@ -277,12 +297,17 @@ def _between(resolved: ResolvedCluster) -> tuple[FloatArray, FloatArray]:
     """Nominal bandwidth and latency between domains [num_domains, num_domains]."""
     links, domain = resolved.cluster.links, resolved.domain
     node_of_slot = np.array([slot.node for slot in resolved.slots])
-    node_of_domain = node_of_slot[np.searchsorted(domain, np.arange(int(domain[-1]) + 1))]
+    node_of_domain = node_of_slot[np.unique(domain, return_index=True)[1]]
     same = node_of_domain[:, None] == node_of_domain[None, :]
     domains = np.ix_(node_of_domain, node_of_domain)
     shape = same.shape
     level = links.network or links.scale_up
     bandwidth, latency = np.full(shape, level.bandwidth_bytes_per_s), np.full(shape, level.latency_s)
+    if links.segment is not None:
+        names = np.array([node.segment or "" for node in resolved.cluster.nodes])[node_of_domain]
+        is_joined = (names[:, None] == names[None, :]) & (names != "")
+        bandwidth = np.where(is_joined, links.segment.bandwidth_bytes_per_s, bandwidth)
+        latency = np.where(is_joined, links.segment.latency_s, latency)
     if links.matrix is not None:
         table = np.array(links.matrix.bandwidth_bytes_per_s, dtype=np.float64)
         bandwidth = table[domains]
@@ -292,6 +317,12 @@ def _between(resolved: ResolvedCluster) -> tuple[FloatArray, FloatArray]:
         bandwidth = np.where(same, links.node.bandwidth_bytes_per_s, bandwidth)
         latency = np.where(same, links.node.latency_s, latency)
     return bandwidth, latency
+
+
+def _numbered(keys: Sequence[Hashable]) -> IntArray:
+    """A number for each key, equal for equal keys, in the order in which they first appear."""
+    number = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+    return np.array([number[key] for key in keys], dtype=np.int64)
 
 
 def _off_diagonal(table: FloatArray) -> FloatArray:

@@ -9,6 +9,7 @@ from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.model.shape import LayerKinds
 
 
 class Coefficient(StrEnum):
@@ -50,11 +51,14 @@ class MachineModel:
     standard deviations of the coefficients' logarithms: of the named ones, then of the slowdowns of slots or
     nodes. `slowdown_index_of_slot` [num_slots] is the index of a slot's slowdown among the coefficients, -1
     where slots are not distinguished. `is_known`: the library has the device. `memory_limit_bytes` is the
-    least that a user gives a device. `settings` and `features`: the command's own. `experts`, `latent` and
-    `normalization` are the model's, which no plan changes.
+    least that a user gives a device. `settings` and `features`: the command's own. `experts`, `latent`,
+    `mtp_kinds` (the layers of a depth of multi-token prediction) and `normalization` are the model's, which
+    no plan changes. `domain_of_node` [num_nodes] is equal for nodes that fast links join: links between them
+    are those inside a node.
     """
 
     nodes: tuple[NodeInfo, ...]
+    domain_of_node: IntArray
     intra_node: UniformCluster
     inter_node: UniformCluster
     constants: Constants
@@ -68,6 +72,7 @@ class MachineModel:
     features: tuple[str, ...] = ()
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    mtp_kinds: LayerKinds | None = None
     normalization: str | None = None
 
     @property

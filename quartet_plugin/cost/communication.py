@@ -13,7 +13,7 @@ from quartet_plugin.cost.compute import LayerTimes
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import device_of_stages
 from quartet_plugin.cost.layer_partition import exposed_times, stock_share
-from quartet_plugin.cost.run import Overlap, TrainingRun, UniformCluster
+from quartet_plugin.cost.run import ContextComm, Overlap, TrainingRun, UniformCluster
 from quartet_plugin.cost.times import Times
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.job_description import Experts
@@ -138,6 +138,21 @@ def _collectives(run: TrainingRun, constants: Constants) -> tuple[Times, float]:
     return Times(forward, backward * left, 0.0), forward
 
 
+def ffn_pairs(run: TrainingRun, experts: Experts) -> tuple[float, float]:
+    """The tensor-parallel collectives of a layer's routed experts and of its shared one.
+
+    In those of a dense FFN. Devices that share an expert gather the tokens that arrived for it, and scatter
+    its outputs (`MoEAlltoAllTokenDispatcher`); where all tokens are gathered they do so once a token. Whole
+    experts have none of these.
+    """
+    shared = 1.0 if experts.shared_ffn_hidden_size else 0.0
+    if run.has_whole_experts:
+        return 0.0, shared
+    if run.software.gathers_tokens:
+        return 1.0, shared
+    return experts.experts_per_token * run.expert_load, shared
+
+
 def skew(run: TrainingRun, constants: Constants, layer: LayerTimes) -> Times:
     """Waiting of tensor-parallel ranks for the slowest, where collectives stop the computation.
 
@@ -150,14 +165,32 @@ def skew(run: TrainingRun, constants: Constants, layer: LayerTimes) -> Times:
 
 
 def context_parallel(run: TrainingRun, constants: Constants, attention: Times) -> Times:
-    """The exposed time of passing keys and values around the ring, beside the attention it feeds."""
+    """The exposed time of what ranks that share sequences send each other, beside the attention it feeds.
+
+    Neighbours exchange heads for sequence where the job says so, and rings join the others; or all ranks
+    gather keys and values.
+    """
     cp = run.layout.context_parallel
     if cp == 1:
         return Times()
-    ranks = group(run.cluster, constants, size=cp, stride=run.layout.tensor_parallel)
-    width = run.shape.num_query_groups * run.shape.kv_channels / run.layout.tensor_parallel
-    size = 2.0 * run.element_bytes * run.tokens_per_microbatch * width * cp
-    forward = ranks.gather_s(size)
+    if run.software.context_comm is ContextComm.ALL_GATHER:
+        return _gathered_keys(run, constants)
+    size = run.exchanging_ranks
+    if size == 1:
+        return _ring_of_keys(run, constants, attention, size=cp, stride=run.layout.tensor_parallel)
+    stride = size * run.layout.tensor_parallel
+    rings = _ring_of_keys(run, constants, attention, size=cp // size, stride=stride)
+    return _exchanged_heads(run, constants, size=size).plus(rings)
+
+
+def _ring_of_keys(
+    run: TrainingRun, constants: Constants, attention: Times, *, size: int, stride: int
+) -> Times:
+    """The exposed time of passing keys and values around a ring of `size` ranks, `stride` apart."""
+    if size == 1:
+        return Times()
+    ranks = group(run.cluster, constants, size=size, stride=stride)
+    forward = ranks.gather_s(_bytes_of_keys(run, size=size))
     if run.software.tensor_overlap is Overlap.NONE and not run.software.has_data_overlap:
         return Times(forward, 2 * forward, 0.0)
     left = constants.tensor_exposed
@@ -166,6 +199,47 @@ def context_parallel(run: TrainingRun, constants: Constants, attention: Times) -
         max(2 * forward * left, 2 * forward - attention.input_grad_s),
         0.0,
     )
+
+
+def _bytes_of_keys(run: TrainingRun, *, size: int) -> float:
+    """Bytes of a microbatch's keys and values on `size` ranks together."""
+    width = run.shape.num_query_groups * run.shape.kv_channels / run.layout.tensor_parallel
+    return 2.0 * run.element_bytes * run.tokens_per_microbatch * width * size
+
+
+def _gathered_keys(run: TrainingRun, constants: Constants) -> Times:
+    """The time of gathering the keys, and the values, of whole sequences before attention.
+
+    The backward gathers both once more and scatters their gradients (`AttnFuncWithCPAndKVAllGather` of
+    Transformer Engine's `context_parallel.py`).
+    """
+    cp = run.layout.context_parallel
+    ranks = group(run.cluster, constants, size=cp, stride=run.layout.tensor_parallel)
+    forward = ranks.gather_s(_bytes_of_keys(run, size=cp), calls=2)
+    return Times(forward, 2 * forward, 0.0)
+
+
+def _exchanged_heads(run: TrainingRun, constants: Constants, *, size: int) -> Times:
+    """The time of the all-to-alls of `size` ranks around attention: a part of the sequence for one of heads.
+
+    Queries, keys and values go in and outputs come back; in the backward outputs and their gradients go in
+    and the gradients of the other three come back (`AttnFuncWithCPAndQKVOA2A`, the same file).
+    """
+    ranks = group(run.cluster, constants, size=size, stride=run.layout.tensor_parallel)
+    shape, latent = run.shape, run.latent
+    heads, groups = shape.num_attention_heads, shape.num_query_groups
+    query, key, value = shape.kv_channels, shape.kv_channels, shape.kv_channels
+    if latent is not None:
+        groups, value = heads, latent.v_head_dim
+        query = key = latent.qk_head_dim + latent.qk_pos_emb_head_dim
+
+    def seconds(width: int) -> float:
+        per_token = run.element_bytes * width / run.layout.tensor_parallel
+        return exchange_s(ranks, run.cluster, constants, run.tokens_per_microbatch * per_token)
+
+    inputs = seconds(heads * query) + seconds(groups * key) + seconds(groups * value)
+    outputs = seconds(heads * value)
+    return Times(inputs + outputs, inputs + 2 * outputs, 0.0)
 
 
 def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) -> Times:
@@ -181,7 +255,7 @@ def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) ->
         * run.tokens_per_microbatch
         * experts.experts_per_token
         * run.shape.hidden_size
-        * run.imbalance
+        * run.expert_load
     )
     share = _share_sent(experts, ranks.num_domains) if run.software.sends_once_a_domain else 1.0
     once = exchange_s(ranks, run.cluster, constants, size / run.layout.tensor_parallel, outside_share=share)
@@ -287,15 +361,17 @@ def hideable_s(constants: Constants, exchanges: Sequence[Times]) -> FloatArray:
     return hideable
 
 
-def transfer_s(run: TrainingRun, constants: Constants, *, sender: int, receiver: int) -> float:
-    """Seconds of one microbatch's boundary tensor between two pipeline ranks.
+def transfer_s(
+    run: TrainingRun, constants: Constants, *, sender: int, receiver: int, num_tensors: int = 1
+) -> float:
+    """Seconds of one microbatch's boundary tensor between two pipeline ranks, or of several at once.
 
     Ranks that hold the same boundary send a slice each where sequence parallelism, or the scatter and
     gather of interleaved schedules, allows it (Narayanan et al. 2021).
     """
     layout, cluster = run.layout, run.cluster
     stride = layout.tensor_parallel * run.copies
-    size = run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size
+    size = num_tensors * run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size
     if layout.sequence_parallel or layout.virtual_stages > 1 or run.software.splits_transfers:
         size /= layout.tensor_parallel
     latency = transfer_latency_s(constants)
@@ -321,18 +397,19 @@ def tensor_parallel_ends(run: TrainingRun, constants: Constants) -> tuple[Times,
 
 
 def tied_ends_s(run: TrainingRun, constants: Constants) -> float:
-    """Seconds a step to sum the gradients of embeddings on the first and the last pipeline rank.
+    """Seconds a step to sum the gradients of embeddings on the first pipeline rank and another one.
 
-    Both ranks have them where the head is tied, or where multi-token prediction embeds further tokens.
+    The last one has them where the head is tied, or that with multi-token prediction, which embeds further
+    tokens.
     """
     layout = run.layout
-    p = layout.pipeline_parallel
+    other_rank = layout.pipeline_parallel + run.embedding_stage
     placement = device_of_stages(run)
-    is_apart = placement[0] != placement[-1]
+    is_apart = placement[0] != placement[run.embedding_stage]
     has_both = run.shape.tied_embeddings or run.mtp_layers > 0
     if not (is_apart and has_both and run.software.reduces_ends):
         return 0.0
-    stride = layout.tensor_parallel * run.copies * (p - 1)
+    stride = layout.tensor_parallel * run.copies * other_rank
     both_ends = group(run.cluster, constants, size=2, stride=stride)
     weights = run.shape.embedding_parameters / layout.tensor_parallel
     return both_ends.reduce_s(float(run.software.gradient_bytes) * weights)
@@ -369,12 +446,11 @@ def data_parallel_s(
     """
     if run.zero_stage == 3:
         return 0.0
-    tp, ep = run.layout.tensor_parallel, run.layout.expert_parallel
+    tp, ranks = run.layout.tensor_parallel, run.expert_copies
     reduce, gather = _reduce_and_gather(run, constants, num_dense, num_ranks=run.copies, stride=tp)
-    shards = run.expert_shards
-    expert_copies = run.copies * tp // (ep * shards)
-    if num_expert and expert_copies > 1:
-        more = _reduce_and_gather(run, constants, num_expert, num_ranks=expert_copies, stride=shards * ep)
+    if num_expert and ranks > 1:
+        stride = run.expert_shards * run.layout.expert_parallel
+        more = _reduce_and_gather(run, constants, num_expert, num_ranks=ranks, stride=stride)
         reduce, gather = reduce + more[0], gather + more[1]
     if not run.software.has_data_overlap:
         return reduce + gather

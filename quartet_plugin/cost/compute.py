@@ -208,7 +208,7 @@ def layer_times(
         start * 0.5 * rates.ratios.launch_weight,
     )
     if experts is not None:
-        launch = launch.plus(host_operations.kernels_alone(run, experts).times(rates.launch_s))
+        launch = launch.plus(host_operations.kernels_alone(run, experts).scaled(rates.launch_s))
     if cut is not None:
         gemm, launch = cut[0], launch.plus(cut[1])
     routed_experts, shared_into, shared_out = products_of_experts
@@ -222,7 +222,7 @@ def layer_times(
         shared_out=shared_out,
     )
     if experts is not None:
-        host = host_operations.operations(run, experts).times(rates.host_operation_s)
+        host = host_operations.operations(run, experts).scaled(rates.host_operation_s)
         wait = host_operations.exposed_times(host, times.total)
         times = replace(times, launch=launch.plus(wait))
     last = rates.gemm_s(t, shape.hidden_size, hidden_ffn) if run.software.has_early_stop else 0.0
@@ -331,7 +331,7 @@ def _experts(
     t, h = run.tokens_per_microbatch, shape.hidden_size
     tp, ep = layout.tensor_parallel, layout.expert_parallel
     local = max(1.0, experts.num_experts / ep)
-    arriving = t * experts.experts_per_token * run.imbalance
+    arriving = t * experts.experts_per_token * run.expert_load
     # Tensor-parallel devices share the products of an expert, or the tokens of whole ones.
     each = arriving / local * run.expert_shards / tp
     sizes = ffn_products(h, experts.ffn_hidden_size / run.expert_shards, is_gated=shape.gated_ffn)

@@ -37,11 +37,12 @@ def layer_products(run: TrainingRun, *, experts: Experts | None) -> list[HeldPro
     held.append(_held(run, "proj", row[1], row[0]))
     if experts is None:
         return _cut(run, held + _ffn(run, "fc", run.shape.ffn_hidden_size / tp))
-    # A token's copies lie on the ranks of its experts; no product of theirs is gathered.
+    # A token's copies lie on the ranks of its experts, whole on each that shares one.
+    arriving, width = experts.experts_per_token * run.expert_load, h * run.expert_shards / tp
     up, down = compute.ffn_products(h, experts.ffn_hidden_size / tp, is_gated=run.shape.gated_ffn)
     routed = [
-        _held(run, name, experts.experts_per_token * size_in, experts.experts_per_token * size_out)
-        for name, size_out, size_in in (("routed_fc1", up[0], h / tp), ("routed_fc2", h / tp, down[1]))
+        _held(run, name, arriving * size_in, arriving * size_out)
+        for name, size_out, size_in in (("routed_fc1", up[0], width), ("routed_fc2", width, down[1]))
     ]
     if not experts.shared_ffn_hidden_size:
         return held + routed

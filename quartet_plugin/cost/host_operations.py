@@ -9,36 +9,12 @@ Counted are operations of Megatron-Core with Transformer Engine: PyTorch's and t
 which starts a kernel, allocates or does both. Its grouped product is one call to cuBLAS an expert.
 """
 
-from typing import NamedTuple
-
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.cost.times import Times
 from quartet_plugin.model.job_description import Experts
 
-
-class Counts(NamedTuple):
-    """Numbers of operations or kernels of a forward, an input gradient and a weight gradient."""
-
-    num_forward: float = 0.0
-    num_input_grad: float = 0.0
-    num_weight_grad: float = 0.0
-
-    def scaled(self, factor: float) -> "Counts":
-        """The numbers of `factor` such computations."""
-        return Counts(self.num_forward * factor, self.num_input_grad * factor, self.num_weight_grad * factor)
-
-    def plus(self, other: "Counts") -> "Counts":
-        """The sums of forwards, of input gradients and of weight gradients."""
-        return Counts(
-            self.num_forward + other.num_forward,
-            self.num_input_grad + other.num_input_grad,
-            self.num_weight_grad + other.num_weight_grad,
-        )
-
-    def times(self, each_s: float) -> Times:
-        """The seconds where each operation or kernel takes `each_s`."""
-        return Times(self.num_forward * each_s, self.num_input_grad * each_s, self.num_weight_grad * each_s)
-
+# Numbers of operations or kernels by direction: their seconds where each takes one.
+Counts = Times
 
 # Operations of a layer beside its experts, as PyTorch's dispatcher counts them in Megatron-Core 0.19 without
 # views, which are as many again: 76 in the forward (norms, attention, router, permutations, residuals), 64 in

@@ -113,8 +113,8 @@ def capacity_bytes_of(available_bytes: float) -> float:
     return (available_bytes + CONTEXT_BYTES) / USABLE
 
 
-def weights_of_stages(run: TrainingRun) -> list[Weights]:
-    """The parameters of each stage on one rank, tensor and expert parallel shards taken."""
+def _layer_weights(run: TrainingRun) -> tuple[float, float, float]:
+    """Weights of one rank in a dense layer, in one with experts beside them, and in its experts."""
     shape, layout = run.shape, run.layout
     tp, h = layout.tensor_parallel, shape.hidden_size
     width = 3 if shape.gated_ffn else 2
@@ -125,28 +125,40 @@ def weights_of_stages(run: TrainingRun) -> list[Weights]:
         e = run.experts
         shared = common + width * h * e.shared_ffn_hidden_size / tp + e.num_experts * h
         routed = width * h * e.ffn_hidden_size / run.expert_shards * e.num_experts / layout.expert_parallel
+    return dense, shared, routed
+
+
+def weights_of_stages(run: TrainingRun) -> list[Weights]:
+    """The parameters of each stage on one rank, tensor and expert parallel shards taken."""
+    shape, tp, h = run.shape, run.layout.tensor_parallel, run.shape.hidden_size
+    dense, shared, routed = _layer_weights(run)
+    further, num_further = run.further_layers
+    further_dense, further_shared, further_routed = _layer_weights(further)
     num_dense = run.experts.num_dense_layers if run.experts else shape.num_layers
     positions = shape.max_position_embeddings * (shape.position_embedding == "learned_absolute")
     vocabulary = shape.vocab_size * h / tp
-    kinds: dict[tuple[int, int, bool, bool], Weights] = {}
+    kinds: dict[tuple[int, int, bool, bool, bool], Weights] = {}
     stages: list[Weights] = []
     first, last = 0, len(run.layers_per_stage) - 1
+    mtp_stage = last - run.is_mtp_before_last
     for stage, count in enumerate(run.layers_per_stage):
         plain = max(0, min(count, num_dense - first))
         first += count
-        kind = (plain, count, stage == 0, stage == last)
+        kind = (plain, count, stage == 0, stage == mtp_stage, stage == last)
         if kind not in kinds:
             total = plain * dense + (count - plain) * shared
             if stage == 0:
                 total += vocabulary + h * positions
             if stage == last and not (stage == 0 and shape.tied_embeddings):
                 total += vocabulary
-            mtp = run.mtp_layers if stage == last else 0
-            if mtp and stage > 0 and not shape.tied_embeddings:
+            mtp = run.mtp_layers if stage == mtp_stage else 0
+            if mtp and stage > 0 and not (stage == last and shape.tied_embeddings):
                 # A second copy of the embedding, of the further tokens.
                 total += vocabulary
-            total += mtp * (2.0 * h * h / tp + (shared if run.experts else dense))
-            kinds[kind] = Weights(num_dense=total, num_expert=(count - plain + mtp) * routed)
+            each = further_shared if further.experts else further_dense
+            total += mtp * (2.0 * h * h / tp + num_further * each)
+            experts = (count - plain) * routed + mtp * num_further * further_routed
+            kinds[kind] = Weights(num_dense=total, num_expert=experts)
         stages.append(kinds[kind])
     return stages
 
@@ -187,9 +199,10 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
         share = (held_weights.num_dense, held_weights.num_expert)
         if share not in states:
             states[share] = _states(run, *share)
-        ends = (0 in stages, last in stages)
+        has_embedding = 0 in stages or (run.is_mtp_before_last and last - 1 in stages)
+        ends = (has_embedding, last in stages)
         if ends not in temporary:
-            temporary[ends] = _temporary(run, is_first=ends[0], is_last=ends[1])
+            temporary[ends] = _temporary(run, has_embedding=ends[0], is_last=ends[1])
         parameters, gradients, optimizer = states[share]
         devices.append(
             Memory(
@@ -220,18 +233,13 @@ def bytes_per_weight(precision: HalfPrecision, software: Software) -> tuple[floa
 
 def _states(run: TrainingRun, dense: float, expert: float) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state; sharded by the ZeRO stage."""
-    ranks = float(run.optimizer_group if run.zero_stage in (1, 2) else 1)
-    expert_ranks = (
-        max(1.0, ranks * run.layout.tensor_parallel / run.layout.expert_parallel) if expert else 1.0
-    )
-    if run.expert_shards > 1 and expert:
-        expert_ranks = max(1.0, ranks / run.layout.expert_parallel)
     weight, gradient, optimizer = bytes_per_weight(run.half, run.software)
     if run.zero_stage == 3:
         shards = run.shard_group
         # One layer's gathered weights, and the next one's that is prefetched. The fp32 shard is the master.
         layer = 2 * weight * dense / max(1, run.shape.num_layers)
         return layer, SINGLE * dense / shards, OPTIMIZER_BYTES * dense / shards
+    ranks, expert_ranks = run.optimizer_shards
     states = optimizer * (dense / ranks + expert / expert_ranks)
     return weight * (dense + expert), gradient * (dense + expert), states
 
@@ -251,6 +259,9 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
             _kept_bytes(run, layer, boundary, experts=experts)
             for layer, experts in ((dense, None), (moe, run.experts))
         )
+    further, further_held = moe, held_moe
+    if run.mtp_depth is not None:
+        further, further_held = _bytes_of_depth(run, boundary)
     stages, held, first = [], [], 0
     boundaries = 2 if run.software.keeps_stage_outputs else 1
     for count in run.layers_per_stage:
@@ -264,21 +275,42 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
         stages.append(layers + (inputs + boundaries) * boundary)
         held.append(plain * held_dense + (count - plain) * held_moe)
     # The output of the last norm, which the head's weight gradient needs.
-    stages[-1] += boundary + run.mtp_layers * _further_token_bytes(run, boundary, layer=moe)
+    norm_stage = -2 if run.is_mtp_before_last else -1
+    stages[norm_stage] += boundary + run.mtp_layers * _further_token_bytes(run, boundary, layer=further)
+    if run.is_mtp_before_last:
+        # The states of all tokens arrive together, and a stage without any layer copies its input.
+        stages[-1] += (1 + 2 * run.mtp_layers) * boundary
     if run.software.plain_operations:
         saved = run.tokens_per_microbatch * plain_operations.norm_bytes(run) / split
         # Of the last norm the input is counted as the stage's output.
-        stages[-1] += saved - boundary
+        stages[norm_stage] += saved - boundary
         mask = plain_operations.mask_bytes(run)
         stages = [kept + mask * (count > 0) for kept, count in zip(stages, run.layers_per_stage, strict=True)]
     head = held_bytes.head_product(run).total_bytes
-    held[-1] += head + run.mtp_layers * (held_moe + head + held_bytes.joined_product(run).total_bytes)
+    joined = held_bytes.joined_product(run).total_bytes
+    if run.is_mtp_before_last:
+        held[-1] += (1 + run.mtp_layers) * head
+        held[-2] += run.mtp_layers * (further_held + joined)
+    else:
+        held[-1] += head + run.mtp_layers * (further_held + head + joined)
     # Full recompute takes full backwards.
     return np.array(stages), np.array(held) * (run.layout.recompute != "full")
 
 
+def _bytes_of_depth(run: TrainingRun, boundary: float) -> tuple[float, float]:
+    """Bytes that the layers of a hybrid model's depth of multi-token prediction keep of a microbatch.
+
+    Before and after their input gradients, as `stage_activations` has them.
+    """
+    further, count = run.further_layers
+    layer = layer_activation_bytes(further, experts=further.experts)
+    if run.layout.recompute == "selective":
+        layer = _kept_bytes(further, layer, boundary, experts=further.experts)
+    return count * layer, count * held_bytes.layer_bytes(further, experts=further.experts)
+
+
 def _further_token_bytes(run: TrainingRun, boundary: float, *, layer: float) -> float:
-    """Bytes that a layer of multi-token prediction keeps of a microbatch; `layer` are a transformer layer's.
+    """Bytes that a layer of multi-token prediction keeps of a microbatch; `layer` are those of its layers.
 
     Beside that are the two joined states and its output, and what three norms keep; full recompute keeps the
     output, the two states and the layer's input. The block method repeats none of these layers
@@ -327,6 +359,7 @@ def _recomputed_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
         return again + _ffn_module_bytes(run, experts=experts)
     if experts is not None and run.recomputes("moe_act"):
         results = 3.0 if run.shape.gated_ffn and run.software.plain_operations else 1.0
+        results *= run.expert_load
         again += t * size * results * experts.experts_per_token * experts.ffn_hidden_size / tp
     if experts is not None and run.recomputes("shared_experts"):
         again += t * _ffn_bytes(run, experts.shared_ffn_hidden_size / tp)
@@ -347,12 +380,14 @@ def _ffn_module_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
     tp, size = run.layout.tensor_parallel, float(run.element_bytes)
     if experts is None:
         return run.tokens_per_microbatch * _ffn_bytes(run, run.shape.ffn_hidden_size / tp)
-    each = size * run.shape.hidden_size / tp + _ffn_bytes(run, experts.ffn_hidden_size / tp)
+    # Devices that share an expert hold its tokens whole, each of them.
+    arriving = size * run.shape.hidden_size * run.expert_shards / tp
+    each = arriving + _ffn_bytes(run, experts.ffn_hidden_size / tp)
     if run.software.plain_operations:
         # The result is multiplied by the router's weight, and saved before and after.
         each += size * experts.ffn_hidden_size / tp
     shared = _ffn_bytes(run, experts.shared_ffn_hidden_size / tp)
-    tokens = experts.experts_per_token * each + shared + 8.0 * experts.num_experts
+    tokens = experts.experts_per_token * run.expert_load * each + shared + 8.0 * experts.num_experts
     return run.tokens_per_microbatch * tokens
 
 
@@ -404,7 +439,7 @@ def _ffn_bytes(run: TrainingRun, ffn: float) -> float:
     return run.element_bytes * ffn * (3.0 if run.shape.gated_ffn else 2.0)
 
 
-def _temporary(run: TrainingRun, *, is_first: bool, is_last: bool) -> float:
+def _temporary(run: TrainingRun, *, has_embedding: bool, is_last: bool) -> float:
     """Bytes of buffers: weight gradients or placeholders, a layer's gradients, logits, buckets."""
     shape, tp, t = run.shape, run.layout.tensor_parallel, run.tokens_per_microbatch
     sizes = [*compute.products(run)]
@@ -416,18 +451,29 @@ def _temporary(run: TrainingRun, *, is_first: bool, is_last: bool) -> float:
         gradients = element * sum(n * k for n, k in sizes)
     if run.software.eager_gradients:
         # One full gradient at a time, until it is added to the sum; the largest is the vocabulary's.
-        vocabulary = shape.embedding_parameters / tp if is_first or is_last else 0.0
+        vocabulary = shape.embedding_parameters / tp if has_embedding or is_last else 0.0
         gradients = element * max(vocabulary, *(n * k for n, k in sizes))
     logits = 0.0
     if is_last:
         logits = loss_bytes(run) / SINGLE * run.software.logit_bytes
     backward = element * t * (2 * width * (2 if shape.gated_ffn else 1))
     if run.layout.recompute == "full":
-        backward += run.recomputed_together * layer_activation_bytes(run, experts=None)
+        backward += run.recomputed_together * max(
+            layer_activation_bytes(run, experts=experts) for experts in _kinds_of_layers(run)
+        )
+    elif run.recomputes("moe") and run.experts is not None:
+        backward += _ffn_module_bytes(run, experts=run.experts)
     elif run.recomputes("mlp"):
         backward += _ffn_module_bytes(run, experts=None)
     backward += layer_partition.buffer_bytes(run)
     return gradients + max(backward, logits) + run.software.bucket_bytes + _gathered_bytes(run)
+
+
+def _kinds_of_layers(run: TrainingRun) -> list[Experts | None]:
+    """The experts of each kind of layer, None of a dense one."""
+    if run.experts is None:
+        return [None]
+    return [None, run.experts] if run.experts.num_dense_layers else [run.experts]
 
 
 def _gathered_bytes(run: TrainingRun) -> float:

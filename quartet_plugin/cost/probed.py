@@ -1,7 +1,7 @@
 """The findings of `quartet probe` as a cluster: names of known devices, measured figures of others."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from itertools import groupby
 from typing import Annotated, Literal
 
@@ -23,6 +23,8 @@ from quartet_plugin.model.schema import ADDED, Bounds, Length, record
 MEMORY_TOLERANCE = 0.12
 # A device slower than the fastest of its name by more than this has a slowdown; less is noise.
 SLOWDOWN_TOLERANCE = 0.15
+
+Pairs = tuple[tuple[Annotated[float, Bounds(ge=0, lt=1e20)], ...], ...]
 
 
 @record
@@ -48,11 +50,15 @@ class ProbedRank:
 
 @record
 class ProbedLinks:
-    """The links of each level; `pairs` are bytes/s from node to node, in the order of the hosts."""
+    """The links of each level; `pairs` are bytes/s from node to node, in the order of the hosts.
+
+    `segment` joins the nodes of a segment, and `network` segments; without it `network` joins nodes.
+    """
 
     scale_up: Link | None
     network: Link | None
-    pairs: tuple[tuple[Annotated[float, Bounds(ge=0, lt=1e20)], ...], ...] | None
+    pairs: Pairs | None
+    segment: Link | None = field(default=None, metadata=ADDED)
 
 
 @record
@@ -146,7 +152,7 @@ def domain_devices(nodes: Sequence[ClusterNode]) -> int | None:
     """The devices of a scale-up domain of several nodes: of the nodes of one fabric and clique.
 
     None where no clique has several nodes, and where cliques differ in size or lie apart in the order of
-    nodes, which a cluster file cannot say.
+    nodes. Then the nodes' `fabric` alone says it (`cost.cluster`).
     """
     sizes = {len(node.devices) for node in nodes}
     cliques = [(name, len(list(alike))) for name, alike in groupby(node.fabric for node in nodes)]
@@ -158,18 +164,48 @@ def domain_devices(nodes: Sequence[ClusterNode]) -> int | None:
 
 
 def _links(findings: Findings, nodes: Sequence[ClusterNode]) -> ClusterLinks:
-    links, num_nodes = findings.links, len(nodes)
+    links, num_nodes = _with_slower_network(findings.links), len(nodes)
     # A single device has no link inside its node; its memory stands in, so that the file is complete.
     memory = Link(bandwidth_bytes_per_s=min(r.copy_bytes_per_s for r in findings.ranks), latency_s=0.0)
     matrix = None
     if links.pairs is not None and num_nodes > 2:
-        matrix = LinkMatrix(bandwidth_bytes_per_s=links.pairs)
+        matrix = LinkMatrix(bandwidth_bytes_per_s=_under_load(links.pairs, links, nodes))
     return ClusterLinks(
         scale_up=links.scale_up or memory,
         network=links.network,
         scale_up_devices=domain_devices(nodes),
         matrix=matrix,
         measured=True,
+        segment=links.segment,
+    )
+
+
+def _with_slower_network(links: ProbedLinks) -> ProbedLinks:
+    """The links with those between segments no faster than those inside: beyond that they differ by noise."""
+    inside, between = links.segment, links.network
+    if inside is None or between is None:
+        return links
+    network = Link(
+        bandwidth_bytes_per_s=min(inside.bandwidth_bytes_per_s, between.bandwidth_bytes_per_s),
+        latency_s=max(inside.latency_s, between.latency_s),
+    )
+    return replace(links, network=network)
+
+
+def _under_load(pairs: Pairs, links: ProbedLinks, nodes: Sequence[ClusterNode]) -> Pairs:
+    """The rates of pairs of nodes, none faster than its level of links is while all nodes use it.
+
+    A pair was measured alone: it does not show that the links between segments have many users.
+    """
+    if links.segment is None or links.network is None:
+        return pairs
+    inside, between = links.segment.bandwidth_bytes_per_s, links.network.bandwidth_bytes_per_s
+    return tuple(
+        tuple(
+            min(rate, inside if nodes[row].segment == nodes[column].segment else between)
+            for column, rate in enumerate(rates)
+        )
+        for row, rates in enumerate(pairs)
     )
 
 

@@ -287,7 +287,8 @@ def _features(row: Row) -> list[str]:
     """The features of the stated settings of experts, by the names that a command's have."""
     knobs = row.knobs or {}
     scopes = knobs.get("cuda_graph_scope") if knobs.get("cuda_graph_impl") not in (None, "none") else None
-    features = [f"graphed_{scope}" for scope in ([] if isinstance(scopes, str) else scopes or [])]
+    parts = ["iteration"] if scopes == "full_iteration" else scopes
+    features = [f"graphed_{part}" for part in ([] if isinstance(parts, str) else parts or [])]
     if knobs.get("moe_a2a_overlap") is True:
         features.append("overlap_moe")
     backend = knobs.get("moe_flex_dispatcher_backend")

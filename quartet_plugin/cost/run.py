@@ -11,10 +11,10 @@ from typing import Literal
 from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.custom_schedule import CustomSchedule
-from quartet_plugin.model.job_description import Experts, LatentAttention
+from quartet_plugin.model.job_description import Experts, LatentAttention, mean_layers
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import ScheduleChoice, Split
-from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.plan import ScheduleChoice
+from quartet_plugin.model.shape import LayerKinds, ModelShape
 from quartet_plugin.schedule.named import NAMED, NamedSchedule, Offer, refusal_of
 
 Attention = Literal["native-flash", "flash-2", "flash-1", "unfused"]
@@ -27,6 +27,15 @@ class Overlap(StrEnum):
     NONE = "none"
     BACKWARD = "backward"
     FULL = "full"
+
+
+class ContextComm(StrEnum):
+    """The communication of ranks that share sequences, by Megatron's words."""
+
+    P2P = "p2p"
+    ALL_GATHER = "all_gather"
+    A2A = "a2a"
+    A2A_P2P = "a2a+p2p"
 
 
 class ScheduleKind(StrEnum):
@@ -164,6 +173,10 @@ class Software:
     """Whether a dispatcher sends a token to another domain once, for all its experts there."""
     gathers_tokens: bool = False
     """Whether experts' devices gather all tokens of each other, and reduce their outputs back."""
+    context_comm: ContextComm = ContextComm.P2P
+    """How ranks that share sequences bring keys and values to each other's queries."""
+    exchanging_ranks: int = 1
+    """Ranks that exchange heads for sequence under `a2a+p2p`; rings join them."""
     graphed_share: float = 0.0
     """The share of a layer's kernels that are replayed from graphs of its parts."""
     gathers_narrow: bool = True
@@ -216,6 +229,18 @@ class UniformCluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MtpDepth:
+    """A depth of multi-token prediction in a hybrid model: like layers that have the mean weights of its own.
+
+    `shape` and `experts` are those of each of its `num_layers` layers.
+    """
+
+    num_layers: int
+    shape: ModelShape
+    experts: Experts | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
     """A run with nothing left open."""
 
@@ -246,6 +271,10 @@ class TrainingRun:
     """The order that a plan carries for the plugin's runtime; None for a framework's."""
     mtp_layers: int = 0
     """The layers of multi-token prediction."""
+    mtp_depth: MtpDepth | None = None
+    """What each of these is in a hybrid model; None where it is a layer as the last one is."""
+    is_mtp_before_last: bool = False
+    """Whether these lie on the stage before the last one, which has the head alone."""
     has_whole_experts: bool = False
     """Whether tensor-parallel devices hold whole experts, not parts of each."""
     has_block_scales: bool = False
@@ -270,6 +299,59 @@ class TrainingRun:
     def expert_shards(self) -> int:
         """Devices that share each expert's products."""
         return 1 if self.has_whole_experts else self.layout.tensor_parallel
+
+    @property
+    def expert_load(self) -> float:
+        """Tokens of the fullest device of its expert group over the mean; a device alone has them all."""
+        return self.imbalance if self.layout.expert_parallel > 1 else 1.0
+
+    @property
+    def exchanging_ranks(self) -> int:
+        """Ranks that exchange heads for sequence around their attention; rings join as many as are left."""
+        size = self.layout.context_parallel
+        match self.software.context_comm:
+            case ContextComm.A2A:
+                return size
+            case ContextComm.A2A_P2P if size % self.software.exchanging_ranks == 0:
+                return self.software.exchanging_ranks
+            case _:
+                return 1
+
+    @property
+    def expert_copies(self) -> int:
+        """Devices that hold the same experts."""
+        tp, ep = self.layout.tensor_parallel, self.layout.expert_parallel
+        return max(1, self.copies * tp // (ep * self.expert_shards))
+
+    @property
+    def optimizer_shards(self) -> tuple[float, float]:
+        """Ranks that share the optimizer states of a dense weight, and of one of an expert.
+
+        Each weight's are shared by ranks that hold it: with experts spread over them, these are fewer.
+        """
+        if self.zero_stage == 0:
+            return 1.0, 1.0
+        ranks = float(self.shard_group if self.zero_stage == 3 else self.optimizer_group)
+        tp, ep = self.layout.tensor_parallel, self.layout.expert_parallel
+        return ranks, max(1.0, ranks * tp / (ep * self.expert_shards))
+
+    @property
+    def further_layers(self) -> tuple["TrainingRun", int]:
+        """The run whose layers are those of a depth of multi-token prediction, and how many it has."""
+        if self.mtp_depth is None:
+            return self, 1
+        depth = self.mtp_depth
+        return replace(self, shape=depth.shape, experts=depth.experts), depth.num_layers
+
+    @property
+    def embedding_stage(self) -> int:
+        """The stage that has a copy of the embedding, or the tied head, counted from the end: -1 or -2."""
+        return -2 if self.is_mtp_before_last and not self.shape.tied_embeddings else -1
+
+    def num_sent_tensors(self, stage: int) -> int:
+        """The boundary tensors that a stage sends the next: a state of each further token beside the last."""
+        is_last_but_one = self.is_mtp_before_last and stage == len(self.layers_per_stage) - 2
+        return 1 + self.mtp_layers if is_last_but_one else 1
 
     @property
     def recomputed_share(self) -> float:
@@ -419,6 +501,18 @@ def run_of(
     )
 
 
+def mtp_depth_of(shape: ModelShape, experts: Experts | None, kinds: LayerKinds | None) -> MtpDepth | None:
+    """A depth of multi-token prediction with layers of `kinds`, beside a model of `shape` and `experts`.
+
+    None without kinds: then a depth is a layer as the model's last one is.
+    """
+    if kinds is None:
+        return None
+    count = kinds.num_layers
+    mean, routed = mean_layers(replace(shape, num_layers=count, layer_kinds=kinds), experts)
+    return MtpDepth(num_layers=count, shape=replace(mean, num_layers=shape.num_layers), experts=routed)
+
+
 def schedule_kind(choice: ScheduleChoice) -> ScheduleKind:
     """The schedule of a plan; `CUSTOM` where its order is written out or made by parameters."""
     custom = choice.custom
@@ -431,29 +525,3 @@ def schedule_kind(choice: ScheduleChoice) -> ScheduleKind:
 def schedule_group(choice: ScheduleChoice) -> int | None:
     """Microbatches a chunk before the next chunk, where the plan's schedule says it."""
     return choice.group if choice.custom is None else choice.custom.group
-
-
-def measured_run(
-    shape: ModelShape,
-    layout: Layout,
-    *,
-    split: Split,
-    schedule: ScheduleChoice,
-    global_batch_size: int,
-    precision: HalfPrecision,
-    on_cpu: bool,
-    cluster: UniformCluster,
-) -> TrainingRun:
-    """A measured run on its part of the cluster's devices."""
-    return run_of(
-        shape,
-        layout,
-        global_batch_size=global_batch_size,
-        layers_per_stage=split.transformer_layers_per_stage,
-        cluster=replace(cluster, num_devices=layout.world_size),
-        schedule=schedule_kind(schedule),
-        group=schedule_group(schedule),
-        custom=schedule.custom,
-        precision=precision,
-        software=ON_CPU if on_cpu else None,
-    )

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quartet_plugin.cost.run import FORCED_IMBALANCE, IMBALANCE, Overlap, Software
+from quartet_plugin.cost.run import FORCED_IMBALANCE, IMBALANCE, ContextComm, Overlap, Software
+from quartet_plugin.model.hierarchical_context import SIZES, sizes_of
 from quartet_plugin.model.layout import SettingValue
 
 # GPT-2 and GPT-3 recipes train with dropout, materialize the attention scores and reduce half gradients.
@@ -109,6 +110,7 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
     parts = of_gpu.get("cuda_graph_modules")
     # Megatron gathers parameters beside the forward only where it reduces gradients beside the backward.
     reduces = settings.get("overlap_grad_reduce", True) is True
+    comm, sizes = of_gpu.get("cp_comm_type"), sizes_of(of_gpu.get(SIZES))
     return replace(
         software,
         **switches,
@@ -121,6 +123,8 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
         and settings.get("overlap_param_gather", True) is True,
         bucket_elements=float(settings.get("ddp_bucket_size") or software.bucket_elements),
         gathers_tokens=settings.get("moe_token_dispatcher") == "allgather",
+        context_comm=ContextComm(str(comm)) if comm in ContextComm else software.context_comm,
+        exchanging_ranks=sizes[0] if sizes else software.exchanging_ranks,
     )
 
 

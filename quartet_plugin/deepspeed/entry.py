@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.deepspeed.cpu import use_cpu
-from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.protocol.ds_config import Settings, config_file_of, parse_settings, read_config
-from quartet_plugin.protocol.terminal import terminal_line
-from quartet_plugin.rank.entry_options import EntryOptions, read_command, run_program
+from quartet_plugin.rank.entry_options import EntryOptions, command_of_process, run_program
 from quartet_plugin.rank.rendezvous import RankEnv
 from quartet_plugin.rank.session import Session, exit_now, print_notes
 
@@ -40,11 +38,7 @@ class DeepSpeedSession(Session):
 def main() -> None:
     """Run the command line of this process; it ends as the script ends."""
     leading, rest = _launcher_words(sys.argv[1:])
-    try:
-        command = read_command(rest, usage=USAGE)
-    except QuartetError as error:
-        print(f"quartet: {terminal_line(str(error))}", file=sys.stderr)
-        raise SystemExit(int(error.exit_code)) from None
+    command = command_of_process(rest, usage=USAGE)
     if command is None:
         print(f"usage: {USAGE}")
         return

@@ -4,11 +4,13 @@ A plan of a run is added to the user's command, which has these flags; a plan wi
 beside it, so all of them are written out.
 """
 
+from quartet_plugin.model.hierarchical_context import SIZES, sizes_of
 from quartet_plugin.model.job_description import Experts, JobDescription, LatentAttention
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.space.knobs.cp_comm_type import A2A_P2P, CP_COMM_TYPE, P2P
 
-FlagValues = dict[str, str | int | bool]
+FlagValues = dict[str, str | int | bool | list[str]]
 
 
 def flags_of_job(plan: Plan) -> FlagValues:
@@ -19,16 +21,33 @@ def flags_of_job(plan: Plan) -> FlagValues:
     flags = _flags_of_kind(plan.shape)
     flags |= {"--fp8-format": "hybrid", "--bf16": True} if job.precision == "fp8" else {}
     flags |= {f"--{job.precision}": True} if job.precision in ("bf16", "fp16") else {}
+    features = job.features or ()
     if job.experts is not None:
-        flags |= _flags_of_experts(job.experts, num_layers=plan.shape.num_layers)
-    if "no_linear_bias" in (job.features or ()):
+        has_biases = "moe_linear_bias" in features
+        flags |= _flags_of_experts(job.experts, num_layers=plan.shape.num_layers, has_biases=has_biases)
+    if "no_linear_bias" in features:
         flags["--disable-bias-linear"] = True
+    if "moe_unfused_bias" in features:
+        flags["--no-bias-dropout-fusion"] = True
     if job.experts is not None and _has_grouped_products(plan, job):
         flags["--moe-grouped-gemm"] = True
     if job.latent_attention is not None:
         flags |= _flags_of_latent_attention(job.latent_attention)
     if plan.made_for.mtp_layers:
         flags["--mtp-num-layers"] = plan.made_for.mtp_layers
+    if plan.layout.context_parallel > 1:
+        flags |= _flags_of_shared_sequences(plan, job)
+    return flags
+
+
+def _flags_of_shared_sequences(plan: Plan, job: JobDescription) -> FlagValues:
+    """The job's communication where the plan keeps it, and the sizes that `a2a+p2p` needs."""
+    values = {setting.name: setting.value for setting in job.settings or ()}
+    planned, kept = plan.layout.setting(CP_COMM_TYPE.name), values.get(CP_COMM_TYPE.name, P2P)
+    flags: FlagValues = {CP_COMM_TYPE.flag: kept} if planned is None and kept != P2P else {}
+    sizes = sizes_of(values.get(SIZES))
+    if sizes is not None and (planned or kept) == A2A_P2P:
+        flags["--hierarchical-context-parallel-sizes"] = [str(size) for size in sizes]
     return flags
 
 
@@ -54,13 +73,13 @@ def _flags_of_kind(shape: ModelShape) -> FlagValues:
     return flags
 
 
-def _flags_of_experts(experts: Experts, *, num_layers: int) -> FlagValues:
+def _flags_of_experts(experts: Experts, *, num_layers: int, has_biases: bool) -> FlagValues:
     flags: FlagValues = {
         "--num-experts": experts.num_experts,
         "--moe-router-topk": experts.experts_per_token,
         "--moe-ffn-hidden-size": experts.ffn_hidden_size,
-        # Megatron refuses biases of experts that several devices share; a description has none.
-        "--disable-bias-linear": True,
+        # Megatron refuses biases of experts that several devices share: only a command may have them.
+        **({} if has_biases else {"--disable-bias-linear": True}),
     }
     if experts.shared_ffn_hidden_size:
         flags["--moe-shared-expert-intermediate-size"] = experts.shared_ffn_hidden_size

@@ -7,7 +7,7 @@ sees them under the same paths. The object is known by a name from the attempt's
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -146,13 +146,5 @@ def _check_folders(kubernetes_site: KubernetesSite, *, cwd: Path, stdout: Path) 
 
 
 def _write_reference(stdout: Path, reference: JobReference, *, num_nodes: int) -> None:
-    content = {
-        "schema_version": 1,
-        "kind": reference.kind,
-        "namespace": reference.namespace,
-        "name": reference.name,
-        "context": reference.context,
-        "uid": reference.uid,
-        "num_nodes": num_nodes,
-    }
+    content = {"schema_version": 1, **asdict(reference), "num_nodes": num_nodes}
     write_json_atomic(stdout.parent / JOB_FILE, content)

@@ -80,12 +80,16 @@ TEXTS: dict[str, str | int | None] = {
     "moe_token_dispatcher_type": "allgather",
     "moe_flex_dispatcher_backend": "deepep",
     "cuda_graph_impl": "none",
+    "window_size": None,
+    "softmax_type": "vanilla",
 }
 # Flags with several values.
 LISTS: dict[str, list[str] | None] = {
     "cuda_graph_modules": [],
     "cuda_graph_scope_deprecated": None,
     "recompute_modules": None,
+    "cp_comm_type": ["p2p"],
+    "hierarchical_context_parallel_sizes": None,
 }
 SWITCHES = (
     "group_query_attention",
@@ -107,11 +111,16 @@ SWITCHES = (
     "use_precision_aware_optimizer",
     "moe_router_force_load_balancing",
     "moe_grouped_gemm",
+    "moe_router_padding_for_fp8",
+    "moe_router_padding_for_quantization",
     "overlap_grad_reduce",
     "overlap_param_gather",
 )
 # Switches that are on without their flag.
-NEGATED = {"--disable-bias-linear": "add_bias_linear"}
+NEGATED = {
+    "--disable-bias-linear": "add_bias_linear",
+    "--no-bias-dropout-fusion": "bias_dropout_fusion",
+}
 # What a plan needs only where it searches settings.
 FOR_SETTINGS = (
     "ddp_bucket_size",
@@ -121,6 +130,11 @@ FOR_SETTINGS = (
     "overlap_grad_reduce",
     "overlap_param_gather",
     "disable_bias_linear",
+    "no_bias_dropout_fusion",
+    "moe_router_padding_for_fp8",
+    "moe_router_padding_for_quantization",
+    "window_size",
+    "softmax_type",
 )
 NAMED = {
     "fp8": "--fp8-format",
@@ -188,6 +202,8 @@ def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
             values[dest] = _value(flag, given)
         elif dest in LISTS:
             values[dest] = list(given)
+            if dest == "cp_comm_type" and len(given) > 1:
+                unread.append(flag)
         else:
             unread.append(flag)
     if isinstance(values["moe_layer_freq"], str):
@@ -201,7 +217,10 @@ def arguments_in(words: Sequence[str]) -> Namespace:
     for flag, given in flags_among(words):
         text = given[0] if given else ""
         is_number = text.isascii() and text.isdigit() and len(text) < 16
-        values[_DESTS.get(flag, flag[2:].replace("-", "_"))] = int(text) if is_number else text or True
+        if flag in NEGATED:
+            values[NEGATED[flag]] = False
+        else:
+            values[_DESTS.get(flag, flag[2:].replace("-", "_"))] = int(text) if is_number else text or True
     return Namespace(**values)
 
 

@@ -263,9 +263,16 @@ def _stock(
 def _starts(
     layout: Layout, compute_s: FloatArray, blocks: Blocks, stock: Sequence[IntArray]
 ) -> Iterator[IntArray]:
-    """The stock orders, every regular tiling, and the slowest blocks where there is the least to compute."""
+    """The stock orders, every regular tiling, and the slowest blocks where there is the least to compute.
+
+    Where the nodes of a segment or a domain do not follow one another, tilings and also the stock orders
+    are those of nodes that do.
+    """
     yield from stock
-    yield from _tilings(layout, blocks)
+    together = np.lexsort((blocks.domain, blocks.segment))
+    if (np.diff(together) != 1).any():
+        yield from (together[arrangement] for arrangement in stock)
+    yield from (together[tiling] for tiling in _tilings(layout, blocks))
     order = np.argsort(blocks.slowdown, kind="stable")
     by_work = np.argsort(-compute_s, kind="stable")
     rows = np.empty((layout.pipeline_parallel, len(blocks) // layout.pipeline_parallel), dtype=np.int64)

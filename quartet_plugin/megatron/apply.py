@@ -21,6 +21,7 @@ from quartet_plugin.model.megatron_arguments import (
     hybrid_pattern,
     hybrid_pattern_of,
     layout_of,
+    logged_expert_layers_of,
     model_words,
     num_mtp_layers_of,
     schedule_of,
@@ -35,6 +36,7 @@ from quartet_plugin.rank.nccl import keep_devices
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
 from quartet_plugin.rank.session import print_notes
 from quartet_plugin.schedule.placement import loop
+from quartet_plugin.space.expert_stages import fault_of_plan
 from quartet_plugin.space.knobs.recompute_layers import RECOMPUTE_METHOD, RECOMPUTE_NUM_LAYERS
 from quartet_plugin.space.knobs.registry import setting_knob
 
@@ -129,7 +131,7 @@ def apply_plan(
 
 
 def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> None:
-    """Compare the plan's `made_for` with the user's flags. Raises PlanError with every difference."""
+    """Compare the plan with the user's flags. Raises PlanError with every difference of its `made_for`."""
     for dest, reason in _REFUSED.items():
         # A custom schedule is made for any number of microbatches.
         allowed = dest == "rampup_batch_size" and plan.schedule.custom is not None
@@ -155,6 +157,8 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
             **({} if made_for.job is None else model_words(user)),
         }
     )
+    if (fault := fault_of_plan(plan, logged_expert_layers_of(user))) is not None:
+        raise PlanError(fault)
     for name in _FIXED_SHAPE:
         if getattr(plan.shape, name) != getattr(made_for.shape, name):
             raise PlanError(

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from quartet_plugin.errors import ConfigError, QuartetError
+from quartet_plugin.errors import ConfigError
 from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
 from quartet_plugin.model.accelerator import shows_accelerator
@@ -28,8 +28,8 @@ from quartet_plugin.rank.entry_options import (
     USAGE,
     EntryOptions,
     add_group,
+    command_of_process,
     place_on_path,
-    read_command,
     run_program,
 )
 from quartet_plugin.rank.failure import show_script_error
@@ -45,11 +45,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Run the command line of this process; ends as the script ends."""
-    try:
-        command = read_command(sys.argv[1:])
-    except QuartetError as error:
-        print(f"quartet: {terminal_line(str(error))}", file=sys.stderr)
-        raise SystemExit(int(error.exit_code)) from None
+    command = command_of_process(sys.argv[1:])
     if command is None:
         parser = argparse.ArgumentParser(prog="quartet_plugin.megatron", usage=USAGE, add_help=False)
         add_group(parser, EntryOptions())
@@ -71,10 +67,11 @@ def run(session: Session) -> None:
             session.files.move("init", 0)
         run_program(session.command, arguments)
 
-    session.run(work, on_end=lambda: _end_well(session), on_refusal=_refuse)
+    session.run(work, on_end=lambda: end_well(session), on_refusal=refuse)
 
 
-def _refuse(exit_code: int) -> NoReturn:
+def refuse(exit_code: int) -> NoReturn:
+    """End the process of a start that is refused."""
     raise SystemExit(exit_code) from None
 
 
@@ -128,11 +125,11 @@ def lacks_accelerator() -> bool:
     return importlib.util.find_spec("megatron") is not None and not shows_accelerator(os.environ)
 
 
-def _no_accelerator(options: EntryOptions) -> str | None:
+def no_accelerator(options: EntryOptions) -> ConfigError | None:
     """Why a training start cannot go on as it is on this rank; None where it can."""
     if options.device != "auto" or not _is_training(options) or not lacks_accelerator():
         return None
-    return (
+    return ConfigError(
         "no accelerator is visible here; --quartet-device cpu (quartet train --device cpu) trains on the CPU"
     )
 
@@ -149,8 +146,7 @@ def _change(session: Session) -> list[str]:
     version = seams.installed_version()
     if options.plan is not None:
         rendezvous = Rendezvous.open(session.rank_env)
-        missing = _no_accelerator(options)
-        rendezvous.agree_or_raise("device", None if missing is None else ConfigError(missing))
+        rendezvous.agree_or_raise("device", no_accelerator(options))
         plan = agree_on_plan(options.plan, rendezvous=rendezvous)
         if session.files is not None:
             session.files.plan_key = plan.key
@@ -350,8 +346,8 @@ def _with_group(
         if on_cpu:
             # The parser is about to read sys.argv: only now it is certain that a Megatron script runs.
             sys.argv[1:] = _with_cpu_flags(sys.argv[1:])
-        elif (missing := _no_accelerator(options)) is not None:
-            print_notes([missing], rank_env=RankEnv.of(os.environ))
+        elif (missing := no_accelerator(options)) is not None:
+            print_notes([str(missing)], rank_env=RankEnv.of(os.environ))
         return parser
 
     return add_arguments_and_group
@@ -382,7 +378,7 @@ def _with_cpu_flags(words: list[str]) -> list[str]:
     return with_flags(words, cpu_device.required_flags(set(words[: end_of_options(words)])))
 
 
-def _end_well(session: Session) -> None:
+def end_well(session: Session) -> None:
     """Finish the trial of a script that ended without an error; a CPU device's process exits here."""
     meter = session.meter
     if hasattr(meter, "gather"):

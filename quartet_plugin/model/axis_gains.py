@@ -4,9 +4,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.measurement import Objective
-from quartet_plugin.model.schema import ADDED, Bounds, Length, dump, read_record, record
+from quartet_plugin.model.schema import ADDED, Bounds, Length, read_record, record
 
 FILE_NAME = "axes.json"
 MAX_GAINS_BYTES = 1 << 16
@@ -39,11 +38,6 @@ class AxisGains:
     gains: Annotated[tuple[AxisGain, ...], Length(most=7)]
     schema_version: Literal[1] = 1
     why_none: Annotated[str, Length(least=1, most=200)] | None = field(default=None, metadata=ADDED)
-
-
-def write_axis_gains(gains: AxisGains, *, path: Path) -> None:
-    """Write the gains, whole or not at all."""
-    write_json_atomic(path, dump(gains))
 
 
 def read_axis_gains(path: Path) -> AxisGains:

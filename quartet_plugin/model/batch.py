@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.measurement import Interval
-from quartet_plugin.model.schema import Bounds, Length, Matches, dump, read_record, record
+from quartet_plugin.model.schema import Bounds, Length, Matches, record
 
 # A job's name is that of a folder.
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
@@ -124,13 +123,3 @@ class BatchPaths:
     def job(self, name: str) -> Path:
         """The folder of one job: state, output, and the plan of one that is only planned."""
         return self.path / "jobs" / name
-
-
-def write_results(results: BatchResults, *, path: Path) -> None:
-    """Write the results, whole or not at all."""
-    write_json_atomic(path, dump(results))
-
-
-def read_results(path: Path) -> BatchResults:
-    """Read results. Raises ConfigError in one line: the field, the value and the rule."""
-    return read_record(BatchResults, path)

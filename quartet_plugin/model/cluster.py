@@ -48,7 +48,8 @@ class ClusterNode:
     """One node: the device's name of each slot, and how many times slower each is than its name says.
 
     `fabric` names the fabric and the clique that the links of its devices belong to, `topology` its place
-    among the switches as Slurm writes it, part by part as `topology_pattern` says.
+    among the switches as Slurm writes it, part by part as `topology_pattern` says. Nodes of one fabric and
+    clique are a scale-up domain, nodes below one lowest switch or in one block a segment.
     """
 
     name: Name
@@ -69,6 +70,24 @@ class ClusterNode:
     def slowdowns(self) -> tuple[float, ...]:
         """One a slot; 1 where the file says nothing."""
         return (1.0,) * len(self.devices) if self.slowdown is None else self.slowdown
+
+    @property
+    def segment(self) -> str | None:
+        """The lowest switch or the block above the node, as `segment_name` gives it."""
+        return segment_name(self.topology, self.topology_pattern)
+
+
+def segment_name(topology: str | None, pattern: str | None) -> str | None:
+    """The part of a node's place before the node itself; None where the place names no switch or block.
+
+    Slurm writes `core.leaf2.node-7` as `switch.switch.node`, `rack4.node-7` as `block.node`, and without a
+    topology the node alone.
+    """
+    parts = (pattern or "").split(".")
+    place = (topology or "").split(".", len(parts) - 1)
+    if parts[-1] != "node" or len(place) != len(parts):
+        return None
+    return ".".join(place[:-1]).strip(".") or None
 
 
 @record
@@ -91,8 +110,9 @@ class LinkMatrix:
 class ClusterLinks:
     """The levels: inside a scale-up domain, inside a node across domains, between nodes.
 
-    `scale_up_devices` consecutive slots are a domain, None for a node's. `matrix` goes before `network`.
-    `measured`: bandwidths are what collectives reached, not what the data sheet says.
+    `scale_up_devices` consecutive slots are a domain; None for those of all nodes of one `fabric`, and of
+    each node without one. `segment` joins the nodes of a segment, None where `network` does. `matrix` goes
+    before both. `measured`: bandwidths are what collectives reached, not what the data sheet says.
     """
 
     scale_up: Link
@@ -101,6 +121,7 @@ class ClusterLinks:
     scale_up_devices: Annotated[int, Bounds(ge=1, le=2**20)] | None = None
     matrix: LinkMatrix | None = None
     measured: bool = False
+    segment: Link | None = field(default=None, metadata=ADDED)
 
 
 @record
@@ -148,6 +169,11 @@ def _check_links(cluster: Cluster) -> None:
         raise ConfigError("links.node: missing; it joins the scale-up domains of one node")
     if count > 1 and links.network is None and links.matrix is None:
         raise ConfigError(f"links.network: missing; {count} nodes need it, or links.matrix")
+    if links.segment is not None and all(node.segment is None for node in cluster.nodes):
+        raise ConfigError(
+            "links.segment: no node is in a segment; give nodes their topology and topology_pattern, or "
+            "remove it"
+        )
     if links.matrix is not None:
         _check_matrix(links.matrix, count)
 

@@ -1,15 +1,11 @@
 """The winner of trials with fewer replicas as it is at full size: predicted, and measured where it was."""
 
 from dataclasses import field
-from pathlib import Path
 from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.measurement import Interval
-from quartet_plugin.model.schema import Bounds, Length, dump, read_record, record
-
-MAX_FULL_SIZE_BYTES = 1 << 20
+from quartet_plugin.model.schema import Bounds, Length, record
 
 _Count = Annotated[int, Bounds(ge=1, le=10**6)]
 _Words = Annotated[str, Length(most=2_000)]
@@ -45,13 +41,3 @@ class FullSize:
     def __post_init__(self) -> None:
         if (self.confirmation is None) != bool(self.unconfirmed):
             raise ConfigError("unconfirmed: must be set if and only if `confirmation` is missing")
-
-
-def write_full_size(result: FullSize, *, path: Path) -> None:
-    """Write the result, whole or not at all."""
-    write_json_atomic(path, dump(result))
-
-
-def read_full_size(path: Path) -> FullSize:
-    """Read a result. Raises ConfigError in one line: the field, the value and the rule."""
-    return read_record(FullSize, path, max_bytes=MAX_FULL_SIZE_BYTES)

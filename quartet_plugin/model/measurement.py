@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.schema import ADDED, Bounds, Length, dump, read_record, record
+from quartet_plugin.model.schema import ADDED, Bounds, Length, read_record, record
 
 MAX_REGRET_BYTES = 1 << 20
 # A gain that another search would be made for.
@@ -116,11 +115,6 @@ class Regret:
                 f"gain: {self.gain.median} ({self.gain.low} to {self.gain.high}); "
                 "0 <= low <= median <= high is needed"
             )
-
-
-def write_regret(regret: Regret, *, path: Path) -> None:
-    """Write the estimate, whole or not at all."""
-    write_json_atomic(path, dump(regret))
 
 
 def read_regret(path: Path) -> Regret:

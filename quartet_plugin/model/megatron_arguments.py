@@ -54,6 +54,9 @@ FEATURES = {
     "gpu_sniff_test": ("gpu_sniff_test_interval",),
 }
 
+# The losses of a router, which Megatron multiplies by `--moe-aux-loss-coeff` and logs.
+ROUTER_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
 # Parts of a layer that Megatron captures in CUDA graphs and whose share of its kernels is known.
 GRAPHED_PARTS = ("attn", "mlp", "moe_router", "moe_preprocess")
 
@@ -133,6 +136,22 @@ def hybrid_pattern_of(args: Namespace, split: Split) -> str:
     return "|".join(stages) + slash + further
 
 
+def logged_expert_layers_of(args: Namespace) -> tuple[int, ...]:
+    """The layers of a hybrid model, from 0, whose routers record a loss for Megatron's log; none elsewhere.
+
+    Layers of multi-token prediction with experts count as one layer behind the last.
+    """
+    segments = _hybrid_segments(args)
+    if segments is None or not _is_on(args, "num_experts"):
+        return ()
+    has_loss = not set(ROUTER_LOSSES).isdisjoint(_weighing_router_kinds(args))
+    if not has_loss and _optional(args, "moe_z_loss_coeff") is None:
+        return ()
+    letters = "".join(segments)
+    layers = [index for index, kind in enumerate(letters) if kind == "E"]
+    return (*layers, *([len(letters)] if "E" in _further_pattern(args) else []))
+
+
 def _hybrid_segments(args: Namespace) -> list[str] | None:
     """The layers of a hybrid model's stages as its pattern divides them; None without a pattern."""
     main = hybrid_pattern(args).partition("/")[0]
@@ -145,9 +164,27 @@ def _layer_kinds(args: Namespace) -> LayerKinds | None:
     Sizes of state-space layers are as mamba_mixer.py has them.
     """
     segments = _hybrid_segments(args)
-    if segments is None:
-        return None
-    layers = "".join(segments)
+    return None if segments is None else _kinds_of("".join(segments), args)
+
+
+def mtp_kinds_of(args: Namespace) -> LayerKinds | None:
+    """The layers of each depth of a hybrid model's multi-token prediction; None where it has none.
+
+    All depths have the same pattern (hybrid_layer_allocation.py, parse_hybrid_pattern).
+    """
+    layers = _further_pattern(args).partition("/")[0]
+    is_built = bool(hybrid_pattern(args) and layers and num_mtp_layers_of(args))
+    return _kinds_of(layers, args) if is_built else None
+
+
+def _further_pattern(args: Namespace) -> str:
+    """The pattern of a hybrid model's multi-token prediction, a depth behind each slash; empty without."""
+    further = hybrid_pattern(args).partition("/")[2] or _optional(args, "mtp_hybrid_override_pattern")
+    return further if isinstance(further, str) else ""
+
+
+def _kinds_of(layers: str, args: Namespace) -> LayerKinds:
+    """Layers by their letters, with the sizes of state-space layers that the arguments say."""
     attention, state_space = (sum(map(layers.count, letters)) for letters in ("*D+", "MG"))
     head_size, groups = (
         int(_optional(args, f"mamba_{name}") or usual)
@@ -276,10 +313,26 @@ def _layout_stages(args: Namespace) -> list[int] | None:
     return None if layout is None else stages_of_layout(str(layout))
 
 
-def has_mtp_on_inner_stage(args: Namespace) -> bool:
-    """Whether the layout has layers of multi-token prediction on another stage than the last one."""
+def has_mtp_before_last(args: Namespace) -> bool:
+    """Whether the layout has the layers of multi-token prediction before the last stage: `Ett|tm|L`.
+
+    Megatron takes them there where the last stage has no transformer layer. It does not keep their copy of
+    the embedding equal on a rank whose first chunk has the embedding (`setup_embeddings_and_output_layer`).
+    """
     layout = _optional(args, "pipeline_model_parallel_layout")
-    return layout is not None and any("m" in stage for stage in _written_stages(str(layout))[:-1])
+    if layout is None:
+        return False
+    *others, last = _written_stages(str(layout))
+    has_embedding = len(others) > 1 and int(args.pipeline_model_parallel_size) == 2
+    return bool(others) and "m" in others[-1] and last == "L" and not has_embedding
+
+
+def has_mtp_on_inner_stage(args: Namespace) -> bool:
+    """Whether the layout has layers of multi-token prediction where no plan has them."""
+    layout = _optional(args, "pipeline_model_parallel_layout")
+    if layout is None or has_mtp_before_last(args):
+        return False
+    return any("m" in stage for stage in _written_stages(str(layout))[:-1])
 
 
 def stages_of_layout(text: str) -> list[int]:
@@ -349,7 +402,8 @@ def split_of(args: Namespace) -> Split:
     """
     stages = _layout_stages(args)
     if stages is not None:
-        return Split(transformer_layers_per_stage=tuple(stages))
+        is_before_last = has_mtp_before_last(args) and bool(num_mtp_layers_of(args))
+        return Split(transformer_layers_per_stage=tuple(stages), mtp_before_last=is_before_last or None)
     pp, chunks = args.pipeline_model_parallel_size, _virtual_stages(args)
     segments = _hybrid_segments(args)
     if segments is not None and len(segments) > 1 and pp > 1:
@@ -402,19 +456,30 @@ def features_of(args: Namespace) -> list[str]:
         features.append("context_parallel")
     if getattr(args, "cuda_graph_impl", "none") not in (None, "none") or _is_on(args, "enable_cuda_graph"):
         features.append("cuda_graphs")
+    if len(_listed(_optional(args, "cp_comm_type"))) > 1:
+        features.append("cp_comm_by_layer")
+    if _is_on(args, "window_size"):
+        features.append("sliding_window")
+    if _optional(args, "softmax_type") not in (None, "vanilla"):
+        features.append("attention_sink")
     if "/" in hybrid_pattern(args):
         features.append("mtp")
+    if "D" in hybrid_pattern(args):
+        features.append("attention_variant")
     if "hybrid" in features:
         # A stage without layers was not tried.
         is_written = isinstance(_optional(args, "hybrid_layer_pattern"), str)
         features += ["bare_first_stage", "bare_last_stage"] if is_written else ["hybrid_without_pattern"]
     if getattr(args, "add_bias_linear", True) is False:
         features.append("no_linear_bias")
-    if "mtp" in features and has_mtp_on_inner_stage(args):
+    is_before_last = "mtp" in features and has_mtp_before_last(args)
+    if is_before_last:
+        features.append("mtp_before_last")
+    elif "mtp" in features and has_mtp_on_inner_stage(args):
         features.append("mtp_on_inner_stage")
     if "mtp" in features and not _is_on(args, "untie_embeddings_and_output_weights"):
         features.append("mtp_tied_head")
-    if {"mtp", "moe"} <= set(features) and _is_last_layer_dense(args):
+    if {"mtp", "moe"} <= set(features) and _is_last_layer_dense(args) and not is_before_last:
         # Of a last stage without layers Megatron would make them with experts (training/models/gpt.py).
         features.append("bare_last_stage")
     if "precision_aware_optimizer" in features and _optional(args, "optimizer_offload_fraction") not in (
@@ -441,21 +506,15 @@ def features_of(args: Namespace) -> list[str]:
 
 
 def _router_features(args: Namespace) -> list[str]:
-    """What of the routing to experts depends on how samples are grouped, or binds ranks.
+    """What of the experts depends on how samples are grouped, binds ranks, or limits settings.
 
-    A loss whose coefficient is 0, Megatron's default, takes no part in the objective; `seq_aux_loss` is of
-    one sequence at a time.
+    `seq_aux_loss` is of one sequence at a time; `sinkhorn` balances the tokens of one rank.
     """
     if not _is_on(args, "num_experts"):
         return []
-    kinds = _listed(_optional(args, "moe_router_load_balancing_type"))
-    coefficients = [float(value) for value in _listed(_optional(args, "moe_aux_loss_coeff"))]
-    features = []
-    for place, kind in enumerate(kinds):
-        weighs = any(coefficients) if place >= len(coefficients) else coefficients[place] != 0.0
-        if kind in ("none", "seq_aux_loss") or (kind in ("aux_loss", "global_aux_loss") and not weighs):
-            continue
-        features.append("moe_microbatch_loss" if kind in ("aux_loss", "sinkhorn") else "moe_global_loss")
+    names = {"aux_loss": "moe_microbatch_loss", "sinkhorn": "moe_sinkhorn"}
+    kinds = _weighing_router_kinds(args)
+    features = [names.get(kind, "moe_global_loss") for kind in kinds if kind != "seq_aux_loss"]
     capacities = ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor")
     if any(_optional(args, name) is not None for name in capacities):
         features.append("moe_capacity")
@@ -469,7 +528,28 @@ def _router_features(args: Namespace) -> list[str]:
         features.append("moe_shared_expert_overlap")
     if _has_other_expert_shards(args):
         features.append("expert_tensor_parallel")
+    if _is_on(args, "moe_router_padding_for_quantization") or _is_on(args, "moe_router_padding_for_fp8"):
+        features.append("moe_router_padding")
+    if getattr(args, "add_bias_linear", True) is not False:
+        features.append("moe_linear_bias")
+        if getattr(args, "bias_dropout_fusion", True) is False:
+            features.append("moe_unfused_bias")
     return features
+
+
+def _weighing_router_kinds(args: Namespace) -> list[str]:
+    """The kinds of the router that take part in the objective: not `none`, nor a loss with the coefficient 0.
+
+    Megatron's default is the coefficient 0.
+    """
+    kinds = _listed(_optional(args, "moe_router_load_balancing_type"))
+    coefficients = [float(value) for value in _listed(_optional(args, "moe_aux_loss_coeff"))]
+    weighing = []
+    for place, kind in enumerate(kinds):
+        weighs = any(coefficients) if place >= len(coefficients) else coefficients[place] != 0.0
+        if kind != "none" and (weighs or kind not in ROUTER_LOSSES):
+            weighing.append(kind)
+    return weighing
 
 
 def _graphed_features(args: Namespace) -> list[str]:

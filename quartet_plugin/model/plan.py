@@ -58,9 +58,14 @@ class NodeInfo:
 
 @record
 class Split:
-    """Transformer layers of each stage, in stage order; embedding first, head last, not counted."""
+    """Transformer layers of each stage, in stage order; embedding first, head last, not counted.
+
+    `mtp_before_last`: the layers of multi-token prediction lie on the stage before the last one, which has
+    the head alone; None where they lie on the last stage, or where there are none.
+    """
 
     transformer_layers_per_stage: tuple[Annotated[int, Bounds(ge=0, le=MAX_LAYERS)], ...]
+    mtp_before_last: Literal[True] | None = field(default=None, metadata=ADDED)
 
     @property
     def label(self) -> str:
@@ -72,10 +77,16 @@ class Split:
         """Megatron's `--pipeline-model-parallel-layout`, every layer written out: `Ettt|tt|tL`."""
         return self.layout_text()
 
+    @property
+    def mtp_stage(self) -> int:
+        """The stage that layers of multi-token prediction lie on, where the model has some."""
+        return len(self.transformer_layers_per_stage) - (2 if self.mtp_before_last else 1)
+
     def layout_text(self, *, mtp_layers: int = 0) -> str:
-        """The same with the layers of multi-token prediction, which lie before the head: `Ettt|tt|tmL`."""
-        stages = "|".join("t" * count for count in self.transformer_layers_per_stage)
-        return f"E{stages}{'m' * mtp_layers}L"
+        """The same with layers of multi-token prediction: `Ettt|tt|tmL`, or `Ettt|ttm|L` before the last."""
+        stages = ["t" * count for count in self.transformer_layers_per_stage]
+        stages[self.mtp_stage] += "m" * mtp_layers
+        return f"E{'|'.join(stages)}L"
 
 
 @record
@@ -342,7 +353,17 @@ def _check_split(plan: Plan) -> None:
         raise PlanError(
             f"split: {list(counts)}; counts must be >= 0 and sum to {plan.shape.num_layers} layers"
         )
-    if any(count == 0 for count in counts[1:-1]):
+    if plan.split.mtp_before_last:
+        if not plan.made_for.mtp_layers or len(counts) < 2 or counts[-1]:
+            raise PlanError(
+                f"split.mtp_before_last: {list(counts)}; needs layers of multi-token prediction "
+                "(made_for.mtp_layers) and a last stage without any layer"
+            )
+        if plan.schedule.custom is not None:
+            raise PlanError(
+                "split.mtp_before_last: the plugin's schedules run multi-token prediction on the last stage"
+            )
+    if any(count == 0 for count in counts[1 : plan.split.mtp_stage]):
         raise PlanError(f"split: {list(counts)}; only the first and the last stage may hold no layer")
 
 

@@ -28,7 +28,7 @@ from typing import (
 )
 
 from quartet_plugin.errors import ConfigError, QuartetError
-from quartet_plugin.model.files import MAX_FILE_BYTES, field_path, read_json, shown
+from quartet_plugin.model.files import MAX_FILE_BYTES, field_path, read_json, shown, write_json_atomic
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -155,6 +155,11 @@ def parse[T](kind: type[T], data: object, *, where: str) -> T:
 def read_record[T](kind: type[T], path: str | os.PathLike[str], *, max_bytes: int = MAX_FILE_BYTES) -> T:
     """The record in the JSON file `path`. Raises ConfigError in one line: field, value and rule."""
     return parse(kind, read_json(path, max_bytes=max_bytes), where=os.fspath(path))
+
+
+def write_record(value: "DataclassInstance", *, path: str | os.PathLike[str]) -> None:
+    """Write a record as a JSON file, whole or not at all."""
+    write_json_atomic(path, dump(value))
 
 
 def dump(value: "DataclassInstance") -> dict[str, Any]:

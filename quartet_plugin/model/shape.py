@@ -48,6 +48,11 @@ class LayerKinds:
     state_space_groups: _Size = 0
     projected_size: _Size = 0
 
+    @property
+    def num_layers(self) -> int:
+        """The layers of all kinds together."""
+        return self.attention + self.mlp + self.experts + self.state_space
+
 
 @record
 class ModelShape:

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.measurement import Objective
-from quartet_plugin.model.schema import Bounds, Length, dump, read_record, record
+from quartet_plugin.model.schema import Bounds, Length, read_record, record
 from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS
 
 # Beside the plan of a run.
@@ -44,11 +43,6 @@ class ShapeCurve:
     own_label: Annotated[str, Length(most=200)]
     points: Annotated[tuple[ShapePoint, ...], Length(least=1, most=MAX_POINTS)]
     schema_version: Literal[1] = 1
-
-
-def write_shape_curve(curve: ShapeCurve, *, path: Path) -> None:
-    """Write the curve, whole or not at all."""
-    write_json_atomic(path, dump(curve))
 
 
 def read_shape_curve(path: Path) -> ShapeCurve:

@@ -8,10 +8,11 @@ from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Layout, Setting, SettingValue
 from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.schema import ADDED, Bounds, Length, parse, record
-from quartet_plugin.model.shape import MAX_LAYERS, ModelShape
+from quartet_plugin.model.shape import MAX_LAYERS, LayerKinds, ModelShape
 
 Name = Annotated[str, Length(most=512)]
 Count = Annotated[int, Bounds(ge=0, le=2**53)]
+LayerNumbers = Annotated[tuple[Annotated[int, Bounds(ge=0, le=MAX_LAYERS)], ...], Length(most=MAX_LAYERS + 1)]
 
 
 @record
@@ -55,6 +56,14 @@ class TrainingJob:
     """The model's latent attention; None where it has none, or one that no plan describes."""
     mtp_layers: Annotated[int, Bounds(ge=1, le=MAX_LAYERS)] | None = field(default=None, metadata=ADDED)
     """The layers that predict further tokens; None where there are none."""
+    mtp_kinds: LayerKinds | None = field(default=None, metadata=ADDED)
+    """The layers of each of these in a hybrid model; None where it is one layer as the model's last is."""
+    logged_expert_layers: LayerNumbers | None = field(default=None, metadata=ADDED)
+    """The layers of a hybrid model, from 0, whose routers record a loss for the framework's log.
+
+    Every pipeline rank needs one of them. Layers of multi-token prediction count as one behind the last. None
+    where nothing is logged.
+    """
     normalization: Name | None = field(default=None, metadata=ADDED)
     """The norms' kind by the framework's name; None where it was not read."""
     changed_functions: Annotated[tuple[Name, ...], Length(most=1_000)] | None = field(

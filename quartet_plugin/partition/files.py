@@ -1,4 +1,4 @@
-"""Partitions as JSON and as text: two forms of the same table, each read back to the same partition."""
+"""Partitions as JSON, which is read back to the same partition, and as text that says the same."""
 
 import os
 import re
@@ -13,7 +13,6 @@ from quartet_plugin.partition.table import PRODUCTS, Home, Partition, Phase, Ste
 from quartet_plugin.partition.validate import MAX_DEVICES, check_sizes
 
 MAX_PARTITION_BYTES = 64 * 2**20
-_GAP = re.compile(r" {2,}")
 _NONE = "-"
 
 _PartitionName = Annotated[str, Matches(pattern=r"[A-Za-z0-9.-]{1,80}")]
@@ -113,7 +112,7 @@ def write_partition(path: str | os.PathLike[str], partition: Partition) -> None:
 
 
 def partition_to_text(partition: Partition) -> str:
-    """The exact inverse of `partition_from_text`: sizes, homes, and the table of products."""
+    """All that PARTITION.json says: sizes, homes, and the table of products."""
     homes = [
         f"home {tensor} {home.parts} {' '.join(home_texts(home))}" for tensor, home in partition.homes.items()
     ]
@@ -130,42 +129,6 @@ def partition_to_text(partition: Partition) -> str:
     )
 
 
-def partition_from_text(text: str) -> Partition:
-    """The partition of a text. Raises ConfigError and PlanError as `partition_from_json` does."""
-    lines = text.splitlines()
-    head: dict[str, list[str]] = {}
-    homes: dict[str, Any] = {}
-    rows: dict[str, list[list[str]]] = {str(phase): [] for phase in Phase}
-    for number, line in enumerate(lines, start=1):
-        words = line.split()
-        if not words or words[0] == "step":
-            continue
-        if words[0] == "home" and len(words) > 2:
-            homes[words[1]] = {"parts": _number(words[2], number), "blocks": words[3:]}
-        elif words[0][0] in rows and words[0][1:].isdigit():
-            rows[words[0][0]].append(_GAP.split(line.strip())[1:])
-        else:
-            head[words[0]] = words[1:]
-    missing = {"partition", "mesh", "pieces", "carried", "kept"} ^ head.keys()
-    if missing or len(head["pieces"]) != 3 or len(head["partition"]) != 1:
-        named = ", ".join(sorted(map(shown, missing))) or "partition or pieces"
-        raise ConfigError(
-            f"text of a partition: {named}: each line once, with its words; see `partition show`"
-        )
-    return partition_from_json(
-        {
-            "schema_version": 1,
-            "name": head["partition"][0],
-            "mesh": [_number(word, 2) for word in head["mesh"]],
-            "pieces": {dim: _number(word, 3) for dim, word in zip("MNK", head["pieces"], strict=True)},
-            "carried": [word for word in head["carried"] if word != _NONE],
-            "kept": [word for word in head["kept"] if word != _NONE],
-            "homes": homes,
-            "steps": rows,
-        }
-    )
-
-
 def home_texts(home: Home) -> list[str]:
     """The blocks of each device as one word, joined by `+`."""
     return ["+".join(map(block_text, blocks)) or _NONE for blocks in home.blocks]
@@ -173,12 +136,6 @@ def home_texts(home: Home) -> list[str]:
 
 def _names(tensors: frozenset[Tensor]) -> list[str]:
     return [str(tensor) for tensor in Tensor if tensor in tensors]
-
-
-def _number(word: str, line: int) -> int:
-    if not (word.isascii() and word.isdigit() and len(word) <= 6):
-        raise ConfigError(f"text of a partition, line {line}: {shown(word)}: must be a number")
-    return int(word)
 
 
 def _steps(phase: Phase, rows: Sequence[Sequence[str]], where: str) -> Steps:

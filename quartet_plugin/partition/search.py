@@ -3,8 +3,7 @@
 Operators are in order; an edge joins two of them and costs by both states. An operator with an edge to
 other than its successor begins a segment, and that edge's end begins the next, so that operators with few
 states divide a chain: inside of a segment only neighbours have edges (Eq. 11 and 12). Segments are merged
-over the operator that they share, and edges between segments' ends are added after (Eq. 13 and 14). Equal
-layers are joined by doubling.
+over the operator that they share, and edges between segments' ends are added after (Eq. 13 and 14).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,37 +53,9 @@ def cheapest_states(graph: OperatorGraph) -> tuple[float, list[int]]:
     Raises PlanError for edges that cross each other, which the dynamic programming cannot take.
     """
     span = _layer(graph)
-    first, last = _least(span.costs)
+    first, last = (int(end) for end in np.unravel_index(int(span.costs.argmin()), span.costs.shape))
     choice = span.choose(first, last)
     return float(span.costs[first, last]), [choice[node] for node in range(len(graph.node_costs))]
-
-
-def cheapest_of_layers(graph: OperatorGraph, num_layers: int) -> tuple[float, list[list[int]]]:
-    """As `cheapest_states` for equal layers in a row, each of whose last operator is the next one's first.
-
-    Both must have the same states and costs. Returns each layer's states.
-    """
-    layer = _layer(graph)
-    shared = graph.node_costs[-1]
-    if len(graph.node_costs[0]) != len(shared) or (graph.node_costs[0] != shared).any():
-        raise PlanError("layers in a row: the last operator must have the first one's states and costs")
-    chain: tuple[CostMatrix, Callable[[int, int], list[tuple[int, int]]]] | None = None
-    power: tuple[CostMatrix, Callable[[int, int], list[tuple[int, int]]]] = (
-        layer.costs,
-        lambda first, last: [(first, last)],
-    )
-    count = num_layers
-    while count:
-        if count & 1:
-            chain = power if chain is None else _joined(chain, power, shared)
-        count >>= 1
-        power = _joined(power, power, shared) if count else power
-    assert chain is not None, "at least one layer"
-    first, last = _least(chain[0])
-    ends = chain[1](first, last)
-    choices = [layer.choose(*pair) for pair in ends]
-    states = [[choice[node] for node in range(len(graph.node_costs))] for choice in choices]
-    return float(chain[0][first, last]), states
 
 
 def min_plus(left: CostMatrix, right: CostMatrix) -> CostMatrix:
@@ -98,25 +69,6 @@ def min_plus(left: CostMatrix, right: CostMatrix) -> CostMatrix:
             np.add(rows[:, middle, None], right[middle], out=sums)
             np.minimum(least, sums, out=least)
     return best
-
-
-def _least(costs: CostMatrix) -> tuple[int, int]:
-    first, last = np.unravel_index(int(costs.argmin()), costs.shape)
-    return int(first), int(last)
-
-
-def _joined(
-    left: tuple[CostMatrix, Callable[[int, int], list[tuple[int, int]]]],
-    right: tuple[CostMatrix, Callable[[int, int], list[tuple[int, int]]]],
-    shared: NDArray[np.float64],
-) -> tuple[CostMatrix, Callable[[int, int], list[tuple[int, int]]]]:
-    """Layers before and after a shared operator, whose cost both include."""
-
-    def ends(first: int, last: int) -> list[tuple[int, int]]:
-        middle = int((left[0][first] - shared + right[0][:, last]).argmin())
-        return left[1](first, middle) + right[1](middle, last)
-
-    return min_plus(left[0] - shared, right[0]), ends
 
 
 def _layer(graph: OperatorGraph) -> _Span:

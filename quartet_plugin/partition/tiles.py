@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.partition.table import AXES, DIMS, PRODUCTS, Home, Partition, Phase, Tensor
+from quartet_plugin.partition.table import AXES, PRODUCTS, Home, Partition, Phase, Tensor
 
 # Along one axis of the devices a tensor is split by rows (0) or columns (1), copied, or a partial sum.
 SPLIT_ROWS, SPLIT_COLUMNS, COPY, PARTIAL = "S(0)", "S(1)", "B", "P"
@@ -50,11 +50,10 @@ class TileAssignment:
 class PhaseSignature:
     """A phase as one product over an array of devices whose axes split dimensions.
 
-    `dims` are the dimensions (of M, N, K) that the axes split, `sizes` in how many pieces, `devices` the
-    array row by row. `placements` says of each tensor of the product how it lies along each axis.
+    `sizes` are in how many pieces the axes split, `devices` the array row by row. `placements` says of each
+    tensor of the product how it lies along each axis.
     """
 
-    dims: tuple[str, ...]
     sizes: tuple[int, ...]
     devices: tuple[int, ...]
     placements: Mapping[Tensor, Placements]
@@ -104,7 +103,6 @@ def signature(partition: Partition, phase: Phase) -> PhaseSignature | None:
     if len(places) != partition.num_devices:
         return None
     return PhaseSignature(
-        dims=tuple(DIMS[axis] for axis in split),
         sizes=sizes,
         devices=tuple(places[place] for place in product(*map(range, sizes))),
         placements={
@@ -112,25 +110,6 @@ def signature(partition: Partition, phase: Phase) -> PhaseSignature | None:
             for tensor in PRODUCTS[phase]
         },
     )
-
-
-def is_legal_product(left: str, right: str, result: str) -> bool:
-    """Whether the placements of C = A B along one axis are a signature of the matrix product."""
-    return (left, right, result) in {
-        (SPLIT_ROWS, COPY, SPLIT_ROWS),
-        (COPY, SPLIT_COLUMNS, SPLIT_COLUMNS),
-        (SPLIT_COLUMNS, SPLIT_ROWS, PARTIAL),
-        (COPY, COPY, COPY),
-    }
-
-
-def as_plain_product(phase: Phase, placements: Mapping[Tensor, Placements]) -> list[tuple[str, str, str]]:
-    """The placements of a phase's product along each axis, transposed factors as they enter the product."""
-    left, right, result = PRODUCTS[phase]
-    turned = {SPLIT_ROWS: SPLIT_COLUMNS, SPLIT_COLUMNS: SPLIT_ROWS}
-    firsts = [turned.get(word, word) if phase is Phase.G else word for word in placements[left]]
-    seconds = [turned.get(word, word) if phase is Phase.B else word for word in placements[right]]
-    return list(zip(firsts, seconds, placements[result], strict=True))
 
 
 def mesh_placements(partition: Partition, tensor: Tensor) -> Placements:

@@ -53,11 +53,6 @@ def transfers_of(partition: Partition) -> tuple[BlockTransfer, ...]:
     return tuple(sorted(transfers, key=lambda transfer: ("FBG".index(transfer.phase), transfer.step)))
 
 
-def is_exposed(transfer: BlockTransfer, partition: Partition) -> bool:
-    """Whether no product of the same phase runs beside the transfer."""
-    return not 0 <= transfer.step < len(partition.steps[transfer.phase])
-
-
 def _at_home(home: Home) -> Held:
     return [set(blocks) if home.parts == 1 else set() for blocks in home.blocks]
 

@@ -22,7 +22,7 @@ from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ScheduleKind, TrainingRun
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.solve import NEVER_S, STOCK_ORDERS, Solution, stock_arrangement
-from quartet_plugin.mapping.topology import Topology, blocks_of, degrees_alone
+from quartet_plugin.mapping.topology import Topology, blocks_of, crossings_in_order, degrees_alone
 from quartet_plugin.model.costs import Costs, FloatArray, LayerCost
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import STOCK
@@ -214,18 +214,21 @@ class AssignmentSolver:
         group: int | None = None,
         limit_s: float = math.inf,
         refused: Callable[[tuple[int, ...]], NoPlan | None] | None = None,
+        is_alone: bool = False,
     ) -> Assignment | NoPlan:
         """What the function `assign` gives, with the split and the mapping of the layout's equivalence class.
 
         Splits that take over `limit_s` seconds in every order of ranks are left out, and those that are
-        `refused` by a bound.
+        `refused` by a bound. `is_alone`: no other split than `split` is tried, although others are allowed.
         """
         job = self._job
-        plain = replace(layout, micro_batch_size=1, recompute="none", distributed_optimizer=False)
+        plain = _plain(layout)
         shared = self._equivalence_class(shape, plain, None if may_split else split)
         if shared is None:
             return NoPlan.UNFIT
-        splits = dict.fromkeys([split, self._split(shape, plain, shared, schedule)] if may_split else [split])
+        splits: tuple[tuple[int, ...], ...] = (split,)
+        if may_split and not is_alone:
+            splits = self.splits(shape, layout, split, schedule=schedule)
         orders = {"solved": shared.slots} if may_move(job) else requested_orders(job, layout, self._topology)
         best: Assignment | None = None
         refusal = NoPlan.UNFIT
@@ -251,6 +254,16 @@ class AssignmentSolver:
             ):
                 best = assignment
         return best or refusal
+
+    def splits(
+        self, shape: ModelShape, layout: Layout, split: tuple[int, ...], *, schedule: ScheduleKind
+    ) -> tuple[tuple[int, ...], ...]:
+        """The splits that are tried where it is free: `split` and that of the class; none without a class."""
+        plain = _plain(layout)
+        shared = self._equivalence_class(shape, plain, None)
+        if shared is None:
+            return ()
+        return tuple(dict.fromkeys([split, self._split(shape, plain, shared, schedule)]))
 
     def _is_over(self, run: AssignedRun, orders: Mapping[str, tuple[int, ...]], limit_s: float) -> bool:
         """Whether every order that may be taken needs over `limit_s` seconds."""
@@ -300,6 +313,11 @@ class AssignmentSolver:
                 self._job, shape, layout, self._constants, slowdowns, schedule=schedule
             )
         return self._splits[key]
+
+
+def _plain(layout: Layout) -> Layout:
+    """The layout with what does not matter for its equivalence class at its first choice."""
+    return replace(layout, micro_batch_size=1, recompute="none", distributed_optimizer=False)
 
 
 def _best_solved(
@@ -357,9 +375,12 @@ def _best_of(
     if not every:
         return None
     predictions = _predictions(run, every, needed=legal)
-    # Of equals, rounding aside, the launcher's own order: it comes first.
+    # Of equals, rounding aside, the order with the fewest crossings, then the launcher's own: it comes first.
     least = min(prediction.iter_time_s for prediction in predictions.values()) * (1 + ROUNDING)
-    best = next(name for name in every if name in predictions and predictions[name].iter_time_s <= least)
+    best = min(
+        (name for name in every if name in predictions and predictions[name].iter_time_s <= least),
+        key=lambda name: crossings_in_order(run.topology, every[name], layout=run.degrees),
+    )
     return Assignment(
         split=run.run.layers_per_stage,
         slots=every[best],

@@ -2,11 +2,13 @@
 
 Plans that differ in their split and mapping alone are one choice here. The search returns the best splits of
 the first choices, and of each later choice only plans that are faster than all before; it leaves a choice
-whose lower bound is slower.
+whose lower bound is slower. Only plans that may fit in memory prove others to be slower. Where none of a
+choice's fastest plans may fit, more of its splits are searched, and those that may fit are returned beside
+the fastest.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SlotOrder
@@ -15,7 +17,7 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, Plan
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.order_candidates import OrderCandidates
-from quartet_plugin.planner.split_search import NUM_SPLITS, SplitsFound, best_splits
+from quartet_plugin.planner.split_search import NUM_SPLITS, FoundSplit, SplitsFound, best_splits
 from quartet_plugin.space.moved_plans import moved
 from quartet_plugin.space.param_sources import SPLIT_HEAD, Params
 from quartet_plugin.space.plan_space import Space
@@ -24,6 +26,10 @@ from quartet_plugin.space.plan_space import Space
 # simulated actions: a good half of a second.
 NUM_FIRST = 12
 MAX_WORK = 16_000_000
+# Splits of a choice among which those that may fit are looked for, and choices that do not fit with their
+# balanced split for which they are.
+MANY_SPLITS = 64
+MAX_UNFIT = 24
 
 
 class Move(Protocol):
@@ -46,39 +52,98 @@ class Moves[M: Move]:
     limits: tuple[str, ...] = ()
 
 
+@dataclass(slots=True, kw_only=True)
+class _MovesSearch[M: Move]:
+    """The moved plans of one call, the seconds of the fastest that may fit by shape, and the work done."""
+
+    space: Space
+    may_fit: Callable[[Plan], bool]
+    moves: Moves[M] = field(default_factory=Moves)
+    fastest_s: dict[ModelShape, float] = field(default_factory=dict)
+    work: int = 0
+    num_cut_off: int = 0
+
+    def limit_s(self, shape: ModelShape) -> float:
+        """The seconds of the fastest plan of the shape that may fit; infinite while there is none."""
+        return self.fastest_s.get(shape, float("inf"))
+
+    def keep(self, best: M, result: SplitsFound, *, only_fitting: bool = False) -> bool:
+        """Make plans of the splits; whether one of them may fit.
+
+        `only_fitting`: the others are left out, and of those that may fit all but the fastest.
+        """
+        plan, num_fitting = best.plan, 0
+        self.work += result.work
+        self.num_cut_off += result.num_cut_off > 0
+        for split in result.splits:
+            fits = self.may_fit(replace(plan, split=self.space.split_of(split.split)))
+            if only_fitting and not fits:
+                continue
+            made = moved(self.space, best.params, plan, split=split.split, mapping=split.mapping)
+            if made is None:
+                continue
+            self.moves.plans.append((best, *made))
+            if fits:
+                num_fitting += 1
+                self.fastest_s[plan.shape] = min(self.limit_s(plan.shape), split.seconds)
+            if only_fitting and num_fitting == NUM_SPLITS:
+                break
+        return num_fitting > 0
+
+
+def _always(_: Plan) -> bool:
+    return True
+
+
 def best_moves[M: Move](
-    space: Space, ranked: Sequence[M], *, splits_of: Callable[[Plan], CalibratedSplits | None]
+    space: Space,
+    ranked: Sequence[M],
+    *,
+    splits_of: Callable[[Plan], CalibratedSplits | None],
+    may_fit: Callable[[Plan], bool] = _always,
 ) -> Moves[M]:
-    """The best splits and mappings of `ranked`, whose fastest plan comes first."""
-    moves: Moves[M] = Moves()
+    """The best splits and mappings of `ranked`: plans that `may_fit` come first, and the fastest of these."""
+    search: _MovesSearch[M] = _MovesSearch(space=space, may_fit=may_fit)
     orders = OrderCandidates(space)
-    fastest_s: dict[ModelShape, float] = {}
-    work = num_cut_off = num_left = 0
+    num_left = num_unfit = 0
     for number, best in enumerate(_choices(ranked)):
-        calibrated = splits_of(best.plan)
+        plan, shape = best.plan, best.plan.shape
+        # While nothing is known to fit, every choice is searched alike.
+        is_unfit = shape in search.fastest_s and not may_fit(plan)
+        num_unfit += is_unfit
+        if is_unfit and num_unfit > MAX_UNFIT:
+            continue
+        calibrated = splits_of(plan)
         if calibrated is None:
             continue
-        if work >= MAX_WORK:
+        if search.work >= MAX_WORK:
             num_left += 1
             continue
-        plan, limit = best.plan, fastest_s.get(best.plan.shape, float("inf"))
-        present = (slot_indices(space.nodes, plan.mapping), plan.mapping)
-        results: list[SplitsFound] = []
-        if number < NUM_FIRST:
-            results.append(_search(space, calibrated, [present], best, num_splits=NUM_SPLITS))
-            limit = min([limit, *(split.seconds for split in results[0].splits)])
-        others = orders.of(plan, calibrated)
-        results.append(_search(space, calibrated, [present, *others], best, incumbent_s=limit))
-        for result in results:
-            work += result.work
-            num_cut_off += result.num_cut_off > 0
-            for split in result.splits:
-                fastest_s[plan.shape] = min(fastest_s.get(plan.shape, float("inf")), split.seconds)
-                made = moved(space, best.params, plan, split=split.split, mapping=split.mapping)
-                if made is not None:
-                    moves.plans.append((best, *made))
-    moves.limits = (*_limits(num_cut_off=num_cut_off, num_left=num_left), *orders.limits)
-    return moves
+        mapping, may_one_fit = plan.mapping, False
+        if not is_unfit:
+            present = (slot_indices(space.nodes, mapping), mapping)
+            splits: list[FoundSplit] = []
+            if number < NUM_FIRST:
+                result = _search(space, calibrated, [present], best, num_splits=NUM_SPLITS)
+                may_one_fit = search.keep(best, result)
+                splits += result.splits
+            every = [present, *orders.of(plan, calibrated)]
+            result = _search(space, calibrated, every, best, incumbent_s=search.limit_s(shape))
+            may_one_fit |= search.keep(best, result)
+            splits += result.splits
+            if may_one_fit or not splits:
+                continue
+            mapping = min(splits, key=lambda split: split.seconds).mapping
+        # An order of ranks needs the memory of every other: splits are searched under the fastest.
+        order = [(slot_indices(space.nodes, mapping), mapping)]
+        limit_s = search.limit_s(shape)
+        result = _search(space, calibrated, order, best, incumbent_s=limit_s, num_splits=MANY_SPLITS)
+        search.keep(best, result, only_fitting=True)
+    search.moves.limits = (
+        *_limits(num_cut_off=search.num_cut_off, num_left=num_left, num_unfit=num_unfit - MAX_UNFIT),
+        *orders.limits,
+    )
+    return search.moves
 
 
 def _search(
@@ -126,7 +191,7 @@ def _without_moves(plan: Plan) -> object:
     return plan.shape, plan.schedule
 
 
-def _limits(*, num_cut_off: int, num_left: int) -> Iterator[str]:
+def _limits(*, num_cut_off: int, num_left: int, num_unfit: int) -> Iterator[str]:
     if num_cut_off:
         yield (
             f"splits: for {num_cut_off} combinations only a local search was possible; the full enumeration "
@@ -136,4 +201,9 @@ def _limits(*, num_cut_off: int, num_left: int) -> Iterator[str]:
         yield (
             f"splits: {num_left} slower combinations keep the balanced split; the work limit was spent on "
             "faster ones"
+        )
+    if num_unfit > 0:
+        yield (
+            f"splits: {num_unfit} combinations keep a balanced split that does not fit; splits that fit are "
+            f"searched only for {MAX_UNFIT} others"
         )

@@ -225,8 +225,8 @@ def _unit(
     tp, cp, size, ep = key
     layout = layout_of(tp, cp, 3, ep, size, 1, 0, 0, ep=ep, partition=partition)
     run = small_run(job, replace(shape, num_layers=3), layout)
-    # A stage's time beside its layers is left out.
-    unit = unit_parts(run, constants)
+    # A stage's time beside its layers is left out, multi-token prediction before the last stage, too.
+    unit = unit_parts(replace(run, is_mtp_before_last=job.is_mtp_before_last), constants)
     parts = unit.dense if run.experts is None else unit.routed
     layer, *ends = (_both_ways(Times.sum_of(part.values())) for part in (parts, unit.embedding, unit.head))
     whole = layer_activation_bytes(run, experts=run.experts)
@@ -310,8 +310,9 @@ def once_s(
         traffic = communication.data_parallel_s(
             run, constants, num_dense=held, num_expert=routed, forward_s=math.inf, backward_s=math.inf
         )
-        shards = run.optimizer_group if sharded else 1
-        step = constants.optimizer * (held + routed) * OPTIMIZER_BYTES / shards / memory
+        shards, expert_shards = run.optimizer_shards
+        stepped = held / shards + routed / expert_shards
+        step = constants.optimizer * stepped * OPTIMIZER_BYTES / memory
         seconds.append(traffic + step)
     once: FloatArray = np.array(seconds)[inverse]
     return once

@@ -9,6 +9,9 @@ where fill_d is the forward of the stages before d, without which d cannot start
 which starts after d's last action; where backwards are split that may be a weight gradient, and nothing has
 to follow. It holds for every group of an interleaved order. Exposed gradient traffic and the optimizer's step
 are those of the device that holds the most layers.
+
+On equal devices they are those of the split that a row is planned with first. `fitting_bounds` has those of
+every other split that fits in memory.
 """
 
 import math
@@ -19,8 +22,9 @@ import numpy as np
 
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import FULL_ROUNDS
+from quartet_plugin.cost.iteration.replay import kind_blocks_on_sends
 from quartet_plugin.cost.iteration.step import contention_gain
-from quartet_plugin.cost.run import ScheduleKind
+from quartet_plugin.cost.run import ScheduleKind, Software
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.bound_units import SplitUnits, UnitRows, row_inputs
@@ -60,6 +64,7 @@ class BoundInputs:
     units: UnitRows
     microbatches: IntArray
     transfers_s: FloatArray
+    software: Software
     once_s: FloatArray
     straggler: float
     gain: float
@@ -72,6 +77,28 @@ class BoundInputs:
         # Ranks that share a memory gain by each other's waiting: at most in all of the pipeline's time.
         time = (time - self.gain * span) * self.residual
         return time * (1 - ROUNDING)
+
+    def span_of_split(self, rows: IntArray, units: SplitUnits, schedule: ScheduleKind) -> FloatArray:
+        """Seconds that the pipelines of `rows` take at least with one split."""
+        waits_s = self.transfer_waits(rows, units.pp, units.virtual, schedule)
+        return _span(units, self.microbatches[rows], waits_s, schedule)
+
+    def transfer_waits(
+        self, rows: IntArray, pp: int, virtual: int, schedule: ScheduleKind
+    ) -> tuple[FloatArray, FloatArray]:
+        """Seconds of transfers that each device waits for [rows, pp].
+
+        First those of every microbatch: its sends where they block, forward of all stages but the last one,
+        backward of all but the first. Then those before its first action and after its last one.
+        """
+        transfer, devices = self.transfers_s[rows][:, None], np.arange(pp)
+        hops = devices if _follows_nothing(schedule) else 2 * devices
+        sends = np.zeros(pp)
+        if kind_blocks_on_sends(schedule, self.software):
+            sends = 2.0 * virtual - (devices == 0) - (devices == pp - 1)
+            # Its last send is one of every microbatch's.
+            hops = np.maximum(0, hops - 1)
+        return transfer * sends, transfer * hops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +130,10 @@ class LowerBounds:
         units = inputs.units.of_split(rows, split, pp, is_v_placement=has_v_placement(schedule))
         microbatches = inputs.microbatches[rows]
         memory = _memory(units, microbatches, schedule)
-        span = _span(units, microbatches, inputs.transfers_s[rows], schedule)
+        span = inputs.span_of_split(rows, units, schedule)
         # One replica has the slowest slot, at best on the rank where it has the least to do.
         span = np.maximum(span, _with_slowest(units, inputs.slowest) * microbatches)
-        span = span * _extrapolation(microbatches, pp)
+        span = span * extrapolation(microbatches, pp)
         return float(inputs.seconds(rows, span)[0]), float(memory[0]) * (1 - ROUNDING)
 
 
@@ -191,12 +218,12 @@ def bounds_of(
         rows = rows[memory[rows] <= limit_bytes]
         microbatches = microbatches_of_rows[rows]
         if slowdown is None:
-            span[rows] = _span(of_split(rows), microbatches, inputs.transfers_s[rows], schedule)
+            span[rows] = inputs.span_of_split(rows, of_split(rows), schedule)
         else:
             span[rows] = _least_span(
                 shape.num_layers, pp, virtual, units[rows], microbatches, slowdown, schedule
             )
-        span[rows] *= _extrapolation(microbatches, pp)
+        span[rows] *= extrapolation(microbatches, pp)
     return LowerBounds(
         time_s=inputs.seconds(np.arange(len(columns)), span),
         memory_bytes=memory * (1 - ROUNDING),
@@ -222,6 +249,7 @@ def _inputs(
         units=units,
         microbatches=num_microbatches(job, table.columns),
         transfers_s=microbatch_transfers_s,
+        software=job.software,
         once_s=seconds_once + constants.step_s,
         straggler=1 + constants.straggler * max(0.0, math.log2(nodes)),
         gain=gain,
@@ -230,7 +258,7 @@ def _inputs(
     )
 
 
-def _extrapolation(microbatches: IntArray, pp: int) -> FloatArray:
+def extrapolation(microbatches: IntArray, pp: int | IntArray) -> FloatArray:
     """What is left of a bound where the cost model extrapolates the pipeline."""
     is_extrapolated = (microbatches > (FULL_ROUNDS + 1) * pp) & (pp > 1)
     return np.where(is_extrapolated, 1 - EXTRAPOLATION, 1.0)
@@ -250,25 +278,21 @@ def _layer_s(kind: FloatArray) -> FloatArray:
 
 
 def _span(
-    of_split: SplitUnits, microbatches: IntArray, transfer: FloatArray, schedule: ScheduleKind
+    of_split: SplitUnits,
+    microbatches: IntArray,
+    transfer_waits_s: tuple[FloatArray, FloatArray],
+    schedule: ScheduleKind,
 ) -> FloatArray:
     """The pipeline's bound."""
-    pp, units = of_split.pp, of_split.units
-    devices = np.arange(pp)
-    busy = of_split.with_ends(of_split.summed(_layer_s))
+    units, devices = of_split.units, np.arange(of_split.pp)
+    each_s, once_s = transfer_waits_s
+    busy = of_split.with_ends(of_split.summed(_layer_s)) + each_s
     embedding = units[:, 2:4].sum(axis=1)[:, None]
     if _follows_nothing(schedule):
-        ahead = of_split.before(lambda kind: kind[:, 0])
-        ahead = ahead + units[:, 2:3] * (devices > 0) + transfer[:, None] * devices
+        ahead = of_split.before(lambda kind: kind[:, 0]) + units[:, 2:3] * (devices > 0)
     else:
         ahead = of_split.before(_layer_s) + embedding * (devices > 0)
-        if schedule is ScheduleKind.ONE_F_ONE_B:
-            # 1F1B waits for its own sends: forward but on the last stage, backward but on the first.
-            busy += transfer[:, None] * ((devices > 0) * 1.0 + (devices < pp - 1))
-            ahead = ahead + transfer[:, None] * np.maximum(0, 2 * devices - 1)
-        else:
-            ahead = ahead + transfer[:, None] * 2 * devices
-    bound: FloatArray = (busy * microbatches[:, None] + ahead).max(axis=1)
+    bound: FloatArray = (busy * microbatches[:, None] + ahead + once_s).max(axis=1)
     return bound
 
 
@@ -361,6 +385,19 @@ def _least_memory(
     a_layer = layer + kept * in_flight
     bound: FloatArray = num_layers / (1.0 / a_layer).sum(axis=1)
     return np.maximum(bound, (units[:, 8] * num_layers + units[:, 9]) / pp)
+
+
+def in_flight_at_least(
+    schedule: ScheduleKind, virtual: int, pp: int, microbatches: IntArray
+) -> tuple[IntArray, IntArray]:
+    """The forwards of every chunk, and of all chunks, that each device runs before its first backward.
+
+    Both [rows, pp] are lower bounds.
+    """
+    each = _least_in_flight(schedule, virtual, pp, microbatches)
+    if has_v_placement(schedule):
+        return each, _in_flight_of_chunks(schedule, pp, microbatches).sum(axis=1)
+    return each, _in_flight(schedule, virtual, pp, microbatches)
 
 
 def _least_in_flight(schedule: ScheduleKind, virtual: int, pp: int, microbatches: IntArray) -> IntArray:

@@ -23,6 +23,7 @@ from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_bounds import least_seconds_of
 from quartet_plugin.planner.split_search import balanced_split
 from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
+from quartet_plugin.space.expert_stages import stock_placement
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE
 from quartet_plugin.space.moved_plans import moved, with_order
 from quartet_plugin.space.order_exchanges import RUN
@@ -32,7 +33,8 @@ from quartet_plugin.space.param_sources import (
     layout_texts,
     param_prefix,
 )
-from quartet_plugin.space.plan_space import Space
+from quartet_plugin.space.plan_space import Space, num_unsearched_layouts
+from quartet_plugin.space.schedules import MAX_SEARCHED_ACTIONS
 from quartet_plugin.space.split_shifts import SHIFT
 from quartet_plugin.split.layers import flops_end_loads
 
@@ -94,8 +96,10 @@ class PlanCandidates:
         self._balanced_plans: dict[tuple[tuple[int, ...], tuple[int, ...]], Candidate] = {}
         self._limits: tuple[str, ...] = ()
         self._limits_of_layouts: tuple[str, ...] = ()
-        # Paths of layouts whose choices are more than the limit.
+        # Paths of layouts whose choices are more than the limit, and of their custom schedules.
         self._cut: set[tuple[int, ...]] = set()
+        self._cut_custom: set[tuple[int, ...]] = set()
+        self._num_unsearched: int | None = None
 
     def best(
         self, *, costs_of: CostsOf, splits_of: SplitsOf, order_of: OrderOf, may_fit: MayFit = lambda _: True
@@ -115,9 +119,10 @@ class PlanCandidates:
         allowed = self._allowed(self._distinct([*layouts, *opened, *custom]))
         ranked = _in_order(allowed, costs_of)
         named = [best for best in ranked if not self._is_searched(best)]
-        # What hardly fits says nothing about which moves of others are too slow.
         fitting = [best for best in named if may_fit(best.plan)]
-        moves = best_moves(self._space, fitting or named, splits_of=splits_of)
+        rest = [best for best in named if not may_fit(best.plan)]
+        # What hardly fits comes last, and only for the splits that fit.
+        moves = best_moves(self._space, [*fitting, *rest], splits_of=splits_of, may_fit=may_fit)
         self._limits = (*self._limits_of(layouts), *moves.limits)
         moved_plans = [
             replace(ranked_plan, params=params, plan=plan) for ranked_plan, params, plan in moves.plans
@@ -208,6 +213,18 @@ class PlanCandidates:
                 f"combinations: {len(self._cut)} layouts have more than the limit of {self._limit} each; "
                 "the rest is not predicted"
             )
+        if self._cut_custom:
+            yield (
+                f"combinations: {len(self._cut_custom)} custom schedules of layouts have more than the limit "
+                f"of {self._custom_limit} each; the rest is not predicted"
+            )
+        if self._num_unsearched is None:
+            self._num_unsearched = num_unsearched_layouts(self._space)
+        if self._num_unsearched:
+            yield (
+                f"searched orders: none for {self._num_unsearched} layouts, whose steps have more than "
+                f"{MAX_SEARCHED_ACTIONS:,} actions"
+            )
 
     @property
     def layouts(self) -> tuple[Candidate, ...]:
@@ -252,13 +269,18 @@ class PlanCandidates:
         """Every other choice for a layout, without custom schedules."""
         path = layout.path[: _num_of_layout(layout)]
         if path not in self._opened:
-            self._opened[path] = tuple(self._branches(path, limit=self._limit))
+            self._opened[path] = tuple(self._branches(path, limit=self._limit, cut=self._cut))
         return self._opened[path]
 
     @property
     def _limit(self) -> int:
         """The most choices of one layout that are enumerated."""
         return MAX_CHOICES // min(len(self.layouts), MAX_OPENED)
+
+    @property
+    def _custom_limit(self) -> int:
+        """The most choices of one custom schedule of a layout that are enumerated."""
+        return MAX_CHOICES // MAX_OPENED
 
     def _distinct(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """The first candidate of each plan that can be predicted."""
@@ -300,12 +322,14 @@ class PlanCandidates:
             self._opened_custom[path] = tuple(
                 candidate
                 for begun in paths
-                for candidate in self._branches(begun, limit=MAX_CHOICES // MAX_OPENED)
+                for candidate in self._branches(begun, limit=self._custom_limit, cut=self._cut_custom)
             )
         return self._opened_custom[path]
 
-    def _branches(self, path: tuple[int, ...], *, limit: int) -> Iterator[Candidate]:
-        """All choices that begin with `path`, up to a limit."""
+    def _branches(
+        self, path: tuple[int, ...], *, limit: int, cut: set[tuple[int, ...]]
+    ) -> Iterator[Candidate]:
+        """All choices that begin with `path`, up to a limit; where they are more `path` is added to `cut`."""
         waiting, num = [path], 0
         while waiting and num < limit:
             begun = waiting.pop()
@@ -320,7 +344,7 @@ class PlanCandidates:
                 before = tuple(source.path[:depth])
                 waiting += [(*before, other) for other in source.others(depth)]
         if waiting:
-            self._cut.add(path)
+            cut.add(path)
 
     def _balanced(self, candidate: Candidate, splits_of: SplitsOf) -> Candidate:
         """The candidate with the split that balances its devices by the predictor's coefficients."""
@@ -341,11 +365,12 @@ class PlanCandidates:
         calibrated = splits_of(plan) if SPLIT_HEAD in candidate.params else None
         if calibrated is None:
             return plan.split.transformer_layers_per_stage
-        return balanced_split(
+        split = balanced_split(
             calibrated.times(slot_indices(self._space.nodes, plan.mapping), plan.mapping),
             plan.shape.num_layers,
             least_of_end_stages=self._space.least_of_end_stages,
         )
+        return self._space.with_experts(split, plan.schedule.placement or stock_placement(plan.layout))
 
 
 class _PathParams:

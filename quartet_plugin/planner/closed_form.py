@@ -8,6 +8,9 @@ index, with a block a pipeline rank), m microbatches and v chunks a rank,
     step = max over q of ( m max_k t + (sum_k t - max_k t) / v + transfers while filling and draining )
            + max over k of exposed gradient traffic
 
+Rings are linear in a link's bandwidth and latency (`Collective`). In an all-to-all every rank sends through
+its own port what leaves its domain, so its seconds on a link are the iteration model's (`Exchanges`).
+
 Compute runs at the slowdown of the slowest of the ranks that wait for each other in every layer: those of a
 tensor, context or expert parallel group. Replicas wait for each other once a step.
 """
@@ -29,11 +32,14 @@ from quartet_plugin.mapping.topology import (
     GroupLink,
     Topology,
     blocks_in_order,
+    crossings,
+    degrees_alone,
     group_link,
     slowdowns_of_blocks,
 )
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.planner.collectives import Collective, Exchanges, ExchangeTable, no_collective
 from quartet_plugin.planner.step_kernel import step_seconds
 
 # Links on which only one part of a collective's time is left: its latency, or its volume.
@@ -42,20 +48,9 @@ _UNLIMITED_BYTES_PER_S, _PROBE_BYTES_PER_S, _NO_LATENCY_S = 1e18, 1e9, 1e-15
 # Groups up to which members are counted by domain instead of sorted.
 _FEW_GROUPS = 32
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Collective:
-    """Collectives of each pipeline rank [pp]: bytes through a rank's link, and passes around the ring."""
-
-    volume_bytes: FloatArray
-    rounds: FloatArray
-
-    def seconds(self, link: GroupLink, rank: int) -> float:
-        """Seconds of rank `rank`'s collectives on `link`."""
-        if link.size == 1:
-            return 0.0
-        moved = float(self.volume_bytes[rank]) / link.bytes_per_s
-        return moved + float(self.rounds[rank]) * link.ring_latency_s
+# The share of a step by which crossings between segments lengthen it at most: less than predictions that
+# count as equal (`assignment_search.ROUNDING`) differ, more than sums of numbers do.
+CROSSING_SHARE = 5e-10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,18 +58,20 @@ class StepCosts:
     """The costs of a step that do not depend on the slots of its ranks; arrays are [pipeline_parallel].
 
     `compute_s`: one microbatch forward and backward on a rank at slowdown 1, without collectives.
-    `tensor`, `context`, `expert`: one microbatch's exposed collectives. `boundary_bytes`: a boundary tensor,
-    its latency counted once; `peer_share`: the share of a collective's bandwidth inside a domain that one
-    sender reaches; `is_blocking`: ranks wait for their own sends. `gradients`, `expert_gradients`: once a
-    step; compute hides `hidden_s` of them, but at least the part `exposed_share` stays exposed.
+    `tensor`, `context`, `expert`: one microbatch's exposed collectives; those of experts whose groups stay in
+    a block count with `tensor`. `has_whole_experts`: ranks of a block share none of them. `boundary_bytes`: a
+    boundary tensor, its latency counted once; `peer_share`: the share of a collective's bandwidth inside a
+    domain that one sender reaches; `is_blocking`: ranks wait for their own sends. `gradients`,
+    `expert_gradients`: once a step; compute hides `hidden_s` of them, but at least the part `exposed_share`
+    stays exposed.
     """
 
     layout: Layout
     num_microbatches: int
     compute_s: FloatArray
     tensor: Collective
-    context: Collective
-    expert: Collective
+    context: Collective | Exchanges
+    expert: Collective | Exchanges
     gradients: Collective
     expert_gradients: Collective
     boundary_bytes: float
@@ -82,6 +79,12 @@ class StepCosts:
     exposed_share: float = 1.0
     peer_share: float = 1.0
     is_blocking: bool = True
+    has_whole_experts: bool = False
+
+    @property
+    def degrees(self) -> Layout:
+        """The degrees that an order of blocks depends on, expert parallelism in blocks."""
+        return degrees_alone(self.layout, has_whole_experts=self.has_whole_experts)
 
 
 class StepTime:
@@ -95,6 +98,7 @@ class StepTime:
         self, costs: StepCosts, topology: Topology, blocks: Blocks, *, inside: frozenset[str] = frozenset()
     ) -> None:
         self._costs, self._topology, self._blocks, self._inside = costs, topology, blocks, inside
+        self._degrees = costs.degrees
         self._links: dict[bytes, GroupLink] = {}
         self._has_equal_links = topology.has_equal_links
         self._transfer_s = _transfer_matrix(costs, topology)
@@ -104,14 +108,22 @@ class StepTime:
         self._kernel = self._of_equal_links() if self._has_equal_links else None
 
     def __call__(self, arrangement: IntArray) -> float:
-        """Seconds a step."""
+        """Seconds a step, longer by at most `CROSSING_SHARE` of it where pipelines or groups cross segments.
+
+        So crossings decide between arrangements that take equally long, and between no others.
+        """
         if self._kernel is not None:
-            slowdowns = slowdowns_of_blocks(self._costs.layout, self._blocks, arrangement)
-            return self._kernel(self._blocks.domain[arrangement], slowdowns)
-        return self.by_columns(arrangement)
+            slowdowns = slowdowns_of_blocks(self._degrees, self._blocks, arrangement)
+            seconds = self._kernel(self._blocks.domain[arrangement], slowdowns)
+        else:
+            seconds = self.by_columns(arrangement)
+        if self._topology.segment_of_slot is None:
+            return seconds
+        num_crossings = crossings(self._degrees, self._blocks.segment[arrangement])
+        return seconds * (1.0 + CROSSING_SHARE * num_crossings / (3 * len(self._blocks)))
 
     def by_columns(self, arrangement: IntArray) -> float:
-        """The same on any links, many times slower."""
+        """Seconds a step on any links, whatever crosses segments; many times slower than the kernel."""
         return float(self.column_times(arrangement).max()) + self._gradients(self._blocks.domain[arrangement])
 
     def _of_equal_links(self) -> Callable[[IntArray, FloatArray], float] | None:
@@ -121,18 +133,18 @@ class StepTime:
             return None
         num_domains = len(topology.between_bytes_per_s)
         other = 1 if num_domains > 1 else 0
-        collectives = (costs.context, costs.expert, costs.gradients)
-        sizes = (
-            layout.context_parallel,
-            layout.expert_parallel,
-            len(self._blocks) // layout.pipeline_parallel,
-        )
+        none = no_collective(layout.pipeline_parallel)
+        groups = (costs.context, costs.expert)
+        rings = [*(none if isinstance(group, Exchanges) else group for group in groups), costs.gradients]
+        sizes = (self._degrees.context_parallel, self._degrees.expert_parallel)
+        num_copies = len(self._blocks) // layout.pipeline_parallel
+        exchanges = ExchangeTable(groups, sizes, topology, num_ranks=layout.pipeline_parallel)
         arrays = (
             costs.compute_s,
             self._tensor_s,
-            np.array(sizes, dtype=np.int64),
-            np.array([collective.volume_bytes for collective in collectives], dtype=np.float64),
-            np.array([collective.rounds for collective in collectives], dtype=np.float64),
+            np.array([*sizes, num_copies], dtype=np.int64),
+            np.array([ring.volume_bytes for ring in rings], dtype=np.float64),
+            np.array([ring.rounds for ring in rings], dtype=np.float64),
             np.array([NEVER_S if name in self._inside else 0.0 for name in ("context", "expert", "")]),
             np.array(
                 [
@@ -147,30 +159,37 @@ class StepTime:
         )
 
         def seconds(domains: IntArray, slowdowns: FloatArray) -> float:
-            return step_seconds(
-                domains,
-                slowdowns,
-                *arrays,
-                costs.num_microbatches,
-                layout.virtual_stages,
-                costs.is_blocking,
-                costs.hidden_s,
-                costs.exposed_share,
-            )
+            while True:
+                step = step_seconds(
+                    domains,
+                    slowdowns,
+                    *arrays,
+                    exchanges.rows,
+                    exchanges.seconds,
+                    exchanges.unknown,
+                    costs.num_microbatches,
+                    layout.virtual_stages,
+                    costs.is_blocking,
+                    costs.hidden_s,
+                    costs.exposed_share,
+                )
+                if step >= 0.0:
+                    return step
+                exchanges.add_unknown()
 
         return seconds
 
     def column_times(self, arrangement: IntArray) -> FloatArray:
         """Seconds of each column's pipeline [copies]."""
-        costs, layout = self._costs, self._costs.layout
+        costs, layout, degrees = self._costs, self._costs.layout, self._degrees
         domains = self._blocks.domain[arrangement]
         busy = (
-            slowdowns_of_blocks(layout, self._blocks, arrangement) * costs.compute_s[:, None]
+            slowdowns_of_blocks(degrees, self._blocks, arrangement) * costs.compute_s[:, None]
             + self._tensor_s[:, None]
         )
         for name, collective, size in (
-            ("context", costs.context, layout.context_parallel),
-            ("expert", costs.expert, layout.expert_parallel),
+            ("context", costs.context, degrees.context_parallel),
+            ("expert", costs.expert, degrees.expert_parallel),
         ):
             if size > 1:
                 busy += self._grouped(domains, collective, size, is_inside=name in self._inside)
@@ -192,7 +211,7 @@ class StepTime:
         return seconds
 
     def _grouped(
-        self, domains: IntArray, collective: Collective, size: int, *, is_inside: bool
+        self, domains: IntArray, collective: Collective | Exchanges, size: int, *, is_inside: bool
     ) -> FloatArray:
         """Seconds of the collectives of groups of `size` neighbouring columns [pp, copies]."""
         groups = np.ascontiguousarray(domains).reshape(-1, size)
@@ -211,7 +230,7 @@ class StepTime:
         return seconds
 
     def _gradients(self, domains: IntArray) -> float:
-        costs, experts = self._costs, self._costs.layout.expert_parallel
+        costs, experts = self._costs, self._degrees.expert_parallel
         traffic = self._once(domains, costs.gradients)
         if costs.expert_gradients.volume_bytes.any():
             groups = [
@@ -298,15 +317,11 @@ def step_s(
     return StepTime(costs, topology, blocks, inside=inside)(arrangement)
 
 
-def no_collective(num_ranks: int) -> Collective:
-    """The collective of groups of one rank: no bytes and no rounds."""
-    return Collective(volume_bytes=np.zeros(num_ranks), rounds=np.zeros(num_ranks))
-
-
 @functools.lru_cache(maxsize=16)
 def step_costs(assigned: AssignedRun) -> StepCosts:
     """The run's step in the closed form, its coefficients taken from the iteration model."""
     run, layout, constants = assigned.run, assigned.run.layout, assigned.constants
+    degrees = assigned.degrees
     p = layout.pipeline_parallel
     latency = communication.transfer_latency_s(constants)
     intra_node = communication.transfer_s(run, constants, sender=0, receiver=0) - latency
@@ -324,8 +339,10 @@ def step_costs(assigned: AssignedRun) -> StepCosts:
             lambda part: sum(times.total_s for name, times in part.items() if name not in COLLECTIVES)
         ),
         tensor=_tensor_traffic(assigned),
-        context=_collective(assigned, "cp_comm", layout.context_parallel, layout.tensor_parallel),
-        expert=_collective(assigned, "ep_comm", layout.expert_parallel, layout.tensor_parallel),
+        context=_exchanges(assigned, "cp_comm", degrees.context_parallel)
+        if run.exchanging_ranks > 1
+        else _collective(assigned, "cp_comm", degrees.context_parallel, layout.tensor_parallel),
+        expert=_exchanges(assigned, "ep_comm", degrees.expert_parallel),
         gradients=_gradients(assigned),
         expert_gradients=no_collective(p),
         boundary_bytes=intra_node * peer,
@@ -333,6 +350,7 @@ def step_costs(assigned: AssignedRun) -> StepCosts:
         exposed_share=share,
         peer_share=constants.peer / constants.scale_up,
         is_blocking=blocks_on_sends(run),
+        has_whole_experts=run.has_whole_experts,
     )
 
 
@@ -351,12 +369,33 @@ def _collective(assigned: AssignedRun, name: str, size: int, stride: int) -> Col
     )
 
 
+def _exchanges(assigned: AssignedRun, name: str, size: int) -> Collective | Exchanges:
+    """The seconds of all-to-alls of groups of `size` blocks by their link, from the iteration model."""
+    if size == 1:
+        return no_collective(assigned.run.layout.pipeline_parallel)
+
+    @functools.cache
+    def seconds_over(link: GroupLink) -> FloatArray:
+        parts = assigned.parts_over(link, assigned.run.layout.tensor_parallel)
+        return assigned.by_rank(lambda part: part[name].total_s, parts)
+
+    return Exchanges(seconds_over=seconds_over)
+
+
 def _tensor_traffic(assigned: AssignedRun) -> Collective:
-    """The coefficients of tensor parallelism; where products hide transfers, its seconds on its own links."""
+    """The coefficients of what the ranks of a block send each other.
+
+    It is tensor parallelism; where products hide transfers, or ranks of a block hold all experts between them
+    and exchange tokens as well, the seconds on the block's own links.
+    """
     layout, link = assigned.run.layout, assigned.tensor_link
-    if layout.tensor_partition is None:
+    has_exchanges = layout.expert_parallel > 1 and assigned.degrees.expert_parallel == 1
+    if layout.tensor_partition is None and not has_exchanges:
         return _collective(assigned, "tp_comm", layout.tensor_parallel, 1)
-    seconds = assigned.by_rank(lambda part: part["tp_comm"].total_s, assigned.parts_over(link, 1))
+    names = ("tp_comm", "ep_comm") if has_exchanges else ("tp_comm",)
+    seconds = assigned.by_rank(
+        lambda part: sum(part[name].total_s for name in names), assigned.parts_over(link, 1)
+    )
     return Collective(volume_bytes=seconds * link.bytes_per_s, rounds=np.zeros(layout.pipeline_parallel))
 
 
@@ -389,7 +428,7 @@ def solve_step(
 ) -> Solution:
     """The order of slots with the least closed-form step that the search finds; raises as `solve` does."""
     return solve(
-        costs.layout,
+        costs.degrees,
         topology,
         lambda blocks: StepTime(costs, topology, blocks, inside=inside),
         compute_s=costs.compute_s,
@@ -408,6 +447,7 @@ def _link(size: int, bytes_per_s: float, latency_s: float, *, is_inside: bool = 
         num_domains=1 if is_inside or size == 1 else size,
         local=size if is_inside else 1,
         bytes_per_s=bytes_per_s,
+        port_bytes_per_s=bytes_per_s,
         latency_s=max(latency_s, _NO_LATENCY_S),
         inside_latency_s=max(latency_s, _NO_LATENCY_S),
     )

@@ -11,6 +11,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import BRIDGE_MODULE, DEEPSPEED_MODULE, Command
 from quartet_plugin.launchers.megatron_words import FOR_SETTINGS, read_arguments
 from quartet_plugin.model.files import shown
+from quartet_plugin.model.hierarchical_context import SIZES
 from quartet_plugin.model.layout import Layout, Setting
 from quartet_plugin.model.megatron_arguments import (
     experts_of,
@@ -35,6 +36,7 @@ from quartet_plugin.planner.kept_axes import (
 )
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.space.features import WHOLE_NODES, Axis, batching_features
+from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE, P2P
 from quartet_plugin.space.knobs.expert_overlap import (
     DELAYED_WEIGHT_GRADIENTS,
     EXPERT_OVERLAP,
@@ -55,12 +57,20 @@ _READ = (
     "moe_grouped",
     "precision_aware",
     "moe_forced",
+    "moe_linear_bias",
     "overlap_moe",
     "cuda_graphs",
     "graphed_",
 )
 # And those by which values of settings are legal.
-_READ_FOR_SETTINGS = ("no_linear_bias",)
+_READ_FOR_SETTINGS = (
+    "no_linear_bias",
+    "moe_unfused_bias",
+    "moe_router_padding",
+    "sliding_window",
+    "attention_sink",
+    "cp_comm_by_layer",
+)
 _OF_EXPERTS = (
     EXPERT_TENSOR_PARALLEL.name,
     TOKEN_DISPATCHER.name,
@@ -151,7 +161,7 @@ def job_of_command(
     if has_mtp_on_inner_stage(args):
         raise ConfigError(
             "--pipeline-model-parallel-layout: multi-token prediction before the last stage; a plan has its "
-            "layers on the last one (Ett|tmL)"
+            "layers on the last one (Ett|tmL), or before a head alone (Ett|tm|L)"
         )
     batch = args.global_batch_size or layout.micro_batch_size * layout.data_parallel
     if "tokens" not in cost:
@@ -174,27 +184,37 @@ def job_of_command(
             settings=_settings(args, kept),
             batching_features=batching_features(features),
             baseline_split=split.transformer_layers_per_stage,
+            is_mtp_before_last=bool(split.mtp_before_last),
         ),
         layout=layout,
         split=split,
         schedule=schedule,
-        unread=_unread_flags(unread, kept),
+        unread=_unread_flags(unread, kept, has_experts=bool(args.num_experts)),
         locked=locked,
     )
 
 
 def _settings(args: Namespace, search: SearchConfig) -> tuple[Setting, ...]:
-    """The command's settings that plans are predicted by: of experts, of offload; all if any is searched."""
+    """The command's settings that plans are predicted by: of experts, of offload, of shared sequences.
+
+    All of them if any is searched.
+    """
     is_searched = bool(searched_settings(search))
     experts = _OF_EXPERTS if args.num_experts else ()
     offload = (OPTIMIZER_CPU_OFFLOAD.name,) if args.optimizer_cpu_offload else ()
-    read = (*experts, *offload)
+    shares = args.context_parallel_size > 1 and CP_COMM_TYPE.read(args) != P2P
+    context = (CP_COMM_TYPE.name, SIZES) if shares else ()
+    read = (*experts, *offload, *context)
     return tuple(setting for setting in settings_of(args) if is_searched or setting.name in read)
 
 
-def _unread_flags(flags: tuple[str, ...], search: SearchConfig) -> tuple[str, ...]:
-    """The flags that plans do not read: without those of settings, where a setting is searched."""
-    read = {*READ_FOR_KEPT_AXES, *(FOR_SETTINGS if searched_settings(search) else ())}
+def _unread_flags(flags: tuple[str, ...], search: SearchConfig, *, has_experts: bool) -> tuple[str, ...]:
+    """The flags that plans do not read: without those of settings, where a setting is searched.
+
+    Whether layers have biases decides about the degrees of a model with experts.
+    """
+    biases = ("disable_bias_linear",) if has_experts else ()
+    read = {*READ_FOR_KEPT_AXES, *biases, *(FOR_SETTINGS if searched_settings(search) else ())}
     return tuple(flag for flag in flags if flag[2:].replace("-", "_") not in read)
 
 

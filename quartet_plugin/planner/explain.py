@@ -30,7 +30,7 @@ from quartet_plugin.model.cluster import Cluster
 from quartet_plugin.model.job_description import JobPrecision, words_of_model
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping as SlotMapping
-from quartet_plugin.model.plan import NodeInfo, Plan, Split
+from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.shape_curve import ShapeCurve
@@ -256,6 +256,7 @@ def _run_of(plan: Plan, job: PlanRequest) -> TrainingRun:
         schedule=schedule_kind(plan.schedule),
         group=schedule_group(plan.schedule),
         custom=plan.schedule.custom,
+        is_mtp_before_last=bool(plan.split.mtp_before_last),
     )
 
 
@@ -386,7 +387,7 @@ def _plan_of(
         made_for=replace(plan.made_for, nodes=nodes),
         shape=ranked.shape,
         layout=ranked.layout,
-        split=Split(transformer_layers_per_stage=ranked.split),
+        split=job.split_of(ranked.split),
         schedule=schedule_of(job, ranked, constants=constants),
         mapping=SlotMapping(
             slots=slots if ranked.slots is None else tuple(slots[slot] for slot in ranked.slots)

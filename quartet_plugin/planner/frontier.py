@@ -71,13 +71,14 @@ def memory_frontier(job: PlanRequest, *, constants: Constants | None = None) -> 
     """The plans that no other one beats in both time and peak memory, the fastest first.
 
     Each is the best under the limit that the peak of the one before sets, so there is none between two. At
-    most `MAX_POINTS`. Raises InfeasibleError where no plan fits at all.
+    most `MAX_POINTS`. Beyond the first they have balanced splits: layers that move one by one would make
+    many points of a layout. Raises InfeasibleError where no plan fits at all.
     """
     points = [best_plans(job, constants=constants).best[0]]
     while len(points) < MAX_POINTS:
         limited = _with_usable(job, points[-1].memory.total_bytes * (1 - 1e-9))
         try:
-            best = best_plans(limited, constants=constants).best[0]
+            best = best_plans(limited, constants=constants, moves_layers=False).best[0]
         except InfeasibleError:
             break
         points.append(best)

@@ -27,6 +27,7 @@ from quartet_plugin.cost.run import (
     Software,
     TrainingRun,
     UniformCluster,
+    mtp_depth_of,
     run_of,
     uniform_cluster_of_device,
 )
@@ -36,11 +37,12 @@ from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.cluster import parse_cluster, read_cluster
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.model.hierarchical_context import SIZES, sizes_text
 from quartet_plugin.model.job_description import Experts, JobPrecision, LatentAttention, mean_layers
 from quartet_plugin.model.layout import Layout, Recompute, Setting, SettingValue
-from quartet_plugin.model.plan import MAX_RANKS, STOCK, NodeInfo
+from quartet_plugin.model.plan import MAX_RANKS, STOCK, NodeInfo, Split
 from quartet_plugin.model.sections import Section, load_yaml, validate
-from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS, ModelShape
+from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS, LayerKinds, ModelShape
 from quartet_plugin.planner.model_presets import with_preset
 from quartet_plugin.space.config import (
     SEARCHED,
@@ -73,6 +75,10 @@ Modes = Annotated[tuple[Recompute, ...] | None, BeforeValidator(choices), AfterV
 Switches = Annotated[tuple[bool, ...] | None, BeforeValidator(choices), AfterValidator(distinct)]
 Groups = Annotated[
     tuple[Literal["context", "expert"], ...], BeforeValidator(choices), AfterValidator(distinct)
+]
+_Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+TwoSizes = Annotated[
+    tuple[_Ranks, _Ranks] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
 ]
 
 
@@ -139,6 +145,8 @@ class PlanSearch(SearchConfig):
     """The tuner's axes, and those that only the planner moves. Defaults are `auto`, context parallelism is 1.
 
     `inside` names the groups that may not leave a scale-up domain, because their dispatcher cannot.
+    `hierarchical_context_parallel_sizes` are those of `cp_comm_type: a2a+p2p`: ranks that exchange heads, and
+    ranks of each ring.
     """
 
     context_parallel: Degrees = (1,)
@@ -146,6 +154,7 @@ class PlanSearch(SearchConfig):
     inside: Groups = ()
     recompute: Modes = None
     distributed_optimizer: Switches = None
+    hierarchical_context_parallel_sizes: TwoSizes = None
 
 
 class ClusterFileSection(Section):
@@ -187,7 +196,8 @@ class PlanRequest:
     priced, and that no other field has. `batching_features` of a command are those by which another
     micro-batch or DP may change the training objective. `baseline_split` is the number of layers of each
     stage of the command, which `stock` in `search.split` means; None without a command, where `stock` means
-    the even split.
+    the even split; `is_mtp_before_last`: it has multi-token prediction on the stage before the last one.
+    `mtp_kinds` are the layers of each depth of multi-token prediction in a hybrid model.
     """
 
     shape: ModelShape
@@ -203,10 +213,12 @@ class PlanRequest:
     rules: LayoutRules | None = None
     normalization: str | None = None
     mtp_layers: int = 0
+    mtp_kinds: LayerKinds | None = None
     features: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
     batching_features: tuple[str, ...] = ()
     baseline_split: tuple[int, ...] | None = None
+    is_mtp_before_last: bool = False
 
     @property
     def half(self) -> HalfPrecision:
@@ -226,6 +238,11 @@ class PlanRequest:
     def values_in(self, settings: tuple[Setting, ...] | None) -> dict[str, SettingValue]:
         """The values of the job's settings, with those that a layout changes, by name."""
         return {setting.name: setting.value for setting in (*self.settings, *(settings or ()))}
+
+    def split_of(self, counts: tuple[int, ...]) -> Split:
+        """The split with these layers of each stage: the command's own, or one of a model's usual stages."""
+        is_before_last = self.is_mtp_before_last and counts == self.baseline_split
+        return Split(transformer_layers_per_stage=counts, mtp_before_last=True if is_before_last else None)
 
     def run(
         self,
@@ -257,6 +274,8 @@ class PlanRequest:
             latent=self.latent if mean == shape else None,
             normalization=self.normalization,
             mtp_layers=self.mtp_layers,
+            mtp_depth=mtp_depth_of(shape, self.experts, self.mtp_kinds),
+            is_mtp_before_last=bool(self.split_of(split).mtp_before_last),
             has_whole_experts=values.get("expert_tensor_parallel") == 1,
             imbalance=imbalance_of(self.features),
         )
@@ -410,6 +429,7 @@ def _usual_settings(search: PlanSearch) -> tuple[Setting, ...]:
 
     Gradients are reduced beside the backward, which buckets and gathered parameters need, unless that is
     searched. Parts of layers in CUDA graphs have no value: nothing captures graphs.
+    Sizes of hierarchical context parallelism are those that the job says.
     """
     asked = searched_settings(search)
     values: dict[str, SettingValue] = {OVERLAP_GRAD_REDUCE.name: True} if asked else {}
@@ -417,6 +437,9 @@ def _usual_settings(search: PlanSearch) -> tuple[Setting, ...]:
         usual = ALLGATHER if knob is TOKEN_DISPATCHER else knob.without_flag
         if usual is not None:
             values[knob.name] = usual
+    sizes = sizes_text(search.hierarchical_context_parallel_sizes)
+    if sizes is not None:
+        values[SIZES] = sizes
     return tuple(Setting(name=name, value=value) for name, value in sorted(values.items()))
 
 
@@ -517,6 +540,11 @@ def _check_search(search: PlanSearch, *, model: ModelSection, has_command: bool)
         raise ConfigError(
             "search.change_class: A; keeps the command's own values, and this job has no command; write the "
             "command after --, or omit the key"
+        )
+    if search.hierarchical_context_parallel_sizes is not None and has_command:
+        raise ConfigError(
+            f"search.{SIZES}: plans of a command have those of its --hierarchical-context-parallel-sizes; "
+            "remove the key"
         )
     for knob in LAYOUT_KNOBS:
         requested = search.requested(knob.name)

@@ -12,11 +12,14 @@ from quartet_plugin.model.megatron_arguments import features_of
 from quartet_plugin.model.plan import STOCK, ScheduleChoice, Split
 from quartet_plugin.planner.job import PlanSearch
 from quartet_plugin.space.config import STOCK_NAMES
-from quartet_plugin.space.features import Axis, locked_axes, objective_axes
+from quartet_plugin.space.features import TOKENS_KEPT, Axis, locked_axes, objective_axes
+from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
+from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE
 from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER, sharding_feature
 from quartet_plugin.space.knobs.knob import LayoutKnob, SettingKnob, Value, kept_fault
 from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
+from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
 
 # The flags of data and router that say what a plan keeps, and nothing else that it needs.
 READ_FOR_KEPT_AXES = (
@@ -54,8 +57,10 @@ def with_kept_axes(
 ) -> PlanSearch:
     """The search with the command's own values on the `locked` axes, whatever it asks for there.
 
-    The distributed optimizer stays as the command has it where another flag needs it. Where a plan may change
-    the training objective (class C) only stock schedules are left: the parity gate compares with the command.
+    The distributed optimizer stays as the command has it where another flag needs it, TP and CP where a
+    router balances the tokens of one rank. Where a plan may change the training objective (class C) only
+    stock schedules are left: the parity gate compares with the command.
+
     Raises ConfigError if the search asks for others alone.
     """
     kept: dict[str, Any] = {
@@ -65,6 +70,11 @@ def with_kept_axes(
     }
     if Axis.DEGREES not in locked and (feature := sharding_feature(features)) is not None:
         kept[DISTRIBUTED_OPTIMIZER.name] = (_kept_sharding(search, layout, feature),)
+    if "packing" in features:
+        # A rule of the knob, which rules of planned layouts do not see: the feature has axes of its own.
+        kept[CP_COMM_TYPE.name] = (STOCK,)
+    if not TOKENS_KEPT.keys().isdisjoint(features):
+        kept |= {knob.name: (_value_of(knob, layout),) for knob in (TENSOR_PARALLEL, CONTEXT_PARALLEL)}
     if Axis.SPLIT in locked:
         kept["split"] = (split.label,)
     if Axis.SCHEDULE in locked:

@@ -19,9 +19,10 @@ _COLUMNS = (TP, CP, PP, DP, SIZE, VIRTUAL, EP, MODE, SHARDED, PARTITION)
 def least_seconds_of(
     layouts: Sequence[tuple[ModelShape, Layout]], *, request: PlanRequest, constants: Constants | None
 ) -> list[float]:
-    """Seconds for equal work that no schedule and split of each layout is under, by the cost model.
+    """Seconds for equal work that no schedule of each layout is under with the balanced split.
 
-    Infinite where none fits in memory, and 0 for a layout that has no schedule of a table.
+    They are by the cost model. Where the balanced split does not fit in memory, no split that fits is under
+    them. They are infinite where none fits, and 0 for a layout that has no schedule of a table.
     """
     known: dict[object, float] = {}
     for shape, table, seconds in least_seconds(request, constants=constants or fitted()):

@@ -23,6 +23,12 @@ from quartet_plugin.planner.table_schedules import KINDS, schedules_of_rows
 from quartet_plugin.space.forbidden import forbidden_rows
 from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER as OPTIMIZER
 from quartet_plugin.space.knobs.divisors import divisors, nearest_words
+from quartet_plugin.space.knobs.expert_tensor_parallel import (
+    BIASED,
+    BIASES_FAULT,
+    EXPERT_TENSOR_PARALLEL,
+    may_be_whole,
+)
 from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
 from quartet_plugin.space.knobs.pipeline_parallel import most_stages
@@ -291,16 +297,24 @@ def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: 
 def fault_of_tensor_parallel(
     job: PlanRequest, shape: ModelShape, tp: int, *, legal: Sequence[int]
 ) -> str | None:
-    """The first size of the model that `tp` does not divide, with the nearest of the `legal` values.
+    """The biases that `tp` would share, or the first size that it does not divide, with the nearest `legal`.
 
     Several ranks may hold one query group, as Megatron lets them.
     """
+    if tp > 1 and BIASED in job.features and not _may_have_whole_experts(job):
+        fault = f"TP {tp} without --expert-tensor-parallel-size 1: {BIASES_FAULT}"
+        return f"biases: {fault}{nearest_words(tp, legal)}"
     heads, *others = sizes_to_divide(shape, job.experts).items()
     for name, size in (heads, ("query groups", shape.num_query_groups), *others):
         if size % tp and not (name == "query groups" and tp % size == 0):
             rule = name.removeprefix("of ").removeprefix("the ")
             return f"{rule}: TP {tp} does not divide {size} {name}{nearest_words(tp, legal)}"
     return None
+
+
+def _may_have_whole_experts(job: PlanRequest) -> bool:
+    name = EXPERT_TENSOR_PARALLEL.name
+    return may_be_whole(job.values_in(None).get(name), job.search.requested(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +385,12 @@ def _splits(job: PlanRequest, num_layers: int, num_stages: int) -> list[int]:
     requested = job.search.split
     if requested is None:
         return [BALANCED]
-    is_legal = partial(is_legal_split, num_layers=num_layers, num_stages=num_stages)
+    is_legal = partial(
+        is_legal_split,
+        num_layers=num_layers,
+        num_stages=num_stages,
+        is_mtp_before_last=job.is_mtp_before_last,
+    )
     has_stock = job.baseline_split is not None and is_legal(job.baseline_split)
     splits: list[tuple[int, tuple[int, ...]]] = []
     if "even" in requested or (STOCK in requested and not has_stock):

@@ -16,8 +16,10 @@ from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, Plan
-from quartet_plugin.planner.closed_form import Collective, StepCosts, no_collective, solve_step
+from quartet_plugin.planner.closed_form import StepCosts, solve_step
+from quartet_plugin.planner.collectives import Collective, no_collective
 from quartet_plugin.planner.split_search import balanced_split
+from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL, WHOLE
 from quartet_plugin.space.plan_space import Space
 
 # Slots up to which every order is a candidate.
@@ -114,7 +116,8 @@ class OrderCandidates:
         slowdowns = calibrated.slowdowns
         if len(set(slowdowns.tolist())) == 1 and len(self._space.nodes) == 1:
             return []
-        key = (plan.layout.degrees, plan.layout.expert_parallel, plan.layout.virtual_stages)
+        layout = plan.layout
+        key = (layout.degrees, layout.expert_parallel, layout.virtual_stages, self._has_whole_experts(layout))
         if key not in self._solved:
             if len(self._solved) >= MAX_SOLVED:
                 self._num_named += 1
@@ -122,11 +125,18 @@ class OrderCandidates:
             self._solved[key] = self._solve(plan, calibrated)
         return self._solved[key]
 
+    def _has_whole_experts(self, layout: Layout) -> bool:
+        """Whether tensor-parallel ranks hold whole experts, by the layout or else by the command."""
+        value = layout.setting(EXPERT_TENSOR_PARALLEL.name)
+        if value is None:
+            value = self._space.job.setting(EXPERT_TENSOR_PARALLEL.name)
+        return value == WHOLE
+
     def _solve(self, plan: Plan, calibrated: CalibratedSplits) -> list[Order]:
         slowdowns, layout = calibrated.slowdowns, plan.layout
-        domains = np.array([slot.node for slot in self._slots], dtype=np.int64)
+        domains = calibrated.domain_of_slot
         intra_s, inter_s, latency_s = calibrated.link_s
-        num_domains, ranks = len(self._space.nodes), layout.pipeline_parallel
+        num_domains, ranks = int(domains.max()) + 1, layout.pipeline_parallel
         # A boundary tensor counts as one byte, so that seconds are the inverse of bandwidths.
         topology = Topology(
             slots=self._slots,
@@ -156,6 +166,7 @@ class OrderCandidates:
             boundary_bytes=1.0,
             hidden_s=np.zeros(ranks),
             is_blocking=times.is_blocking,
+            has_whole_experts=self._has_whole_experts(layout),
         )
         num_blocks = layout.world_size // layout.tensor_parallel
         effort = EVALUATIONS if len(set(slowdowns.tolist())) > 1 else 0

@@ -4,7 +4,7 @@ The split and the placement of a plan stay. The order that is kept is the faster
 searched one by the full prediction; what is left to a bound on every order is said with it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -65,7 +65,7 @@ def with_searched_orders(
     done: set[object] = set()
     plans: list[Ranked] = []
     for ranked in best:
-        key = (ranked.shape, ranked.layout, ranked.split, ranked.slots, has_v_placement(ranked.schedule))
+        key = _searched_key(ranked)
         if key not in done and len(done) < MAX_SEARCHED and may_search(job, ranked):
             done.add(key)
             ranked = searched(
@@ -83,19 +83,46 @@ def with_searched_orders(
 
 def may_search(job: PlanRequest, ranked: Ranked) -> bool:
     """Whether an order may be searched for the layout: as for custom schedules, and not too long."""
+    return _has_free_order(job, ranked) and not _is_too_long(job, ranked)
+
+
+def _has_free_order(job: PlanRequest, ranked: Ranked) -> bool:
+    """Whether the job leaves the order of the plan's actions to a search."""
     layout = ranked.layout
-    num_actions = 3 * layout.num_stages * layout.num_microbatches(job.global_batch_size)
     is_asked = job.search.schedule is not None
     splits_backward = layout.recompute != "full" and job.experts is None
     # A requested group requests the interleaved schedule.
     is_grouped = layout.virtual_stages > 1 and job.search.group is not None
     return (
         layout.pipeline_parallel > 1
-        and num_actions <= MAX_ACTIONS
         and is_searched(job)
         and (is_asked or (splits_backward and not is_grouped))
         and runs_custom_schedules(layout, shape=ranked.shape, rules=rules_of(job))
     )
+
+
+def _is_too_long(job: PlanRequest, ranked: Ranked) -> bool:
+    num_actions = 3 * ranked.layout.num_stages * ranked.layout.num_microbatches(job.global_batch_size)
+    return num_actions > MAX_ACTIONS
+
+
+def _searched_key(ranked: Ranked) -> object:
+    """What the searched order of a plan depends on."""
+    return ranked.shape, ranked.layout, ranked.split, ranked.slots, has_v_placement(ranked.schedule)
+
+
+def _limits(job: PlanRequest, best: Sequence[Ranked]) -> Iterator[str]:
+    """The best plans that get no searched order."""
+    free = [ranked for ranked in best if _has_free_order(job, ranked)]
+    num_long = sum(_is_too_long(job, ranked) for ranked in free)
+    if num_long:
+        yield (
+            f"searched orders: none for {num_long} of the best {len(best)} plans, whose steps have more than "
+            f"{MAX_ACTIONS:,} actions"
+        )
+    num_searched = len({_searched_key(ranked) for ranked in free if not _is_too_long(job, ranked)})
+    if num_searched > MAX_SEARCHED:
+        yield f"searched orders: only for the best {MAX_SEARCHED} of {num_searched} plans"
 
 
 def searched(
@@ -299,4 +326,4 @@ def planned_ranking(
         return best_plans(job, top=top, exhaustive=exhaustive, constants=used)
     ranking = best_plans(job, top=max(top, MAX_SEARCHED), exhaustive=exhaustive, constants=used)
     best = with_searched_orders(job, ranking.best, constants=used)
-    return replace(ranking, best=best[:top])
+    return replace(ranking, best=best[:top], limits=(*ranking.limits, *_limits(job, ranking.best)))

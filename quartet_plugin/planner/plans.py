@@ -130,7 +130,7 @@ def plan_of(
             global_batch_size=job.global_batch_size,
             baseline=Baseline(
                 layout=plain.layout,
-                split=Split(transformer_layers_per_stage=plain.split),
+                split=job.split_of(plain.split),
                 schedule=plain.schedule,
             ),
             world_size=machines.num_devices,
@@ -141,7 +141,7 @@ def plan_of(
         ),
         shape=ranked.shape,
         layout=_stated(job, ranked.layout),
-        split=Split(transformer_layers_per_stage=ranked.split),
+        split=job.split_of(ranked.split),
         schedule=schedule_of(job, ranked, constants=constants or fitted()),
         mapping=Mapping(slots=slots if ranked.slots is None else tuple(slots[slot] for slot in ranked.slots)),
         provenance=Provenance(run=name, trial=place, seed=0, quartet_version=__version__),

@@ -2,23 +2,28 @@
 
 Equal devices are ranked in the launcher's order of ranks; on a cluster that is described in full every layout
 is ranked with a mapping of its own, solved with little effort. `refine` then solves those of the best.
+
+A layout is planned with its balanced split, and where that does not fit in memory with the split near it that
+does (`fitting_split`). The bounds of the former order all layouts; then those that have no plan yet are
+ordered by bounds on every split that fits (`fitting_bounds`).
 """
 
 import bisect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quartet_plugin.cost.cluster import best_case_cluster
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.memory import Memory, available_bytes, distinct_numbers, peak_memory
 from quartet_plugin.cost.predict import predict
-from quartet_plugin.cost.run import ScheduleKind
+from quartet_plugin.cost.run import ScheduleKind, TrainingRun
 from quartet_plugin.errors import InfeasibleError
-from quartet_plugin.model.costs import FloatArray
+from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import STOCK
@@ -34,10 +39,13 @@ from quartet_plugin.planner.assignment_search import (
     assign,
 )
 from quartet_plugin.planner.bounds import LowerBounds, bounds_of
+from quartet_plugin.planner.fitting_bounds import fitting_bounds, mean_rank_seconds
+from quartet_plugin.planner.fitting_split import fitting_split
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import (
     BALANCED,
     GIB,
+    PP,
     SPLIT,
     LayoutTable,
     Refusal,
@@ -47,6 +55,7 @@ from quartet_plugin.planner.layout_table import (
 )
 from quartet_plugin.planner.no_layout import no_layout_words
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
+from quartet_plugin.split.layers import EndLoads
 
 # Layouts of a cluster whose mappings are solved with more effort than for ranking.
 REFINED = 4
@@ -87,7 +96,11 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """The best layouts first, and how many of all were predicted, too large for memory, or pruned."""
+    """The best layouts first, and how many of all were predicted, too large for memory, or pruned.
+
+    A layout is too large where neither its first split fits nor another one that was tried. `limits` says
+    what was cut off, one line each.
+    """
 
     best: tuple[Ranked, ...]
     num_considered: int
@@ -95,6 +108,7 @@ class Ranking:
     num_too_large: int
     num_pruned: int
     too_large: tuple[TooLarge, ...] = ()
+    limits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +121,91 @@ class _ShapeLayouts:
     scale: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnplannedRows:
+    """The rows of a shape that have no plan with their first split, but may have a better one with another.
+
+    `time_s` are lower bounds for equal work, and `memory_bytes` of any split. `is_unfit`: the first split is
+    known not to fit.
+    """
+
+    rows: IntArray
+    time_s: FloatArray
+    memory_bytes: FloatArray
+    is_unfit: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls,
+        layouts: _ShapeLayouts,
+        is_planned: NDArray[np.bool_],
+        is_over: NDArray[np.bool_],
+        *,
+        limit_bytes: float,
+        limit_s: float,
+    ) -> "_UnplannedRows":
+        """Those of pipelines with a free split, that are not bounded by more than `limit_s` seconds."""
+        columns, bounds = layouts.table.columns, layouts.bounds
+        least_s = mean_rank_seconds(bounds, layouts.shape, layouts.table) * layouts.scale
+        rows = np.flatnonzero(_is_free(columns) & ~is_planned & (least_s <= limit_s))
+        time_s, memory_bytes = fitting_bounds(
+            bounds,
+            layouts.shape,
+            layouts.table,
+            rows,
+            limit_bytes=limit_bytes,
+            limit_s=limit_s / layouts.scale,
+        )
+        if bounds.inputs.slowest > 1.0:
+            # On unequal devices the row's own bound is of any split.
+            time_s = np.maximum(time_s, bounds.time_s[rows])
+        return cls(
+            rows=rows, time_s=time_s * layouts.scale, memory_bytes=memory_bytes, is_unfit=is_over[rows]
+        )
+
+    def entries(self, *, limit_s: float, is_exhaustive: bool) -> Iterable[tuple[float, int, bool]]:
+        """The bound of each row that is to be planned, the row, and whether its first split is unfit."""
+        bounds = np.zeros(len(self.rows)) if is_exhaustive else self.time_s
+        kept = np.isfinite(bounds) & (bounds <= limit_s)
+        return zip(bounds[kept].tolist(), self.rows[kept].tolist(), self.is_unfit[kept].tolist(), strict=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class _BestPlans:
+    """The `top` best plans, the fastest first, and the number of all that were predicted."""
+
+    top: int
+    is_exhaustive: bool
+    entries: list[tuple[float, int, int, Ranked]] = field(default_factory=list)
+    num_predicted: int = 0
+
+    @property
+    def limit_s(self) -> float:
+        """The most seconds for equal work that a further plan may take."""
+        is_full = len(self.entries) == self.top and not self.is_exhaustive
+        return self.entries[-1][0] if is_full else math.inf
+
+    def add(self, index: int, row: int, ranked: Ranked) -> None:
+        """Insert the plan of a row of the shape `index`."""
+        self.num_predicted += 1
+        bisect.insort(self.entries, (ranked.equal_work_s, index, row, ranked), key=lambda entry: entry[:3])
+        del self.entries[self.top :]
+
+
 def rank(
-    job: PlanRequest, *, top: int = 1, exhaustive: bool = False, constants: Constants | None = None
+    job: PlanRequest,
+    *,
+    top: int = 1,
+    exhaustive: bool = False,
+    constants: Constants | None = None,
+    moves_layers: bool = True,
 ) -> Ranking:
     """The `top` layouts that fit in memory, by predicted time for equal work.
 
     Layouts are predicted in the order of their bounds until no bound is under the last of the best, so the
-    ranking is that of predicting all, which `exhaustive` does. Raises InfeasibleError when none is legal or
-    none fits; it names the layout that needs the least memory.
+    ranking is that of predicting all, which `exhaustive` does. `moves_layers`: a layout whose balanced split
+    does not fit is planned with the split near it that does. Raises InfeasibleError when none is legal or
+    none fits; it names the layout whose balanced split needs the least memory.
     """
     used = constants or fitted()
     layouts_by_shape = [_shape_layouts(job, shape, used) for shape in shapes_of(job)]
@@ -122,47 +213,88 @@ def rank(
     if not total:
         raise InfeasibleError(no_layout_words(job))
     solver = None if job.cluster is None else AssignmentSolver(job, used, job.topology(used))
-    best: list[tuple[float, int, int, Ranked]] = []
+    best = _BestPlans(top=top, is_exhaustive=exhaustive)
     limit_bytes = _available_bytes(job)
-    order = _ordered(layouts_by_shape, limit_bytes=math.inf if exhaustive else limit_bytes)
-    predicted, visited, too_slow = 0, 0, 0
-    unfit: list[tuple[int, int]] = []
-    for bound, index, row in order:
-        if not exhaustive and len(best) == top and bound > best[-1][0]:
+    is_over = [layouts.bounds.memory_bytes > limit_bytes for layouts in layouts_by_shape]
+    is_planned = [np.zeros(len(layouts.table), dtype=np.bool_) for layouts in layouts_by_shape]
+    for bound, index, row in _ordered(layouts_by_shape, limit_bytes=math.inf if exhaustive else limit_bytes):
+        if bound > best.limit_s:
             break
-        visited += 1
-        last = best[-1][0] if len(best) == top and not exhaustive else math.inf
-        ranked = _planned(
-            job, layouts_by_shape[index], row, used, solver, limit_s=last / layouts_by_shape[index].scale
-        )
-        if ranked is NoPlan.UNFIT:
-            unfit.append((index, row))
-        if isinstance(ranked, NoPlan):
-            too_slow += ranked is NoPlan.TOO_SLOW
-            continue
-        predicted += 1
-        bisect.insort(best, (ranked.equal_work_s, index, row, ranked), key=lambda entry: entry[:3])
-        del best[top:]
-    if not best:
+        layouts = layouts_by_shape[index]
+        ranked = _planned(job, layouts, row, used, solver, limit_s=best.limit_s / layouts.scale)
+        is_over[index][row] = ranked is NoPlan.UNFIT
+        if isinstance(ranked, Ranked):
+            is_planned[index][row] = True
+            best.add(index, row, ranked)
+    least_bytes = [layouts.bounds.memory_bytes.copy() for layouts in layouts_by_shape]
+    if moves_layers:
+        others = [
+            _UnplannedRows.of(layouts, planned, over, limit_bytes=limit_bytes, limit_s=best.limit_s)
+            for layouts, planned, over in zip(layouts_by_shape, is_planned, is_over, strict=True)
+        ]
+        for index, rows in enumerate(others):
+            least_bytes[index][rows.rows] = rows.memory_bytes
+            # Those that are neither over nor planned cannot be faster.
+            is_over[index][rows.rows] = np.isinf(rows.time_s)
+        for bound, index, row, is_unfit in sorted(
+            (bound, index, row, is_unfit)
+            for index, rows in enumerate(others)
+            for bound, row, is_unfit in rows.entries(limit_s=best.limit_s, is_exhaustive=exhaustive)
+        ):
+            if bound > best.limit_s:
+                break
+            layouts = layouts_by_shape[index]
+            ranked = _planned_otherwise(
+                job, layouts, row, used, solver, limit_s=best.limit_s / layouts.scale, is_unfit=is_unfit
+            )
+            is_over[index][row] = ranked is NoPlan.UNFIT
+            if isinstance(ranked, Ranked):
+                best.add(index, row, ranked)
+    if not best.entries:
         raise InfeasibleError(_nearest(job, layouts_by_shape))
+    num_too_large = sum(int(over.sum()) for over in is_over)
     return Ranking(
-        best=tuple(entry[3] for entry in best),
+        best=tuple(entry[3] for entry in best.entries),
         num_considered=total,
-        num_predicted=predicted,
-        num_too_large=total - len(order) + len(unfit),
-        num_pruned=len(order) - visited + too_slow,
-        too_large=_too_large(layouts_by_shape, unfit, limit_bytes),
+        num_predicted=best.num_predicted,
+        num_too_large=num_too_large,
+        num_pruned=total - best.num_predicted - num_too_large,
+        too_large=tuple(
+            group
+            for layouts, over, num_bytes in zip(layouts_by_shape, is_over, least_bytes, strict=True)
+            for group in TooLarge.by_degrees(layouts.table.columns[over], num_bytes[over])
+        ),
     )
 
 
 def best_plans(
-    job: PlanRequest, *, top: int = 1, exhaustive: bool = False, constants: Constants | None = None
+    job: PlanRequest,
+    *,
+    top: int = 1,
+    exhaustive: bool = False,
+    constants: Constants | None = None,
+    moves_layers: bool = True,
 ) -> Ranking:
     """The `top` layouts, mappings solved; more are ranked first where that can change their order."""
     more = top if job.cluster is None else max(top, REFINED)
-    ranking = rank(job, top=more, exhaustive=exhaustive, constants=constants)
+    ranking = rank(job, top=more, exhaustive=exhaustive, constants=constants, moves_layers=moves_layers)
     refined = refine(job, ranking, constants=constants)
-    return replace(refined, best=refined.best[:top])
+    return replace(refined, best=refined.best[:top], limits=tuple(_limits(job, ranking)))
+
+
+def _limits(job: PlanRequest, ranking: Ranking) -> Iterator[str]:
+    """The layouts of a described cluster whose mappings are not solved one by one."""
+    num_fitting = ranking.num_considered - ranking.num_too_large
+    if job.cluster is not None and may_solve(job) and num_fitting > len(ranking.best):
+        yield (
+            f"mappings: solved one by one only for the best {len(ranking.best)} of {num_fitting} layouts; "
+            "the others share those of their degrees"
+        )
+
+
+def may_solve(job: PlanRequest) -> bool:
+    """Whether mappings, or splits where devices differ, are solved for the job."""
+    return job.search.mapping is None or job.has_unequal_devices
 
 
 def refine(
@@ -176,7 +308,7 @@ def refine(
 
     Unchanged where the job names its orders and devices are equal.
     """
-    if job.search.mapping is not None and not job.has_unequal_devices:
+    if not may_solve(job):
         return ranking
     used = constants or fitted()
     effort = effort or (EQUAL if job.cluster is None else THOROUGH)
@@ -245,14 +377,25 @@ def _shape_layouts(job: PlanRequest, shape: ModelShape, constants: Constants) ->
 def least_seconds(
     job: PlanRequest, *, constants: Constants
 ) -> Iterator[tuple[ModelShape, LayoutTable, FloatArray]]:
-    """Each shape with its table, and seconds for equal work that no plan of a row is under.
+    """Each shape with its table, and seconds for equal work that a row is not under with its first split.
 
-    They are infinite for the rows that do not fit in memory.
+    Where that does not fit in memory, no split that fits is under them; they are infinite where none fits.
     """
+    limit_bytes = _available_bytes(job)
     for shape in shapes_of(job):
         layouts = _shape_layouts(job, shape, constants)
-        fits = layouts.bounds.memory_bytes <= _available_bytes(job)
-        yield shape, layouts.table, np.where(fits, layouts.bounds.time_s * layouts.scale, np.inf)
+        bounds, columns = layouts.bounds, layouts.table.columns
+        is_over = bounds.memory_bytes > limit_bytes
+        time_s = np.where(is_over, np.inf, bounds.time_s)
+        others = np.flatnonzero(is_over & _is_free(columns))
+        time_s[others], _ = fitting_bounds(bounds, shape, layouts.table, others, limit_bytes=limit_bytes)
+        yield shape, layouts.table, time_s * layouts.scale
+
+
+def _is_free(columns: IntArray) -> NDArray[np.bool_]:
+    """Whether layers of a row may move: its split is not given, and it has several pipeline ranks."""
+    is_free: NDArray[np.bool_] = (columns[:, SPLIT] == BALANCED) & (columns[:, PP] > 1)
+    return is_free
 
 
 def slowdown_of(job: PlanRequest) -> FloatArray | None:
@@ -282,10 +425,58 @@ def _planned(
 ) -> Ranked | NoPlan:
     """The row with its best group's prediction, or why there is none; none over `limit_s` need be made."""
     refused = None if limit_s == math.inf else lru_cache(partial(_refused, job, layouts, row, limit_s))
-    planned = [
-        _planned_with(job, layouts, row, group, constants, solver, limit_s, refused)
+    split = layouts.bounds.split(job, layouts.shape, layouts.table, row)
+    return _best_of(
+        _planned_with(job, layouts, row, group, split, constants, solver, limit_s, refused)
         for group in layouts.table.groups(row)
-    ]
+    )
+
+
+def _planned_otherwise(
+    job: PlanRequest,
+    layouts: _ShapeLayouts,
+    row: int,
+    constants: Constants,
+    solver: AssignmentSolver | None,
+    *,
+    limit_s: float,
+    is_unfit: bool,
+) -> Ranked | NoPlan:
+    """The row as `_planned`, with the split near its first one that fits.
+
+    There is none where the first split fits, with any group: it is too slow. `is_unfit`: it does not.
+    """
+    shape, table, bounds = layouts.shape, layouts.table, layouts.bounds
+    layout, schedule, groups = table.layout(row), table.schedule(row), table.groups(row)
+    split = bounds.split(job, shape, table, row)
+    if not is_unfit:
+        tried = (split,) if solver is None else solver.splits(shape, layout, split, schedule=schedule)
+        pairs = [(counts, group) for counts in tried for group in groups]
+        runs = (job.run(shape, layout, counts, schedule=schedule, group=group) for counts, group in pairs)
+        if any(peak_memory(run).fits for run in runs):
+            return NoPlan.TOO_SLOW
+    end_loads = EndLoads(embedding=float(bounds.first[row]), head=float(bounds.last[row]))
+    refused = None if limit_s == math.inf else lru_cache(partial(_refused, job, layouts, row, limit_s))
+
+    def planned(group: int | None) -> Ranked | NoPlan:
+        def run_of(counts: tuple[int, ...]) -> TrainingRun:
+            of_size = replace(shape, num_layers=sum(counts))
+            return job.run(of_size, layout, counts, schedule=schedule, group=group)
+
+        moved = fitting_split(split, run_of=run_of, end_loads=end_loads)
+        if moved is None:
+            return NoPlan.UNFIT
+        reason = None if refused is None else refused(moved)
+        return reason or _planned_with(
+            job, layouts, row, group, moved, constants, solver, limit_s, refused, is_alone=True
+        )
+
+    return _best_of(planned(group) for group in groups)
+
+
+def _best_of(planned_groups: Iterable[Ranked | NoPlan]) -> Ranked | NoPlan:
+    """The fastest plan of a row's groups, or why there is none."""
+    planned = list(planned_groups)
     able = [ranked for ranked in planned if isinstance(ranked, Ranked)]
     if able:
         return min(able, key=lambda ranked: ranked.iteration_s)
@@ -307,14 +498,20 @@ def _planned_with(
     layouts: _ShapeLayouts,
     row: int,
     group: int | None,
+    split: tuple[int, ...],
     constants: Constants,
     solver: AssignmentSolver | None,
     limit_s: float,
     refused: Callable[[tuple[int, ...]], NoPlan | None] | None,
+    *,
+    is_alone: bool = False,
 ) -> Ranked | NoPlan:
-    """The row's prediction with one group; splits that are `refused` are not tried."""
+    """The row's prediction with one group and split.
+
+    On a described cluster a free split is tried beside another one, unless it `is_alone`; splits that are
+    `refused` are not tried.
+    """
     layout, schedule = layouts.table.layout(row), layouts.table.schedule(row)
-    split = layouts.bounds.split(job, layouts.shape, layouts.table, row)
     ranked = partial(Ranked, shape=layouts.shape, layout=layout, split=split, schedule=schedule, group=group)
     if solver is None:
         run = job.run(layouts.shape, layout, split, schedule=schedule, group=group)
@@ -342,6 +539,7 @@ def _planned_with(
         group=group,
         limit_s=limit_s,
         refused=refused,
+        is_alone=is_alone,
     )
     if isinstance(assignment, NoPlan):
         return assignment
@@ -362,18 +560,6 @@ def _with(ranked: Ranked, assignment: Assignment) -> Ranked:
         slots=None if list(assignment.slots) == sorted(assignment.slots) else assignment.slots,
         stock_s=assignment.stock_s,
     )
-
-
-def _too_large(
-    layouts_by_shape: list[_ShapeLayouts], unfit: list[tuple[int, int]], limit_bytes: float
-) -> tuple[TooLarge, ...]:
-    """The layouts over `limit_bytes` or measured unfit, grouped by degrees."""
-    groups: list[TooLarge] = []
-    for index, layouts in enumerate(layouts_by_shape):
-        over = layouts.bounds.memory_bytes > limit_bytes
-        over[[row for owner, row in unfit if owner == index]] = True
-        groups += TooLarge.by_degrees(layouts.table.columns[over], layouts.bounds.memory_bytes[over])
-    return tuple(groups)
 
 
 def _available_bytes(job: PlanRequest) -> float:

@@ -25,7 +25,7 @@ def request_of_space(space: Space, *, machine: KnownMachine) -> PlanRequest:
     Rules of `search.forbid` that a table of layouts cannot judge are left to the space. Raises ConfigError
     where `machine` has other nodes.
     """
-    job = space.job
+    job, split = space.job, space.baseline.split
     devices = devices_of(space.nodes, precision=job.precision, machine=machine)
     machines = devices.machines
     if not (devices.is_known or devices.cluster):
@@ -40,10 +40,13 @@ def request_of_space(space: Space, *, machine: KnownMachine) -> PlanRequest:
         latent=job.latent,
         normalization=job.normalization,
         mtp_layers=job.mtp_layers or 0,
+        mtp_kinds=job.mtp_kinds,
         features=job.features,
         settings=job.settings or (),
         cluster=devices.cluster,
         rules=_rules(space),
+        baseline_split=split.transformer_layers_per_stage if split.mtp_before_last else None,
+        is_mtp_before_last=bool(split.mtp_before_last),
     )
 
 
@@ -84,6 +87,8 @@ def _splits(space: Space) -> tuple[str, ...] | None:
     words = (STOCK,) if Axis.SPLIT in space.locked else space.search.split
     if words is None:
         return None
+    if space.baseline.split.mtp_before_last:
+        return (STOCK,)  # no number of layers a stage says where these lie
     stock = [space.baseline.split.label] if STOCK in words else []
     written = [*stock, *(word for word in words if word[0].isdigit())]
     if space.shapes != (space.job.shape,):

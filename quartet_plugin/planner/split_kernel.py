@@ -5,9 +5,11 @@ holds each stage's actions a fixed number of times, so the bound is a constant p
 of each stage. Evaluating a split yields its longest path; these cuts prune the enumeration exactly.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
-from quartet_plugin.cost.iteration.split_kernel import evaluate
+from quartet_plugin.cost.iteration.split_kernel import SplitArrays, evaluate
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule.compilation import compiled
 
@@ -17,6 +19,28 @@ MAX_CUTS = 48
 FLOPS_OF_ACTION = 32
 # Bounds are compared with times beyond this part of the time: rounding.
 ROUNDING = 1e-9
+
+
+# In `Cuts.places`: how many are kept, and which of them the next one replaces.
+NUM_CUTS, NEXT_CUT = range(2)
+
+
+class Cuts(NamedTuple):
+    """Lower bounds of a split's pipeline: `const[cut]` + `slope[cut]` @ layers, in seconds.
+
+    `const` [most], `slope` [most, S]. The first S are of the start and stay, the others are replaced in turn.
+    """
+
+    const: FloatArray
+    slope: FloatArray
+    places: IntArray
+
+
+class Best(NamedTuple):
+    """The best splits found, ascending by time, each once: `counts` [k, S] in `seconds` [k], else inf."""
+
+    seconds: FloatArray
+    counts: IntArray
 
 
 @compiled
@@ -60,120 +84,112 @@ def balance(
 
 
 @compiled
-def keep(counts: IntArray, seconds: float, best_s: FloatArray, best: IntArray) -> None:
-    """Insert a split into the best ones, ascending by time, each once."""
-    size = len(best_s)
-    if seconds >= best_s[size - 1]:
+def keep(counts: IntArray, seconds: float, best: Best) -> None:
+    """Insert a split into the best ones."""
+    size = len(best.seconds)
+    if seconds >= best.seconds[size - 1]:
         return
     for index in range(size):
-        if best_s[index] == np.inf:
+        if best.seconds[index] == np.inf:
             break
         is_same = True
         for stage in range(len(counts)):
-            if best[index, stage] != counts[stage]:
+            if best.counts[index, stage] != counts[stage]:
                 is_same = False
                 break
         if is_same:
             return
     place = size - 1
-    while place > 0 and best_s[place - 1] > seconds:
-        best_s[place] = best_s[place - 1]
-        best[place] = best[place - 1]
+    while place > 0 and best.seconds[place - 1] > seconds:
+        best.seconds[place] = best.seconds[place - 1]
+        best.counts[place] = best.counts[place - 1]
         place -= 1
-    best_s[place] = seconds
-    best[place] = counts
+    best.seconds[place] = seconds
+    best.counts[place] = counts
 
 
 @compiled
-def is_bounded(
-    counts: IntArray, const: FloatArray, slope: FloatArray, num_cuts: int, once_s: float, limit_s: float
-) -> bool:
+def is_bounded(counts: IntArray, cuts: Cuts, once_s: float, limit_s: float) -> bool:
     """Whether a cut proves that a split with `once_s` seconds an iteration takes at least `limit_s`."""
     # Element by element: an operation on arrays would allocate one for each cut.
-    for cut in range(num_cuts):
+    for cut in range(cuts.places[NUM_CUTS]):
         total = 0.0
         for stage in range(len(counts)):
-            total += slope[cut, stage] * counts[stage]
-        if const[cut] + total + once_s >= limit_s:
+            total += cuts.slope[cut, stage] * counts[stage]
+        if cuts.const[cut] + total + once_s >= limit_s:
             return True
     return once_s >= limit_s
 
 
 @compiled
-def search(
-    start: IntArray,
-    least: IntArray,
-    incumbent_s: float,
-    max_work: int,
-    orders: IntArray,
-    order_starts: IntArray,
-    offsets: IntArray,
-    num_microbatches: IntArray,
-    order_weights: FloatArray,
-    placement: IntArray,
-    fixed_s: FloatArray,
-    layer_s: FloatArray,
-    sends_s: FloatArray,
-    is_blocking: bool,
-    step: FloatArray,
-    best_s: FloatArray,
-    best: IntArray,
-) -> int:
-    """The work done, in simulated actions, negative where the search was cut off at `max_work`.
+def seconds_and_cut(counts: IntArray, pipeline: SplitArrays, cuts: Cuts) -> float:
+    """Seconds of a split's pipeline, -1 where the orders do not run; its longest path becomes a cut."""
+    num_stages = len(counts)
+    cut = cuts.places[NEXT_CUT]
+    seconds, path_s = evaluate(counts, pipeline, cuts.slope[cut])
+    if seconds < 0.0:
+        return seconds
+    cuts.const[cut] = path_s - (cuts.slope[cut] * counts).sum()
+    cuts.places[NUM_CUTS] = max(cuts.places[NUM_CUTS], cut + 1)
+    cuts.places[NEXT_CUT] = cut + 1 if cut + 1 < len(cuts.const) else num_stages
+    return seconds
 
-    Fills `best_s` [k] and `best` [k, S]. Splits that are proven to take no less than `incumbent_s` and than
-    the k best found are not visited. `start` is a legal split, `least` [S] the fewest layers of each stage.
-    `best_s` stays infinite where nothing can be better.
-    """
-    num_stages = len(placement)
-    num_layers = int(start.sum())
-    num_ranks = len(offsets[0]) - 1
-    free = num_layers - int(least.sum())
-    most_cuts = num_stages + MAX_CUTS
-    const, slope = np.zeros(most_cuts), np.zeros((most_cuts, num_stages))
-    slopes = np.zeros(num_stages)
-    num_actions, work = len(orders), 0
-    counts = start.copy()
-    # One cut a stage: of the split that puts every free layer there.
+
+@compiled
+def cuts_of_stages(least: IntArray, free: int, pipeline: SplitArrays) -> Cuts:
+    """One cut a stage, of the split that puts all `free` layers there; fewer where the orders do not run."""
+    num_stages = len(least)
+    most = num_stages + MAX_CUTS
+    cuts = Cuts(np.zeros(most), np.zeros((most, num_stages)), np.zeros(2, dtype=np.int64))
     for stage in range(num_stages):
-        counts[:] = least
+        counts = least.copy()
         counts[stage] += free
-        seconds = evaluate(
-            counts, orders, order_starts, offsets, num_microbatches, order_weights, placement, fixed_s,
-            layer_s, sends_s, is_blocking, slopes,
-        )  # fmt: skip
-        if seconds < 0.0:
-            return work
-        work += num_actions
-        slope[stage] = slopes
-        const[stage] = seconds - (slopes * counts).sum()
-    num_cuts, next_cut = num_stages, num_stages
-    # Their mean over the stages from k on, by which each of these stages bounds the rest about equally.
-    mean_const, mean_slope = np.zeros(num_stages + 1), np.zeros((num_stages + 1, num_stages))
+        if seconds_and_cut(counts, pipeline, cuts) < 0.0:
+            break
+    return cuts
+
+
+@compiled
+def mean_cuts(cuts: Cuts) -> Cuts:
+    """The mean of the cuts of each stage and of all later ones, which bounds these about equally."""
+    num_stages = cuts.slope.shape[1]
+    const, slope = np.zeros(num_stages + 1), np.zeros((num_stages + 1, num_stages))
     for first in range(num_stages):
         total = 0.0
         for stage in range(first, num_stages):
-            share = 1.0 / max(slope[stage, stage], 1e-300)
+            share = 1.0 / max(cuts.slope[stage, stage], 1e-300)
             total += share
-            mean_const[first] += share * const[stage]
-            mean_slope[first] += share * slope[stage]
-        mean_const[first] /= total
-        mean_slope[first] /= total
-    # Seconds once an iteration of the split with the least weights on its fullest rank.
-    least_held = (num_layers + step[2] + step[3]) / num_ranks
-    least_step = step[0] + step[1] * least_held + step[4] * max(0.0, least_held - step[2] - step[3])
-    root = mean_const[0] + (mean_slope[0] * least).sum() + free * mean_slope[0].min() + least_step
-    if root >= incumbent_s * (1.0 - ROUNDING):
-        return work
-    # Local search: the best move of one layer, while one is better.
-    counts[:] = start
-    seconds = evaluate(
-        counts, orders, order_starts, offsets, num_microbatches, order_weights, placement, fixed_s,
-        layer_s, sends_s, is_blocking, slopes,
-    )  # fmt: skip
-    current_s = seconds + step_s(counts, placement, num_ranks, step)
-    keep(counts, current_s, best_s, best)
-    current = counts.copy()
+            const[first] += share * cuts.const[stage]
+            slope[first] += share * cuts.slope[stage]
+        const[first] /= total
+        slope[first] /= total
+    return Cuts(const, slope, np.full(2, num_stages))
+
+
+@compiled
+def least_step_s(num_layers: int, num_ranks: int, step: FloatArray) -> float:
+    """Seconds once an iteration of the split with the least weights on its fullest rank."""
+    held = (num_layers + step[2] + step[3]) / num_ranks
+    return float(step[0] + step[1] * held + step[4] * max(0.0, held - step[2] - step[3]))
+
+
+@compiled
+def descend(
+    start: IntArray,
+    least: IntArray,
+    pipeline: SplitArrays,
+    step: FloatArray,
+    cuts: Cuts,
+    best: Best,
+    work: int,
+    max_work: int,
+) -> int:
+    """Local search: the best move of one layer, while one is better. The work, negative where cut off."""
+    num_stages, num_ranks = len(start), pipeline.offsets.shape[1] - 1
+    counts, current = start.copy(), start.copy()
+    current_s, _ = evaluate(counts, pipeline, np.empty(num_stages))
+    current_s += step_s(counts, pipeline.placement, num_ranks, step)
+    keep(counts, current_s, best)
     while True:
         better_s, source, target = current_s, -1, -1
         for donor in range(num_stages):
@@ -187,90 +203,128 @@ def search(
                 counts[taker] += 1
                 if work > max_work:
                     return -work
-                work += 1 + num_cuts * num_stages // FLOPS_OF_ACTION
-                once = step_s(counts, placement, num_ranks, step)
-                if is_bounded(counts, const, slope, num_cuts, once, better_s):
+                work += 1 + cuts.places[NUM_CUTS] * num_stages // FLOPS_OF_ACTION
+                once_s = step_s(counts, pipeline.placement, num_ranks, step)
+                if is_bounded(counts, cuts, once_s, better_s):
                     continue
-                seconds = evaluate(
-                    counts, orders, order_starts, offsets, num_microbatches, order_weights, placement,
-                    fixed_s, layer_s, sends_s, is_blocking, slopes,
-                )  # fmt: skip
-                work += num_actions
-                slope[next_cut] = slopes
-                const[next_cut] = seconds - (slopes * counts).sum()
-                num_cuts = max(num_cuts, next_cut + 1)
-                next_cut = next_cut + 1 if next_cut + 1 < most_cuts else num_stages
-                keep(counts, seconds + once, best_s, best)
-                if seconds + once < better_s * (1.0 - ROUNDING):
-                    better_s, source, target = seconds + once, donor, taker
+                seconds = seconds_and_cut(counts, pipeline, cuts) + once_s
+                work += len(pipeline.orders)
+                keep(counts, seconds, best)
+                if seconds < better_s * (1.0 - ROUNDING):
+                    better_s, source, target = seconds, donor, taker
         if source < 0:
-            break
+            return work
         current[source] -= 1
         current[target] += 1
         current_s = better_s
-    # Branch and bound over the stages in order.
-    limit = min(incumbent_s, best_s[-1])
+
+
+@compiled
+def rest_s(cut: int, depth: int, counts: IntArray, least: IntArray, spare: int, cuts: Cuts) -> float:
+    """What a cut proves of the splits that begin with `counts` up to stage `depth`, in seconds.
+
+    The `spare` layers beyond `least` of the later stages go where the cut is flattest.
+    """
+    num_stages = len(counts)
+    seconds = cuts.const[cut]
+    for stage in range(depth + 1):
+        seconds += cuts.slope[cut, stage] * counts[stage]
+    flattest = np.inf
+    for stage in range(depth + 1, num_stages):
+        seconds += cuts.slope[cut, stage] * least[stage]
+        flattest = min(flattest, cuts.slope[cut, stage])
+    if spare > 0:
+        seconds += spare * flattest
+    return float(seconds)
+
+
+@compiled
+def enumerate_splits(
+    num_layers: int,
+    least: IntArray,
+    incumbent_s: float,
+    pipeline: SplitArrays,
+    step: FloatArray,
+    cuts: Cuts,
+    means: Cuts,
+    best: Best,
+    work: int,
+    max_work: int,
+) -> int:
+    """Branch and bound over the stages in order. The work, negative where cut off."""
+    num_stages, num_ranks = len(least), pipeline.offsets.shape[1] - 1
+    least_once_s = least_step_s(num_layers, num_ranks, step)
+    limit_s = min(incumbent_s, best.seconds[-1])
     least_after = np.zeros(num_stages + 1, dtype=np.int64)
     for stage in range(num_stages - 1, -1, -1):
         least_after[stage] = least_after[stage + 1] + least[stage]
-    counts[:] = 0
+    counts = np.zeros(num_stages, dtype=np.int64)
     used = np.zeros(num_stages + 1, dtype=np.int64)
     value = np.full(num_stages, -1, dtype=np.int64)
     depth = 0
     while depth >= 0:
         value[depth] = least[depth] if value[depth] < 0 else value[depth] + 1
         is_last = depth == num_stages - 1
-        rest = num_layers - used[depth]
-        if is_last and value[depth] <= rest:
-            value[depth] = max(value[depth], rest)
-        if value[depth] > rest - least_after[depth + 1]:
+        left = num_layers - used[depth]
+        if is_last and value[depth] <= left:
+            value[depth] = max(value[depth], left)
+        if value[depth] > left - least_after[depth + 1]:
             value[depth] = -1
             depth -= 1
             continue
         if work > max_work:
             return -work
-        work += 1 + num_cuts * num_stages // FLOPS_OF_ACTION
+        work += 1 + cuts.places[NUM_CUTS] * num_stages // FLOPS_OF_ACTION
         counts[depth] = value[depth]
         used[depth + 1] = used[depth] + value[depth]
         spare = num_layers - used[depth + 1] - least_after[depth + 1]
-        bound = 0.0
-        for cut in range(num_cuts):
-            value_s = const[cut]
-            for stage in range(depth + 1):
-                value_s += slope[cut, stage] * counts[stage]
-            steepest = np.inf
-            for stage in range(depth + 1, num_stages):
-                value_s += slope[cut, stage] * least[stage]
-                steepest = min(steepest, slope[cut, stage])
-            if spare > 0:
-                value_s += spare * steepest
-            bound = max(bound, value_s)
+        bound_s = 0.0
+        for cut in range(cuts.places[NUM_CUTS]):
+            bound_s = max(bound_s, rest_s(cut, depth, counts, least, spare, cuts))
         if not is_last:
-            value_s = mean_const[depth + 1]
-            for stage in range(depth + 1):
-                value_s += mean_slope[depth + 1, stage] * counts[stage]
-            steepest = np.inf
-            for stage in range(depth + 1, num_stages):
-                value_s += mean_slope[depth + 1, stage] * least[stage]
-                steepest = min(steepest, mean_slope[depth + 1, stage])
-            bound = max(bound, value_s + spare * steepest)
-        if bound + least_step >= limit * (1.0 - ROUNDING):
+            bound_s = max(bound_s, rest_s(depth + 1, depth, counts, least, spare, means))
+        if bound_s + least_once_s >= limit_s * (1.0 - ROUNDING):
             continue
         if not is_last:
             depth += 1
             continue
-        once = step_s(counts, placement, num_ranks, step)
-        if bound + once >= limit * (1.0 - ROUNDING):
+        once_s = step_s(counts, pipeline.placement, num_ranks, step)
+        if bound_s + once_s >= limit_s * (1.0 - ROUNDING):
             continue
-        seconds = evaluate(
-            counts, orders, order_starts, offsets, num_microbatches, order_weights, placement, fixed_s,
-            layer_s, sends_s, is_blocking, slopes,
-        )  # fmt: skip
-        work += num_actions
-        slope[next_cut] = slopes
-        const[next_cut] = seconds - (slopes * counts).sum()
-        num_cuts = max(num_cuts, next_cut + 1)
-        next_cut = next_cut + 1 if next_cut + 1 < most_cuts else num_stages
-        keep(counts, seconds + once, best_s, best)
-        limit = min(limit, best_s[-1])
+        keep(counts, seconds_and_cut(counts, pipeline, cuts) + once_s, best)
+        work += len(pipeline.orders)
+        limit_s = min(limit_s, best.seconds[-1])
     return work
+
+
+@compiled
+def search(
+    start: IntArray,
+    least: IntArray,
+    incumbent_s: float,
+    max_work: int,
+    pipeline: SplitArrays,
+    step: FloatArray,
+    best: Best,
+) -> int:
+    """The work done, in simulated actions, negative where the search was cut off at `max_work`.
+
+    Fills `best`. Splits that are proven to take no less than `incumbent_s` and than the k best found are not
+    visited. `start` is a legal split, `least` [S] the fewest layers of each stage. The seconds of `best` stay
+    infinite where nothing can be better.
+    """
+    num_layers, num_stages = int(start.sum()), len(start)
+    num_ranks = pipeline.offsets.shape[1] - 1
+    free = num_layers - int(least.sum())
+    cuts = cuts_of_stages(least, free, pipeline)
+    work = int(cuts.places[NUM_CUTS]) * len(pipeline.orders)
+    if cuts.places[NUM_CUTS] < num_stages:
+        return work
+    means = mean_cuts(cuts)
+    root_s = means.const[0] + (means.slope[0] * least).sum() + free * means.slope[0].min()
+    if root_s + least_step_s(num_layers, num_ranks, step) >= incumbent_s * (1.0 - ROUNDING):
+        return work
+    work = descend(start, least, pipeline, step, cuts, best, work, max_work)
+    if work < 0:
+        return work
+    return enumerate_splits(num_layers, least, incumbent_s, pipeline, step, cuts, means, best, work, max_work)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quartet_plugin.cost.iteration.split_kernel import evaluate
+from quartet_plugin.cost.iteration.split_kernel import SplitArrays, evaluate
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SlotOrder, SplitTimes
-from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.plan import Mapping
 from quartet_plugin.planner import split_kernel
 
@@ -133,7 +133,7 @@ class Pipeline:
         self.times = times
         orders = [order for order, _ in times.orders]
         starts = np.cumsum([0, *(len(order.orders) for order in orders)])
-        self._arrays = (
+        self._arrays = SplitArrays(
             np.concatenate([order.orders for order in orders]),
             starts.astype(np.int64),
             np.stack([order.offsets for order in orders]),
@@ -152,7 +152,7 @@ class Pipeline:
     def seconds(self, split: Sequence[int]) -> float:
         """Seconds an iteration of a split, infinite where its orders do not run."""
         counts = np.array(split, dtype=np.int64)
-        seconds = evaluate(counts, *self._arrays, np.zeros(len(counts)))
+        seconds, _ = evaluate(counts, self._arrays, np.zeros(len(counts)))
         if seconds < 0.0:
             return float("inf")
         num_ranks = int(self._placement.max()) + 1
@@ -165,22 +165,22 @@ class Pipeline:
 
         `least` [S] are the fewest layers of the stages. No splits where none is better than `incumbent_s`.
         """
-        best_s: FloatArray = np.full(num_splits, np.inf)
-        best: IntArray = np.zeros((num_splits, len(start)), dtype=np.int64)
+        best = split_kernel.Best(
+            np.full(num_splits, np.inf), np.zeros((num_splits, len(start)), dtype=np.int64)
+        )
         work = split_kernel.search(
             np.array(start, dtype=np.int64),
             least,
             incumbent_s,
             max_work,
-            *self._arrays,
+            self._arrays,
             self._step,
-            best_s,
             best,
         )
-        if best_s[0] >= incumbent_s:
+        if best.seconds[0] >= incumbent_s:
             return work, []
         return work, [
             (tuple(counts), seconds)
-            for counts, seconds in zip(best.tolist(), best_s.tolist(), strict=True)
+            for counts, seconds in zip(best.counts.tolist(), best.seconds.tolist(), strict=True)
             if seconds < float("inf")
         ]

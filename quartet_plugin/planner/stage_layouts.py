@@ -1,17 +1,19 @@
 """The layout of one pipeline by itself: how many layers each stage holds, with stage times and memory."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.terms import stage_parts
 from quartet_plugin.cost.memory import Memory, memory_by_device, peak_memory
 from quartet_plugin.cost.predict import predict
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.cost.times import Times
 from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Split
+from quartet_plugin.planner.fitting_split import fitting_split
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import fault_of_tensor_parallel
 from quartet_plugin.space.knobs.divisors import divisors, nearest_words
@@ -80,8 +82,9 @@ def best_and_even(
     """The fastest split that was found, and the even split, under the framework's stock order.
 
     The search starts from the even split and from the one that balances the devices' work, and moves one
-    layer between two stages as long as that is faster. A split that fits in memory goes before one that does
-    not. Raises InfeasibleError for more stages than layers.
+    layer between two stages as long as that is faster. Where one of these does not fit in memory, it also
+    starts from the split near it that fits, which goes before one that does not. Raises InfeasibleError for
+    more stages than layers.
     """
     check_stages(
         request.shape.num_layers, pipeline=layout.pipeline_parallel, num_chunks=layout.virtual_stages
@@ -94,8 +97,14 @@ def best_and_even(
             known[split] = not peak_memory(run).fits, predict(run, constants).iter_time_s
         return known[split]
 
+    def run_of(split: Counts) -> TrainingRun:
+        return request.run(replace(request.shape, num_layers=sum(split)), layout, split)
+
     even = even_split(request.shape.num_layers, num_stages=layout.num_stages)
-    starts = {even, _balanced(request, layout, even, constants)}
+    end_loads = _end_loads(request, layout, even, constants)
+    starts = {even, _balanced(request, layout, even, end_loads)}
+    fitting = [fitting_split(start, run_of=run_of, end_loads=end_loads) for start in starts]
+    starts |= {split for split in fitting if split is not None}
     best = min((_descended(start, score, known) for start in sorted(starts)), key=score)
     return _predicted(request, layout, best, constants), _predicted(request, layout, even, constants)
 
@@ -124,15 +133,21 @@ def _neighbours(split: Counts) -> Iterator[Counts]:
                 yield tuple(n - (stage == giver) + (stage == taker) for stage, n in enumerate(split))
 
 
-def _balanced(request: PlanRequest, layout: Layout, even: Counts, constants: Constants) -> Counts:
-    """The split that balances the devices, the ends' work counted in layers of a middle stage."""
-    totals = [total for _, _, total in _stage_seconds(request, layout, even, constants)]
+def _end_loads(request: PlanRequest, layout: Layout, even: Counts, constants: Constants) -> EndLoads:
+    """The ends' work, counted in layers of a middle stage; none where there is no middle stage."""
     if len(even) < 3:
-        return even
+        return EndLoads()
+    totals = [total for _, _, total in _stage_seconds(request, layout, even, constants)]
     layer_s = totals[len(even) // 2] / even[len(even) // 2]
-    end_loads = EndLoads(
+    return EndLoads(
         embedding=max(0.0, totals[0] / layer_s - even[0]), head=max(0.0, totals[-1] / layer_s - even[-1])
     )
+
+
+def _balanced(request: PlanRequest, layout: Layout, even: Counts, end_loads: EndLoads) -> Counts:
+    """The split that balances the devices."""
+    if len(even) < 3:
+        return even
     return split_for_end_loads(
         request.shape.num_layers,
         num_devices=layout.pipeline_parallel,

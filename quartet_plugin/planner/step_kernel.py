@@ -18,6 +18,9 @@ def step_seconds(
     forbidden_s: FloatArray,
     links: FloatArray,
     transfers_s: FloatArray,
+    exchange_rows: IntArray,
+    exchanges_s: FloatArray,
+    unknown: IntArray,
     num_microbatches: int,
     num_chunks: int,
     is_blocking: bool,
@@ -30,6 +33,10 @@ def step_seconds(
     `volumes_bytes` and `num_rounds` [3, pp] their coefficients; where `forbidden_s` [3] is not 0 a group that
     leaves its domain takes these seconds. `links` are the bandwidth and the latency inside a domain and
     between two; `transfers_s` those of a boundary tensor inside and between.
+
+    `exchange_rows` [2, num_domains + 1, largest size + 1] tells by a group's domains, and its members in the
+    domain that has the fewest, the row of `exchanges_s` [num_rows, pp]: below -1 the group has rings. Where a
+    row is not known (-1), its index is in `unknown` [3], and the result is below 0.
     """
     # Element by element: to compile an operation on arrays takes numba seconds.
     pp, copies = domains.shape
@@ -44,17 +51,18 @@ def step_seconds(
             continue
         for rank in range(pp):
             for first in range(0, copies, size):
-                seconds = _group_s(
-                    domains,
-                    rank,
-                    first,
-                    size,
-                    volumes_bytes[kind, rank],
-                    num_rounds[kind, rank],
-                    forbidden_s[kind],
-                    links,
-                    counts,
-                )
+                num_domains, fewest = _spread(domains, rank, first, size, counts)
+                row = exchange_rows[kind, num_domains, fewest]
+                if num_domains > 1 and forbidden_s[kind] > 0.0:
+                    seconds = forbidden_s[kind]
+                elif row >= 0:
+                    seconds = exchanges_s[row, rank]
+                elif row == -1:
+                    unknown[0], unknown[1], unknown[2] = kind, num_domains, fewest
+                    return -1.0
+                else:
+                    volume, rounds = volumes_bytes[kind, rank], num_rounds[kind, rank]
+                    seconds = _ring_s(size, num_domains, fewest, volume, rounds, links)
                 for column in range(first, first + size):
                     busy[rank, column] += seconds
     longest_step = 0.0
@@ -84,26 +92,18 @@ def step_seconds(
     for rank in range(pp):
         traffic = 0.0
         if sizes[2] > 1:
-            traffic = _group_s(
-                domains, rank, 0, copies, volumes_bytes[2, rank], num_rounds[2, rank], 0.0, links, counts
-            )
+            num_domains, fewest = _spread(domains, rank, 0, copies, counts)
+            traffic = _ring_s(copies, num_domains, fewest, volumes_bytes[2, rank], num_rounds[2, rank], links)
         worst = max(worst, traffic * exposed_share, traffic - hidden_s[rank])
     return longest_step + worst
 
 
 @compiled
-def _group_s(
-    domains: IntArray,
-    rank: int,
-    first: int,
-    size: int,
-    volume_bytes: float,
-    num_rounds: float,
-    forbidden_s: float,
-    links: FloatArray,
-    counts: IntArray,
-) -> float:
-    """Seconds of a collective of the columns from `first` on; `counts` is all 0 before and after."""
+def _spread(domains: IntArray, rank: int, first: int, size: int, counts: IntArray) -> tuple[int, int]:
+    """The domains of a group, the columns from `first` on, and its members in the one that has the fewest.
+
+    `counts` is all 0 before and after.
+    """
     num_domains = 0
     for column in range(first, first + size):
         domain = domains[rank, column]
@@ -115,8 +115,14 @@ def _group_s(
         fewest = min(fewest, counts[domains[rank, column]])
     for column in range(first, first + size):
         counts[domains[rank, column]] = 0
-    if num_domains > 1 and forbidden_s > 0.0:
-        return forbidden_s
+    return num_domains, fewest
+
+
+@compiled
+def _ring_s(
+    size: int, num_domains: int, fewest: int, volume_bytes: float, num_rounds: float, links: FloatArray
+) -> float:
+    """Seconds of a collective of a group that `_spread` describes."""
     bandwidth = links[0]
     if num_domains > 1:
         between = links[2] * fewest

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from quartet_plugin.model.cluster import segment_name
 from quartet_plugin.model.files import write_json_atomic
 
 
@@ -38,7 +39,11 @@ def main() -> None:
         rank |= devices.measure_rates(where)
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, rank)
-        measured = links.measure_links(where, hosts=[rank["host"] for rank in ranks])
+        measured = links.measure_links(
+            where,
+            hosts=[rank["host"] for rank in ranks],
+            segments=[segment_name(rank.get("topology"), rank.get("topology_pattern")) for rank in ranks],
+        )
         if dist.get_rank() == 0:
             content = {"schema_version": 1, "device": device, "ranks": ranks, "links": measured}
             write_json_atomic(output, content)

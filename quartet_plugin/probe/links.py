@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from itertools import combinations, zip_longest
 from typing import Any
 
 import torch
@@ -19,18 +19,58 @@ _REPEATS = 5
 _PINGS = 50
 MAX_MATRIX_NODES = 16
 
+# The ranks of a node.
+type Node = list[int]
 
-def measure_links(device: torch.device, *, hosts: Sequence[str]) -> dict[str, Any]:
+
+def measure_links(
+    device: torch.device, *, hosts: Sequence[str], segments: Sequence[str | None]
+) -> dict[str, Any]:
     """Links inside the nodes, between them, and the table of node pairs; None for what is not there.
 
-    `hosts` names the node of each rank. Every rank calls this together.
+    `hosts` and `segments` name the node of each rank and its segment. Where there are several segments, the
+    links inside them are a level of their own, and those between nodes are links between segments. Every
+    rank calls this together.
     """
     nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     inside = _level(device, nodes) if max(len(node) for node in nodes) > 1 else None
-    # Ranks of equal place in their nodes, so that all ports of a node are used at once.
-    across = [[node[index] for node in nodes] for index in range(min(len(node) for node in nodes))]
-    between = _level(device, across) if len(nodes) > 1 else None
-    return {"scale_up": inside, "network": between, "pairs": _pairs(device, nodes)}
+    levels = {"scale_up": inside}
+    by_segment = _by_segment(nodes, segments)
+    if by_segment:
+        levels["segment"] = _level(device, _rings(by_segment))
+        levels["network"] = _level(device, _rings(_across(by_segment)))
+    else:
+        levels["network"] = _level(device, _rings([nodes])) if len(nodes) > 1 else None
+    return {**levels, "pairs": _pairs(device, nodes)}
+
+
+def _by_segment(nodes: Sequence[Node], segments: Sequence[str | None]) -> list[list[Node]]:
+    """The nodes of each segment; none where a node has no segment, or no segment of several has another."""
+    names = [segments[node[0]] for node in nodes]
+    grouped = [
+        [node for node, other in zip(nodes, names, strict=True) if other == name]
+        for name in dict.fromkeys(names)
+    ]
+    return grouped if None not in names and 1 < len(grouped) < len(nodes) else []
+
+
+def _across(by_segment: Sequence[Sequence[Node]]) -> list[list[Node]]:
+    """Groups of nodes with one of each segment, so that all links between segments are used at once.
+
+    Segments of fewer nodes are in fewer of them.
+    """
+    columns = zip_longest(*by_segment)
+    return [[node for node in column if node is not None] for column in columns]
+
+
+def _rings(groups: Sequence[Sequence[Node]]) -> list[list[int]]:
+    """The ranks of equal place in the nodes of each group, so that all ports of a node are used at once."""
+    return [
+        [node[index] for node in nodes]
+        for nodes in groups
+        if len(nodes) > 1
+        for index in range(min(len(node) for node in nodes))
+    ]
 
 
 def _level(device: torch.device, groups: Sequence[Sequence[int]]) -> dict[str, float]:

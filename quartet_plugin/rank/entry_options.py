@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from quartet_plugin.errors import UsageError
+from quartet_plugin.errors import QuartetError, UsageError
 from quartet_plugin.protocol.program_words import end_of_options
+from quartet_plugin.protocol.terminal import terminal_line
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -55,6 +56,15 @@ def read_command(words: Sequence[str], *, usage: str = USAGE) -> EntryCommand | 
         missing = "module follows -m" if is_module else "script to run"
         raise UsageError(f"no {missing}; usage: {usage}")
     return EntryCommand(target=rest[0], is_module=is_module, arguments=tuple(rest[1:]), options=options)
+
+
+def command_of_process(words: Sequence[str], *, usage: str = USAGE) -> EntryCommand | None:
+    """Return what `read_command` does; words that it refuses end this process in one line."""
+    try:
+        return read_command(words, usage=usage)
+    except QuartetError as error:
+        print(f"quartet: {terminal_line(str(error))}", file=sys.stderr)
+        raise SystemExit(int(error.exit_code)) from None
 
 
 def take_options(words: Sequence[str]) -> tuple[EntryOptions, list[str]]:

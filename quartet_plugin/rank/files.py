@@ -149,13 +149,7 @@ class RankFileWriter:
                 phase=self.phase,
                 iteration=self.iteration,
                 time=time.time(),
-                kind=failure.kind,
-                type=failure.type,
-                message=failure.message,
-                exit_code=failure.exit_code,
-                peak_memory_bytes=failure.peak_memory_bytes,
-                wanted_bytes=failure.wanted_bytes,
-                traceback=failure.traceback,
+                **dump(failure),
             )
         )
 

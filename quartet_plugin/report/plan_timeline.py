@@ -11,7 +11,7 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.gantt import MAX_ACTIONS, step_words
 from quartet_plugin.schedule.choice import RelativeCosts, generated, relative_costs, written_of
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.split.layers import flops_end_loads
+from quartet_plugin.split.layers import flops_end_loads, flops_mtp_load
 
 if TYPE_CHECKING:
     from quartet_plugin.schedule.simulate import Simulation
@@ -88,6 +88,9 @@ def flop_costs(plan: Plan) -> RelativeCosts:
     loads = np.array(plan.split.transformer_layers_per_stage, dtype=np.float64)
     loads[0] += weights.embedding
     loads[-1] += weights.head
+    if plan.split.mtp_before_last:
+        further = (plan.made_for.mtp_layers or 0) * flops_mtp_load(plan.shape)
+        loads[-2:] += further, -further
     forward_again = loads if plan.layout.recompute == "full" else np.zeros_like(loads)
     num_stages, devices = plan.layout.num_stages, plan.layout.pipeline_parallel
     ratios = StageCosts(

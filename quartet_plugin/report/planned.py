@@ -273,4 +273,5 @@ def ranking_data(
         else [{"reason": refusal.reason, "count": refusal.num_refused} for refusal in refusals],
         "not_read": list(unread),
         "locked": {axis.value: feature for axis, feature in locked.items()},
+        "limits": list(ranking.limits),
     }

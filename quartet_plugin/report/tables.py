@@ -21,9 +21,13 @@ from quartet_plugin.report.other_model import plan_model_lines
 from quartet_plugin.report.speedups import predicted_speedup
 from quartet_plugin.report.throughput import cost_of, throughput_of
 from quartet_plugin.schedule.choice import origin_words
+from quartet_plugin.space.features import TOKENS_KEPT
+from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
 from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
+from quartet_plugin.space.knobs.knob import LayoutKnob
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
+from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
 from quartet_plugin.space.plan_label import plan_label, split_words
 
 # A: rounding of nothing but order; B: rounding of reductions; C: may change the objective; D: another model.
@@ -43,8 +47,9 @@ OBJECTIVE_WORDS: dict[Objective, str] = {
 
 # Nodes up to which a plan names each.
 MAX_NODES = 4
-# Knobs that decide the samples of a microbatch.
-_BATCHING = (DATA_PARALLEL, MICRO_BATCH_SIZE)
+# Knobs that decide the samples of a microbatch, and those that decide which of its tokens a rank has.
+_BATCHING: tuple[LayoutKnob, ...] = (DATA_PARALLEL, MICRO_BATCH_SIZE)
+_SHARING: tuple[LayoutKnob, ...] = (TENSOR_PARALLEL, CONTEXT_PARALLEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,9 @@ def changes(plan: Plan) -> tuple[Change, ...]:
     """The parts of a plan that differ from the baseline's, with the class of each change."""
     made_for, baseline = plan.made_for, plan.made_for.baseline
     layout, before = plan.layout, baseline.layout
-    rebatches = layout.batching != before.batching and plan.made_for.batching_features is not None
+    features = made_for.batching_features or ()
+    deciding = _BATCHING if features and layout.batching != before.batching else ()
+    deciding += () if TOKENS_KEPT.keys().isdisjoint(features) else _SHARING
     candidates = (
         Change("shape", plan.made_for.shape.label, plan.shape_label, "D"),
         *(
@@ -69,7 +76,7 @@ def changes(plan: Plan) -> tuple[Change, ...]:
                 knob.label,
                 knob.text(knob.in_layout(before)),
                 knob.text(knob.in_layout(layout)),
-                "C" if rebatches and knob in _BATCHING else knob.change_class,
+                "C" if knob in deciding else knob.change_class,
             )
             for knob in LAYOUT_KNOBS
             if knob.is_of(made_for.framework)

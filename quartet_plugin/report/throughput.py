@@ -4,7 +4,7 @@ Every command that shows one of these figures takes it from here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from quartet_plugin.calibration.machine_prior import library_device
 from quartet_plugin.model.cluster import Precision
@@ -27,12 +27,7 @@ class Throughput:
 
     def as_data(self) -> dict[str, float | None]:
         """The rates as JSON data."""
-        return {
-            "tokens_per_s": self.tokens_per_s,
-            "tokens_per_s_per_device": self.tokens_per_s_per_device,
-            "model_flops_per_s_per_device": self.model_flops_per_s_per_device,
-            "mfu": self.mfu,
-        }
+        return asdict(self)
 
     @property
     def words(self) -> str:
@@ -55,12 +50,7 @@ class JobCost:
 
     def as_data(self) -> dict[str, float | None]:
         """The cost as JSON data."""
-        return {
-            "num_tokens": self.num_tokens,
-            "days": self.days,
-            "device_hours": self.device_hours,
-            "price": self.price,
-        }
+        return asdict(self)
 
     @property
     def words(self) -> str:

@@ -37,17 +37,10 @@ TIME_LIMIT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """No schedule is shorter than `makespan_s` seconds; `reason` says in words why.
-
-    `device_s` is the bound of each device [num_devices], `path_s` the longest path, both for the split
-    `layers_per_stage`, and all three None where the bound is over more splits or placements than one.
-    """
+    """No schedule is shorter than `makespan_s` seconds; `reason` says in words why."""
 
     makespan_s: float
     reason: str
-    device_s: tuple[float, ...] | None = None
-    path_s: float | None = None
-    layers_per_stage: tuple[int, ...] | None = None
 
 
 def lower_bound(
@@ -145,16 +138,10 @@ def _fixed(costs: Costs, placement: Sequence[int], split: Sequence[int]) -> Boun
     stages = stage_costs(costs, placement=placement, layers_per_stage=split)
     device_s, path_s = root_bounds(relaxation(costs, stages))
     worst = int(device_s.argmax())
-    reason = f"device {worst}: earliest start + its load + least time that must follow"
     if path_s > device_s[worst]:
-        reason = "the longest path"
-    return Bound(
-        makespan_s=max(float(device_s[worst]), path_s) * (1 - ROUNDING),
-        reason=reason,
-        device_s=tuple(device_s.tolist()),
-        path_s=path_s,
-        layers_per_stage=tuple(split),
-    )
+        return _rounded(path_s, "the longest path")
+    reason = f"device {worst}: earliest start + its load + least time that must follow"
+    return _rounded(float(device_s[worst]), reason)
 
 
 def _over_listed_splits(

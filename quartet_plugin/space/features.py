@@ -33,10 +33,15 @@ EXPERTS_IN_PLACE = frozenset({"moe_flex_dispatcher"})
 STAGES_KEPT = {
     "mtp_tied_head": "Megatron saves no stages of multi-token prediction with a tied head",
     "mtp_without_tokens": "the script gives the last stage no tokens, which multi-token prediction embeds",
+    "mtp_before_last": "no other split has multi-token prediction on the stage before the last one",
     "hybrid_without_pattern": "no --hybrid-layer-pattern, whose pipes would say the stages",
     "fsdp": "Megatron-FSDP shards parameters over all devices of one stage",
     "cpu_offload": "offloading was not tried with other stages",
 }
+
+# Features with which TP and CP are kept, whatever a plan may change, and why (megatron/core/transformer/moe/
+# router.py: the tokens of one rank are the local ones under sequence parallelism).
+TOKENS_KEPT = {"moe_sinkhorn": "a sinkhorn router balances the tokens of one rank"}
 
 # A trial has a part of the training's stages.
 FEWER_STAGES = "fewer_stages"
@@ -46,6 +51,7 @@ FEWER_STAGES = "fewer_stages"
 _BATCHING = frozenset(
     {
         "moe_microbatch_loss",
+        "moe_sinkhorn",
         "moe_global_loss",
         "moe_capacity",
         "packing",
@@ -59,11 +65,14 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     # Experts have a width of their own, which no shape scales.
     "moe": _SCALING,
     # The router (megatron/core/transformer/moe/router.py): a loss of the tokens of one microbatch, over the
-    # TP and CP ranks that share it; one of the microbatches so far, over the DP ranks too; a limit on the
-    # tokens that an expert takes, by rank.
+    # TP and CP ranks that share it; a balance of those of one rank (`TOKENS_KEPT`); a loss of the
+    # microbatches so far, over the DP ranks too; a limit on the tokens that an expert takes, by rank.
     "moe_microbatch_loss": frozenset({Axis.MICRO_BATCH}),
+    "moe_sinkhorn": frozenset({Axis.MICRO_BATCH}),
     "moe_global_loss": _DATA,
     "moe_capacity": _DATA,
+    # Rules of ETP, TP, grouped products and the dispatcher look at these.
+    **dict.fromkeys(("moe_linear_bias", "moe_unfused_bias", "moe_router_padding"), _NONE),
     "moe_flex_dispatcher": _NONE,
     # Rules of recompute's modules ask for these.
     "moe_grouped_gemm": _NONE,
@@ -79,9 +88,11 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     **dict.fromkeys((f"graphed_{part}" for part in (*GRAPHED_PARTS, "layer", "iteration")), _NONE),
     # It needs virtual stages where there is a pipeline, and a degree of experts: rules of these knobs.
     "overlap_moe": _SCALING,
-    # No shape scales the layers of multi-token prediction. They lie on the last stage, before the head; a
-    # plan has no other place for them. With a tied head Megatron cannot write or read checkpoints of several
-    # stages (models/common/language_module/language_module.py): the last one has a head of its own beside.
+    # No shape scales the layers of multi-token prediction. They lie on the last stage, before the head, or
+    # before it where the command has them there (`mtp_before_last`): the script must then give that stage
+    # tokens, and let it share the embedding (`get_embedding_ranks`). With a tied head Megatron cannot write
+    # or read checkpoints of several stages (models/common/language_module/language_module.py): the last one
+    # has a head of its own beside.
     "mtp": _SCALING,
     "mtp_on_inner_stage": _STAGES,
     **dict.fromkeys(STAGES_KEPT, frozenset({Axis.SPLIT, Axis.SCHEDULE})),
@@ -92,6 +103,8 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     # Linear attention in some of the layers, which alternate by a short period: a split is predicted with
     # like layers (megatron/core/models/gpt/experimental_attention_variant_module_specs.py).
     "attention_variant": _SCALING,
+    # Rules of `cp_comm_type` look at these: Transformer Engine shares some attention in some ways alone.
+    **dict.fromkeys(("sliding_window", "attention_sink", "cp_comm_by_layer"), _NONE),
     # Token counts differ between microbatches.
     "packing": _DATA,
     "masked_tokens": _DATA,

@@ -10,8 +10,10 @@ from quartet_plugin.model.plan import STOCK, ScheduleChoice, stock_schedule
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import CUSTOM_NAMES, SearchConfig
+from quartet_plugin.space.expert_stages import fault_of_split
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
+from quartet_plugin.space.knobs.cp_comm_type import has_no_type
 from quartet_plugin.space.knobs.divisors import nearest_words
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, SettingKnob, Value
@@ -22,7 +24,7 @@ from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
 from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
 from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
 from quartet_plugin.space.rules import LayoutRules
-from quartet_plugin.space.schedules import custom_schedules_of
+from quartet_plugin.space.schedules import MAX_SEARCHED_ACTIONS, custom_schedules_of
 from quartet_plugin.space.written_schedules import WrittenSchedule
 
 MAX_GROUPS = 8
@@ -45,7 +47,8 @@ def choices_by_degrees(
 
     They are those whose choices depend on degrees alone, so that a layout takes any of them; the partition of
     a layer depends on the micro-batch, too. Knobs that the framework does not have are not there. Degrees
-    with which a kept micro-batch does not divide the batch are left out.
+    with which a kept micro-batch does not divide the batch are left out, and those that the command's
+    communication of shared sequences does not have.
     """
     # Chunks need a pipeline, which the degrees are about to decide.
     bare = replace(rules.job.layout, virtual_stages=1)
@@ -56,6 +59,8 @@ def choices_by_degrees(
         context = KnobContext(layout=layout, shape=shape, rules=rules)
         # A kept value is a knob's only choice, whatever rule it breaks.
         if Axis.MICRO_BATCH in rules.locked and MICRO_BATCH_SIZE.fault(layout.micro_batch_size, context):
+            continue
+        if has_no_type(context):
             continue
         yield layout, {knob: knob.choices(context) for knob in knobs}
 
@@ -154,10 +159,13 @@ def _runs(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> bool:
     return layout.num_stages <= shape.num_layers + 2 and bool(schedules_of(layout, shape=shape, rules=rules))
 
 
-def schedules_of(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> tuple[str, ...]:
+def schedules_of(
+    layout: Layout, *, shape: ModelShape, rules: LayoutRules, most_actions: float = MAX_SEARCHED_ACTIONS
+) -> tuple[str, ...]:
     """The names of the schedules to choose from for a layout, stock's first; none where it cannot be run.
 
-    Those of files come last, where the layout and the shape have their counts.
+    Those of files come last, where the layout and the shape have their counts. An order is searched for steps
+    of `most_actions` at most.
 
     The parity gate compares with the baseline, so a layout that may change the objective has no custom ones.
     """
@@ -179,6 +187,7 @@ def schedules_of(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> tu
             requested=rules.search.schedule,
             splits_backward=layout.recompute != "full" and job.full_backward is None,
             limits=rules.search.family_limits,
+            most_actions=most_actions,
         )
         names += [
             name
@@ -199,14 +208,23 @@ def runs_custom_schedules(layout: Layout, *, shape: ModelShape, rules: LayoutRul
 def faults_of_written(
     written: WrittenSchedule, layout: Layout, *, shape: ModelShape, job: TrainingJob
 ) -> list[str]:
-    """A line for each count of a file's schedule that a layout of the search does not have."""
-    return written.faults(
+    """A line for each count of a file's schedule that a layout of the search does not have.
+
+    Also for a split that a rule of the job's experts refuses.
+    """
+    lines = written.faults(
         num_layers=shape.num_layers,
         pipeline_parallel=layout.pipeline_parallel,
         virtual_stages=layout.virtual_stages,
         num_microbatches=layout.num_microbatches(job.global_batch_size),
         whose=f"{layout.label}, the nearest layout of the search",
     )
+    split = written.split(shape.num_layers)
+    if split is None or not job.logged_expert_layers:
+        return lines
+    placement = written.schedule.placement
+    fault = fault_of_split(split, placement=placement, expert_layers=job.logged_expert_layers)
+    return lines if fault is None else [*lines, f"layers_per_stage: {fault}"]
 
 
 def stock_choice(layout: Layout, *, group: int | None = None) -> ScheduleChoice:

@@ -30,7 +30,8 @@ def plan_label(plan: Plan) -> str:
         more = f"+... ({len(counts)} stages)" if len(counts) > _MAX_COUNTS else ""
         parts.append(f"{SPLIT.label} {'+'.join(map(str, counts[:_MAX_COUNTS]))}{more}")
         if plan.made_for.mtp_layers:
-            parts.append(f"MTP {plan.made_for.mtp_layers} on the last stage")
+            stage = "the stage before the head's" if plan.split.mtp_before_last else "the last stage"
+            parts.append(f"MTP {plan.made_for.mtp_layers} on {stage}")
         parts.append(plan.schedule.label)
     if not plan.mapping.is_stock:
         parts.append(f"{MAPPING.label} {plan.mapping.label}")
@@ -41,6 +42,8 @@ def split_words(plan: Plan) -> str:
     """The split with what lies beside its transformer layers, in words."""
     mtp_layers = plan.made_for.mtp_layers
     last = f"multi-token prediction ({mtp_layers}) and head" if mtp_layers else "head"
+    if plan.split.mtp_before_last:
+        last = f"multi-token prediction ({mtp_layers}) on the stage before the last, head"
     return f"{plan.split.label} transformer layers, embedding first, {last} last"
 
 

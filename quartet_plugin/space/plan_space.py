@@ -5,9 +5,11 @@ never change, so a parameter whose choices depend on earlier ones has them, or t
 its name. A parameter with one choice is not a parameter.
 """
 
+import math
 from collections.abc import Mapping as MappingABC
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from quartet_plugin import __version__
 from quartet_plugin.errors import ConfigError, PlanError
@@ -35,8 +37,18 @@ from quartet_plugin.model.plan import (
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
+from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.space.choices import ParamSource, choose
 from quartet_plugin.space.config import SEARCHED, STOCK_NAMES, SearchConfig
+from quartet_plugin.space.expert_stages import (
+    ExpertLayers,
+    fault_of_counts,
+    fault_of_plan,
+    fault_of_split,
+    fault_on_any_ranks,
+    split_with_experts,
+    stock_placement,
+)
 from quartet_plugin.space.features import Axis, batching_features, locked_axes
 from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, OPTIONS
@@ -63,7 +75,13 @@ from quartet_plugin.space.param_sources import (
     param_text,
 )
 from quartet_plugin.space.rules import LayoutRules
-from quartet_plugin.space.schedules import CustomOrder, custom_order, placement_of
+from quartet_plugin.space.schedules import (
+    MAX_SEARCHED_ACTIONS,
+    CustomOrder,
+    custom_order,
+    num_actions_of,
+    placement_of,
+)
 from quartet_plugin.space.searched_orders import ORDER, stored_order
 from quartet_plugin.space.split_shifts import choose_split, decoded_end_loads, stated_split
 from quartet_plugin.space.written_schedules import WrittenSchedule, written_order
@@ -115,11 +133,18 @@ class Space:
             made_for=self.baseline.made_for,
             shape=shape,
             layout=layout,
-            split=Split(transformer_layers_per_stage=split),
+            split=self.split_of(split),
             schedule=schedule,
             mapping=mapping,
             provenance=Provenance(run=self.run, trial=trial, seed=self.seed, quartet_version=__version__),
         )
+
+    def split_of(self, counts: tuple[int, ...]) -> Split:
+        """The split with these layers of each stage: the command's own, or one of a model's usual stages."""
+        command = self.baseline.split
+        if counts == command.transformer_layers_per_stage:
+            return command
+        return Split(transformer_layers_per_stage=counts)
 
     def schedule_name(self, params: Params, plan: Plan) -> str:
         """The schedule that `params`, which lead to `plan`, name; that of a searched order is `searched`."""
@@ -149,6 +174,8 @@ class Space:
         Where splits are fixed, the split of a file's schedule must be one of them.
         """
         names = schedules_of(layout, shape=shape, rules=self.rules())
+        if self._expert_layers:
+            names = tuple(name for name in names if self._may_have_experts(name, layout, shape))
         if not self.written:
             return names
         fixed = self.fixed_splits(shape, layout)
@@ -161,7 +188,7 @@ class Space:
     def refusal_of(self, plan: Plan) -> str | None:
         """The rule that forbids the plan, although the space holds it; None without one.
 
-        It is one of the user's, or that a stage of a model without ends needs a layer.
+        It is one of the user's, or that a stage of a model without ends needs a layer, or a device experts.
         """
         counts = plan.split.transformer_layers_per_stage
         for feature, count, least in zip(
@@ -169,6 +196,8 @@ class Space:
         ):
             if count < least:
                 return f"split: {plan.split.label} leaves a stage without any layer ({feature})"
+        if (fault := fault_of_plan(plan, self._expert_layers)) is not None:
+            return fault
         rule = self.rules().prohibitions.of_plan(plan)
         return None if rule is None else f"search.forbid has {rule.label}"
 
@@ -273,7 +302,32 @@ class Space:
             num_chunks=layout.virtual_stages,
             end_loads=_end_loads(source, shape),
         )
-        return choose_split(source, origin) or origin
+        return self.with_experts(choose_split(source, origin) or origin, stock_placement(layout))
+
+    def with_experts(self, split: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
+        """A split near to this one by which every pipeline rank has an expert layer, where each needs one.
+
+        Where there is no such split, it is the same.
+        """
+        return split_with_experts(split, placement=placement, expert_layers=self._expert_layers)
+
+    @property
+    def _expert_layers(self) -> ExpertLayers:
+        """The layers of which every device needs one."""
+        return self.job.logged_expert_layers or ()
+
+    def _may_have_experts(self, name: str, layout: Layout, shape: ModelShape) -> bool:
+        """Whether some split has an expert layer on every device that the schedule places stages on."""
+        if name in self.written:
+            return True
+        ranks, chunks = layout.pipeline_parallel, layout.virtual_stages
+        placement = stock_placement(layout)
+        if name == SEARCHED:
+            placement = self.search.family_limits.placement_of(ranks, chunks) or placement
+        elif name not in STOCK_NAMES:
+            placement = placement_of(name, num_devices=ranks, num_chunks=chunks)
+        split = self.with_experts(even_split(shape.num_layers, num_stages=layout.num_stages), placement)
+        return fault_of_split(split, placement=placement, expert_layers=self._expert_layers) is None
 
     def _fixed_split(self, source: ParamSource, shape: ModelShape, layout: Layout) -> tuple[int, ...] | None:
         """The split chosen out of those requested; None where the split is tuned."""
@@ -295,7 +349,7 @@ class Space:
             return written_order(self.written[name], shape=shape, mtp_layers=self.job.mtp_layers)
         num_devices, num_chunks = layout.pipeline_parallel, layout.virtual_stages
         split, end_loads = self._fixed_split(source, shape, layout), None
-        origin = split or ()
+        origin, is_fixed = split or (), split is not None
         if split is None:
             end_loads = _end_loads(source, shape).rounded()
             placement = placement_of(name, num_devices=num_devices, num_chunks=num_chunks)
@@ -313,34 +367,44 @@ class Space:
         text = source.attribute(ORDER) if name == SEARCHED else None
         if text is not None:
             return stored_order(text, layout=layout, num_microbatches=num_microbatches, split=split or origin)
-        return custom_order(
+        order_of = partial(
+            custom_order,
             name,
             shape=shape,
             num_devices=num_devices,
             num_chunks=num_chunks,
             num_microbatches=num_microbatches,
             end_loads=end_loads,
-            split=split,
             mtp_layers=self.job.mtp_layers,
             limits=self.search.family_limits,
         )
+        order = order_of(split=split)
+        legal = order.split if is_fixed else self.with_experts(order.split, order.custom.placement)
+        return order if legal == order.split else order_of(split=legal)
 
     def fixed_splits(self, shape: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
         """The requested splits that fit; None where the split is tuned."""
         names = ("stock",) if Axis.SPLIT in self.locked else self.search.split
         if names is None:
             return None
+        is_legal = partial(
+            is_legal_split,
+            num_layers=shape.num_layers,
+            num_stages=layout.num_stages,
+            is_mtp_before_last=bool(self.baseline.split.mtp_before_last),
+        )
         splits = []
         for name in names:
             if name == "stock":
                 counts = self.baseline.split.transformer_layers_per_stage
-                if not is_legal_split(counts, num_layers=shape.num_layers, num_stages=layout.num_stages):
+                if not is_legal(counts):
                     counts = even_split(shape.num_layers, num_stages=layout.num_stages)
             elif name == "even":
                 counts = even_split(shape.num_layers, num_stages=layout.num_stages)
             else:
                 counts = tuple(int(count) for count in name.split("+"))
-            if is_legal_split(counts, num_layers=shape.num_layers, num_stages=layout.num_stages):
+            fault = fault_of_counts(counts, self._expert_layers, num_ranks=layout.pipeline_parallel)
+            if is_legal(counts) and fault is None:
                 splits.append(counts)
         return tuple(dict.fromkeys(splits))
 
@@ -369,10 +433,10 @@ def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed
             "the model is not one list of layers (encoder-decoder): its stages cannot be planned; "
             "tune a GPTModel or a HybridModel"
         )
-    if job.mtp_layers and 0 in job.split.transformer_layers_per_stage[1:-1]:
+    if job.mtp_layers and 0 in job.split.transformer_layers_per_stage[1 : job.split.mtp_stage]:
         raise ConfigError(
             "--pipeline-model-parallel-layout: a stage has no layers beside multi-token prediction; put its "
-            "layers on the last stage (Ett|tmL)"
+            "layers on the last stage (Ett|tmL), or on the stage before a head alone (Ett|tm|L)"
         )
     baseline = Baseline(layout=job.layout, split=job.split, schedule=job.schedule)
     return Plan(
@@ -471,6 +535,25 @@ def build_space(
     return replace(draft, shapes=tuple(layouts), layouts=layouts, _groups={})
 
 
+def num_unsearched_layouts(space: Space) -> int:
+    """The layouts that have no searched order for the number of a step's actions alone.
+
+    They include those that the space does not hold, because no other schedule is left to them.
+    """
+    rules, layouts = space.rules(), space.layouts
+    if space.search.schedule is not None and SEARCHED in space.search.schedule:
+        free = replace(rules, search=space.search.model_copy(update={"schedule": None}))
+        layouts = {shape: legal_layouts(shape, rules=free) for shape in space.shapes}
+    return sum(_is_unsearched(layout, shape, rules) for shape, kept in layouts.items() for layout in kept)
+
+
+def _is_unsearched(layout: Layout, shape: ModelShape, rules: LayoutRules) -> bool:
+    num_microbatches = layout.num_microbatches(rules.job.global_batch_size)
+    if num_actions_of(layout, num_microbatches=num_microbatches) <= MAX_SEARCHED_ACTIONS:
+        return False
+    return SEARCHED in schedules_of(layout, shape=shape, rules=rules, most_actions=math.inf)
+
+
 def check_written(space: Space, layouts: MappingABC[ModelShape, Sequence[Layout]]) -> None:
     """Raises ConfigError for a file whose schedule none of the layouts has, naming what differs least."""
     offered = {
@@ -503,6 +586,8 @@ def _check_splits(space: Space) -> None:
             rule = f"must sum to the layers ({' or '.join(map(str, sums))}), not {sum(counts)}"
         elif 0 in counts[1:-1]:
             rule = "every stage between the first and the last needs a layer"
+        else:
+            rule = fault_on_any_ranks(counts, space.job.logged_expert_layers or ())
         if rule is not None:
             raise ConfigError(f"search.split: {name}; {rule}")
 

@@ -51,12 +51,13 @@ def custom_schedules_of(
     requested: tuple[str, ...] | None,
     splits_backward: bool,
     limits: FamilyLimits = FREE,
+    most_actions: float = MAX_SEARCHED_ACTIONS,
 ) -> tuple[str, ...]:
     """The names of the custom schedules for a layout, in a fixed order; none without a pipeline.
 
     By default only where backwards can be split, and ZB-H2, which holds nearly two pipelines of microbatches,
     only where the job does not save memory by recomputing. A searched order has a placement that the `limits`
-    allow.
+    allow, and `most_actions` in a step at most.
     """
     if layout.pipeline_parallel == 1:
         return ()
@@ -68,14 +69,19 @@ def custom_schedules_of(
         name
         for name in names
         if name != skipped
-        and _is_legal(name, layout, num_microbatches=num_microbatches)
+        and _is_legal(name, layout, num_microbatches=num_microbatches, most_actions=most_actions)
         and (name != SEARCHED or limits.placement_of(layout.pipeline_parallel, layout.virtual_stages))
     )
 
 
-def _is_legal(name: str, layout: Layout, *, num_microbatches: int) -> bool:
+def num_actions_of(layout: Layout, *, num_microbatches: int) -> int:
+    """The actions of a step whose backwards are split."""
+    return 3 * layout.num_stages * num_microbatches
+
+
+def _is_legal(name: str, layout: Layout, *, num_microbatches: int, most_actions: float) -> bool:
     if name == SEARCHED:
-        return 3 * layout.num_stages * num_microbatches <= MAX_SEARCHED_ACTIONS
+        return num_actions_of(layout, num_microbatches=num_microbatches) <= most_actions
     reason = refusal_of(
         name,
         num_devices=layout.pipeline_parallel,

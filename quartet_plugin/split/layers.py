@@ -42,10 +42,20 @@ def flops_end_loads(shape: ModelShape, *, mtp_layers: int | None = None) -> EndL
     per_layer, count = shape.forward_flops_per_layer, mtp_layers or 0
     lookup = 20.0 * shape.seq_length * shape.hidden_size
     head = shape.forward_flops_of_head
-    joined = 4.0 * shape.seq_length * shape.hidden_size**2
+    joined = _joined_flops(shape)
     return EndLoads(
         embedding=lookup / per_layer, head=(head + count * (per_layer + joined + head)) / per_layer
     )
+
+
+def flops_mtp_load(shape: ModelShape) -> float:
+    """A layer of multi-token prediction by forward FLOPs, in transformer layers, without its head."""
+    return 1.0 + _joined_flops(shape) / shape.forward_flops_per_layer
+
+
+def _joined_flops(shape: ModelShape) -> float:
+    """Forward FLOPs of the product that joins two hidden states."""
+    return 4.0 * shape.seq_length * shape.hidden_size**2
 
 
 def entries_of(layers: Sequence[int], *, embedding: bool = True, head: bool = True) -> tuple[int, ...]:
@@ -168,11 +178,17 @@ def end_loads_for_split(split: Sequence[int], *, num_devices: int, num_chunks: i
     return None
 
 
-def is_legal_split(split: Sequence[int], *, num_layers: int, num_stages: int) -> bool:
-    """Whether the split has one count a stage, holds all layers, and leaves no inner stage empty."""
+def is_legal_split(
+    split: Sequence[int], *, num_layers: int, num_stages: int, is_mtp_before_last: bool = False
+) -> bool:
+    """Whether the split has one count a stage, holds all layers, and leaves no inner stage empty.
+
+    With multi-token prediction on the stage before the last one that may be empty, and the last one is.
+    """
+    last = num_stages - (2 if is_mtp_before_last else 1)
     return (
         len(split) == num_stages
-        and sum(split) == num_layers
+        and sum(split[: last + 1]) == sum(split) == num_layers
         and all(count >= 0 for count in split)
-        and all(count > 0 for count in split[1:-1])
+        and all(count > 0 for count in split[1:last])
     )

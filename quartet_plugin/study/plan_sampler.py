@@ -5,9 +5,10 @@ parameters, and what the sampler knows it reads from the finished trials, by dec
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -49,23 +50,36 @@ def suggest_plan(trial: Any, space: Space) -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPoint:
-    """The relative parameters of a trial with their distributions, and the texts stored with them."""
+    """A plan and the relative parameters of its trial, with their distributions and the texts beside them."""
 
+    plan: Plan
     params: Params
     texts: dict[str, str]
     distributions: dict[str, BaseDistribution]
 
 
+@dataclass(slots=True)
+class _StudyState:
+    """What the sampler keeps of one study: what it learned, and by trial number plans and proposed points.
+
+    A trial's parameters are in the study only after its point was taken, so that other threads do not see it.
+    """
+
+    scorer: PlanScorer
+    plans: dict[int, Plan | None] = field(default_factory=dict)
+    proposed: dict[int, PlanPoint] = field(default_factory=dict)
+
+
 class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyped here
-    """Proposes plans of `space` by a cost model that learns every finished trial of one study.
+    """Proposes plans of `space` by a cost model that learns every finished trial of a study.
 
     Trial 0 is the baseline, where the space holds it. `explorer` (default: TPE) proposes every `explore`-th
     trial (0: none), the trials for which the planner has no plan left, and every parameter that is not of
     the space. `objective` is what the study's objective returns: seconds per iteration, to be minimized, or a
-    rate, to be maximized. A trial that is pruned, or whose constraint is violated, has a plan that does not
-    fit. `machine` is what was measured of the machine before. Until a trial is measured, the plans are those
-    of `quartet plan`. `job` is the described job that the space was made of (`described_space.space_of`),
-    which has no baseline to begin with.
+    rate, to be maximized. A plan does not fit whose trial is pruned, violates a constraint, or has a value
+    that no plan can have, as infinite seconds. `machine` is what was measured of the machine before. Until a
+    trial is measured, the plans are those of `quartet plan`. `job` is the described job that the space was
+    made of (`described_space.space_of`), which has no baseline to begin with.
     """
 
     def __init__(
@@ -87,9 +101,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         self._begins_with_baseline = job is None
         self._request = request_of_space(space, machine=known) if job is None else job
         self._constants = known.constants
-        self._scorers: dict[int, PlanScorer] = {}
-        self._plans: dict[tuple[int, int], Plan | None] = {}
-        self._points: dict[tuple[int, int], PlanPoint] = {}
+        self._states: WeakKeyDictionary[Study, _StudyState] = WeakKeyDictionary()
         self._lock = Lock()
 
     def reseed_rng(self) -> None:
@@ -100,16 +112,18 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         """The parameters of the proposed plan, or those of the explorer where the trial is its turn."""
         with self._lock:
             point = self._point(study, trial)
+            if point is not None:
+                self._state_of(study).proposed[trial.number] = point
         if point is None:
             return dict(self._explorer.infer_relative_search_space(study, trial))
-        self._points[study._study_id, trial.number] = point
         return point.distributions
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """The proposed plan's values, or the explorer's."""
-        point = self._points.pop((study._study_id, trial.number), None)
+        state = self._states.get(study)
+        point = None if state is None else state.proposed.get(trial.number)
         if point is None:
             return dict(self._explorer.sample_relative(study, trial, search_space))
         for name, text in point.texts.items():
@@ -136,6 +150,8 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
     ) -> None:
         """The explorer's; the planner reads the finished trials when it is asked."""
+        if (known := self._states.get(study)) is not None:
+            known.proposed.pop(trial.number, None)
         self._explorer.after_trial(study, trial, state, values)
 
     def _point(self, study: Study, trial: FrozenTrial) -> PlanPoint | None:
@@ -143,57 +159,64 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         if "fixed_params" in trial.system_attrs:
             return None
         others = [other for other in study.get_trials(deepcopy=False) if other.number != trial.number]
-        finished = [record for other in others if (record := self._finished_trial(study, other)) is not None]
-        scorer = self._scorer_of(study)
+        state = self._state_of(study)
+        finished = [record for other in others if (record := self._finished_trial(state, other)) is not None]
+        scorer = state.scorer
         scorer.predictor.learn(finished)
         if trial.number == 0 and self._begins_with_baseline:
             params = self._space.params_of(self._space.baseline)
-            return None if params is None else self._with_distributions(params)
+            return None if params is None else self._point_of(self._space.baseline, params)
         if scorer.predictor.is_ready and is_samplers_turn(finished, explore=self._explore):
             return None
         running = [other for other in others if other.state == TrialState.RUNNING]
-        plans = (self._plan_of(recorded_params(other)) for other in running)
-        pending = [plan for plan in plans if plan is not None]
+        pending = [plan for other in running if (plan := self._pending_plan(state, other)) is not None]
         known = {plan.identity for plan in (*pending, *(record.plan for record in finished))}
         for point in scorer.plans_to_try(pending):
             if point.plan.identity not in known and self._space.refusal_of(point.plan) is None:
-                return self._with_distributions(point.params)
+                return self._point_of(point.plan, point.params)
         return None
 
-    def _scorer_of(self, study: Study) -> PlanScorer:
-        """The state of the sampler for one study."""
-        if study._study_id not in self._scorers:
+    def _state_of(self, study: Study) -> _StudyState:
+        """The sampler's state for one study."""
+        if study not in self._states:
             objective = "tokens_per_s" if self._objective == "iteration_s" else self._objective
-            predictor = PlanPredictor(self._machine_model, num_iterations=1)
-            self._scorers[study._study_id] = PlanScorer(
+            scorer = PlanScorer(
                 self._space,
-                predictor=predictor,
+                predictor=PlanPredictor(self._machine_model, num_iterations=1),
                 objective=objective,
                 request=self._request,
                 constants=self._constants,
             )
-        return self._scorers[study._study_id]
+            self._states[study] = _StudyState(scorer)
+        return self._states[study]
 
-    def _finished_trial(self, study: Study, trial: FrozenTrial) -> FinishedTrial | None:
+    def _pending_plan(self, state: _StudyState, trial: FrozenTrial) -> Plan | None:
+        """The plan of a running trial: the proposed one, or that of its parameters."""
+        proposed = state.proposed.get(trial.number)
+        return self._plan_of(recorded_params(trial)) if proposed is None else proposed.plan
+
+    def _finished_trial(self, state: _StudyState, trial: FrozenTrial) -> FinishedTrial | None:
         """A finished trial with its plan and time; None for one that is not finished or not of the space."""
         if trial.state not in _VERDICTS:
             return None
-        key = (study._study_id, trial.number)
-        if key not in self._plans:
-            self._plans[key] = self._plan_of(recorded_params(trial))
-        plan = self._plans[key]
+        if trial.number not in state.plans:
+            state.plans[trial.number] = self._plan_of(recorded_params(trial))
+        plan = state.plans[trial.number]
         if plan is None:
             return None
+        verdict = _VERDICTS[trial.state]
+        iteration_s = self._iteration_s(plan, trial.value)
         is_violated = any(excess > 0 for excess in trial.constraints.values())
-        verdict = "infeasible" if is_violated else _VERDICTS[trial.state]
-        record = TrialRecord(verdict=verdict, outcome=trial.state.name, reason="", attempt_id="")
-        if verdict == "measured":
-            iteration_s = self._iteration_s(plan, trial.value)
-            if iteration_s is None:
-                return None
-            record = TrialRecord(
-                verdict=verdict, outcome="OK", reason="", attempt_id="", iteration_s=iteration_s
-            )
+        if is_violated or (verdict == "measured" and iteration_s is None):
+            verdict = "infeasible"
+        is_measured = verdict == "measured"
+        record = TrialRecord(
+            verdict=verdict,
+            outcome="OK" if is_measured else trial.state.name,
+            reason="",
+            attempt_id="",
+            iteration_s=iteration_s if is_measured else None,
+        )
         return FinishedTrial(number=trial.number, plan=plan, record=record)
 
     def _iteration_s(self, plan: Plan, value: float | None) -> float | None:
@@ -211,12 +234,13 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         except (KeyError, ValueError):
             return None
 
-    def _with_distributions(self, params: Params) -> PlanPoint:
-        """The point with the distributions under which the space suggests it."""
+    def _point_of(self, plan: Plan, params: Params) -> PlanPoint:
+        """The plan's point, with the distributions under which the space suggests it."""
         source = _RecordedDistributions(params)
         self._space.decode(source, trial=0)
         kept = {name: params[name] for name in source.distributions}
-        return PlanPoint(params=kept, texts=parted(params)[1], distributions=source.distributions)
+        texts = parted(params)[1]
+        return PlanPoint(plan=plan, params=kept, texts=texts, distributions=source.distributions)
 
 
 class _RecordedDistributions(FixedParams):

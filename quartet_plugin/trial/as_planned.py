@@ -146,7 +146,7 @@ def _differences(plan: Plan, schedule: Schedule | None, done: Execution) -> Iter
         yield from _actions(plan, schedule, done)
     yield from _stages(plan, placement, done)
     if done.ends is not None:
-        yield from _ends(placement, done.ends, pipeline_rank=done.pipeline_rank)
+        yield from _ends(plan, placement, done.ends, pipeline_rank=done.pipeline_rank)
 
 
 def _knobs(plan: Plan, done: Execution) -> Iterator[str]:
@@ -210,7 +210,7 @@ def _stages(plan: Plan, placement: Sequence[int], done: Execution) -> Iterator[s
             )
         if built.has_embedding != (stage == 0) or built.has_head != (stage == len(placement) - 1):
             yield f"the embedding or the head is on another stage than the plan's (stage {stage})"
-        mtp_layers = plan.made_for.mtp_layers if stage == len(placement) - 1 else None
+        mtp_layers = plan.made_for.mtp_layers if stage == plan.split.mtp_stage else None
         if built.mtp_layers != mtp_layers:
             yield (
                 f"{built.mtp_layers or 'no'} layers of multi-token prediction were built on stage {stage}, "
@@ -218,11 +218,17 @@ def _stages(plan: Plan, placement: Sequence[int], done: Execution) -> Iterator[s
             )
 
 
-def _ends(placement: Sequence[int], ends: PipelineEnds, *, pipeline_rank: int) -> Iterator[str]:
+def _ends(plan: Plan, placement: Sequence[int], ends: PipelineEnds, *, pipeline_rank: int) -> Iterator[str]:
     last = placement[-1]
     if ends.last_device != last or ends.is_last != (pipeline_rank == last):
         yield f"the framework takes pipeline rank {ends.last_device} for the last one, the plan has {last}"
     shared = tuple(sorted({0, last}))
+    if plan.split.mtp_before_last:
+        # A head of its own shares nothing: Megatron would sum its gradients with the embedding's.
+        copies = {0, placement[plan.split.mtp_stage]}
+        shared = tuple(sorted(copies | {last} if plan.shape.tied_embeddings else copies))
+    elif plan.schedule.custom is None and not (plan.shape.tied_embeddings or plan.made_for.mtp_layers):
+        shared = ()  # nothing is summed: Megatron's own script then names the first rank alone
     if pipeline_rank in shared and ends.embedding_devices != shared:
         sharing = list(ends.embedding_devices)
         yield f"pipeline ranks {sharing} share the embedding, the plan has {list(shared)}"

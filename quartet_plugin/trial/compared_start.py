@@ -9,7 +9,7 @@ from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.receipt import StepValues
 from quartet_plugin.model.schema import Number
 from quartet_plugin.protocol.attempt_files import KEPT_FILE, KeptWeights, read_shared
-from quartet_plugin.protocol.rank_files import RankFileReader, RankGradients, RankReport, rank_files_of
+from quartet_plugin.protocol.rank_files import RankGradients, RankReport, rank_files_of
 from quartet_plugin.trial.request import TrialResult
 
 
@@ -50,7 +50,7 @@ def read_compared_steps(result: TrialResult) -> ComparedSteps:
     count = result.num_compared
     gradients = read_gradients(result.folder, attempt_id=result.attempt_id)
     try:
-        reports = RankFileReader(result.folder, attempt_id=result.attempt_id).scan().reports
+        reports = result.rank_files().reports
     except QuartetError as error:
         return ComparedSteps(unavailable=str(error))
     reason = next((rank.unavailable for rank in gradients if rank.unavailable), None)

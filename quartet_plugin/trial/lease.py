@@ -61,7 +61,7 @@ class Lease:
         Raises StorageError naming the holder.
         """
         with _guard(folder):
-            before = _read(folder)
+            before = read_holder(folder)
             generation = 1
             if before is not None:
                 _refuse_living(folder, before, takeover=takeover, expiry_s=expiry_s)
@@ -104,7 +104,7 @@ class Lease:
     def release(self) -> None:
         """Give the run back; no effect when another tuner holds it."""
         with _guard(self._folder):
-            if _read(self._folder) == self._holder:
+            if read_holder(self._folder) == self._holder:
                 (self._folder / LOCK_NAME).unlink(missing_ok=True)
 
     def __enter__(self) -> "Lease":
@@ -124,7 +124,7 @@ class Lease:
         self.release()
 
     def _verify(self) -> None:
-        now = _read(self._folder)
+        now = read_holder(self._folder)
         if now != self._holder:
             who = "nobody" if now is None else str(now)
             raise LeaseLostError(
@@ -140,7 +140,8 @@ def renewal_of(folder: Path) -> int | None:
     return None
 
 
-def _read(folder: Path) -> Holder | None:
+def read_holder(folder: Path) -> Holder | None:
+    """The holder that lock.json names, None without one. Raises QuartetError where it cannot be read."""
     try:
         return read_shared(Holder, folder / LOCK_NAME, max_bytes=64 * 1024)
     except FileNotFoundError:

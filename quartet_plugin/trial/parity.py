@@ -44,9 +44,7 @@ from quartet_plugin.model.receipt import (
 )
 from quartet_plugin.model.tensor_partition import TensorPartition
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.protocol.rank_files import RankFileReader
 from quartet_plugin.split.layers import even_split
-from quartet_plugin.trial.attempt import PREFIX
 from quartet_plugin.trial.compared_start import expert_loads, kept_by, part_norms, read_gradients
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import Device, Outcome, Progress, Timeouts, TrialRequest, TrialResult
@@ -105,13 +103,6 @@ class ParityGate:
     _references: dict[str, LossSeries] = field(default_factory=dict)
     _trial: LossSeries | None = None
     _layout_references: dict[str, LossSeries | None] = field(default_factory=dict)
-
-    def attempt_of(self, plan: Plan) -> Path:
-        """The folder of the plan's latest run. Raises KeyError where the plan was never run."""
-        attempts = list((self.folder / _plan_name(plan)).glob(f"{PREFIX}*"))
-        if not attempts:
-            raise KeyError(plan.key)
-        return max(attempts, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
     def check(self, plan: Plan) -> Receipt:
         """Compare the plan with its reference and return the receipt, passed or failed.
@@ -370,7 +361,7 @@ def _refusal(result: TrialResult, *, is_plan: bool) -> QuartetError:
 
 def _is_broken(result: TrialResult) -> bool:
     """Whether every failure was of the network, which says nothing about the command."""
-    errs = RankFileReader(result.folder, attempt_id=result.attempt_id).scan().errs.values()
+    errs = result.rank_files().errs.values()
     return result.outcome is Outcome.INFRA and {err.kind for err in errs} == {"network"}
 
 

@@ -11,11 +11,9 @@ from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.launchers.running_process import is_running
 from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow, WorkerRow
 from quartet_plugin.model.plan import Plan, read_plan
-from quartet_plugin.protocol.attempt_files import read_shared
-from quartet_plugin.protocol.process_identity import Holder
 from quartet_plugin.protocol.rank_files import RankFileReader, RankReport
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt, read_result
-from quartet_plugin.trial.lease import LOCK_NAME
+from quartet_plugin.trial.lease import LOCK_NAME, read_holder
 from quartet_plugin.trial.request import PHASES, TrialResult
 from quartet_plugin.tuner.trial_backend import SETTLED
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -133,16 +131,16 @@ def _with_progress(launch: AttemptState, *, faults: list[str]) -> AttemptState:
 
 def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
     """The holder of the run's lease; None if no process holds it, or if lock.json cannot be read."""
-    path = folder / LOCK_NAME
     with contextlib.suppress(FileNotFoundError, QuartetError):
-        holder = read_shared(Holder, path, max_bytes=64 * 1024)
+        if (holder := read_holder(folder)) is None:
+            return None
         is_here = holder.host == socket.gethostname()
         return LeaseHolder(
             host=holder.host,
             pid=holder.pid,
             generation=holder.generation,
             is_alive=is_running(holder) if is_here else None,
-            renewed_s=max(0.0, now - path.lstat().st_mtime),
+            renewed_s=max(0.0, now - (folder / LOCK_NAME).lstat().st_mtime),
         )
     return None
 

@@ -247,26 +247,19 @@ class LocalBackend:
 
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """See `TrialBackend`."""
-        from quartet_plugin.protocol.rank_files import RankFileReader
-
-        snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
-        return nodes_of(snapshot.reports.values())
+        return nodes_of(result.rank_files().reports.values())
 
     def node_speeds(self, result: TrialResult) -> "tuple[NodeSpeed, ...]":
         """See `TrialBackend`."""
-        from quartet_plugin.protocol.rank_files import RankFileReader
         from quartet_plugin.trial.node_speed import node_speeds
 
-        snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
-        return node_speeds(snapshot.reports.values())
+        return node_speeds(result.rank_files().reports.values())
 
     def modules(self, result: TrialResult) -> tuple[str, ...] | None:
         """See `TrialBackend`."""
-        from quartet_plugin.protocol.rank_files import RankFileReader
         from quartet_plugin.trial.as_planned import ran_modules
 
-        snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
-        return ran_modules(snapshot.reports.values())
+        return ran_modules(result.rank_files().reports.values())
 
 
 def trial_weights(weights: Path) -> Path:
@@ -315,10 +308,7 @@ def _judged(result: TrialResult) -> TrialResult:
     """Treat a plan that the adapter refuses for this command as infeasible, not as an error of the plugin."""
     if result.outcome is not Outcome.HARNESS or result.plan_key is None:
         return result
-    from quartet_plugin.protocol.rank_files import RankFileReader
-
-    errs = RankFileReader(result.folder, attempt_id=result.attempt_id).scan().errs
-    kinds = {err.kind for err in errs.values() if err.kind != "network"}
+    kinds = {err.kind for err in result.rank_files().errs.values() if err.kind != "network"}
     return replace(result, outcome=Outcome.INFEASIBLE) if kinds == {"plan"} else result
 
 

@@ -1,20 +1,19 @@
 """The result of a tuning run, and its winner on disk: best/plan.json, receipt, command.sh, and the regret."""
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quartet_plugin.launchers.engines import LOCAL, OF_SLURM
-from quartet_plugin.model.axis_gains import AxisGains, write_axis_gains
+from quartet_plugin.model.axis_gains import AxisGains
 from quartet_plugin.model.files import write_text_atomic
-from quartet_plugin.model.full_size import write_full_size
 from quartet_plugin.model.history import DriftMeasurement
-from quartet_plugin.model.measurement import FinalChoice, Objective, Regret, write_regret
+from quartet_plugin.model.measurement import FinalChoice, Objective, Regret
 from quartet_plugin.model.plan import Plan, write_plan
 from quartet_plugin.model.receipt import Receipt, receipt_path, write_receipt
-from quartet_plugin.model.shape_curve import ShapeCurve, write_shape_curve
+from quartet_plugin.model.schema import write_record
+from quartet_plugin.model.shape_curve import ShapeCurve
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.protocol.masking import shell_words
 from quartet_plugin.tuner.run_folder import TuningRun
@@ -68,9 +67,9 @@ def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
     receipt_file = receipt_path(folder.best_plan)
     if result.winner is None or result.receipt is None:
         receipt_file.unlink(missing_ok=True)
-    _write_or_remove(result.regret, write_regret, path=folder.best_regret)
-    _write_or_remove(result.axis_gains, write_axis_gains, path=folder.best_axes)
-    _write_or_remove(result.shape_curve, write_shape_curve, path=folder.best_shapes)
+    _write_or_remove(result.regret, path=folder.best_regret)
+    _write_or_remove(result.axis_gains, path=folder.best_axes)
+    _write_or_remove(result.shape_curve, path=folder.best_shapes)
     _write_full_size(result, run=run)
     if result.winner is None and result.stand_in is None:
         for path in (folder.best_plan, folder.best_command):
@@ -88,13 +87,13 @@ def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
     return plan
 
 
-def _write_or_remove(content: object | None, write: Callable[..., None], *, path: Path) -> None:
+def _write_or_remove(content: Regret | AxisGains | ShapeCurve | None, *, path: Path) -> None:
     """Write a search's results beside its plan; without results, remove those of an earlier search."""
     if content is None:
         path.unlink(missing_ok=True)
         return
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    write(content, path=path)
+    write_record(content, path=path)
 
 
 def _write_full_size(result: TuneResult, *, run: TuningRun) -> None:
@@ -106,7 +105,7 @@ def _write_full_size(result: TuneResult, *, run: TuningRun) -> None:
         return
     folder.full_plan.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_plan(winner.plan, path=folder.full_plan)
-    write_full_size(winner.result, path=folder.full_prediction)
+    write_record(winner.result, path=folder.full_prediction)
     write_text_atomic(folder.full_command, command_text(winner.plan, run=run, path=folder.full_plan))
 
 

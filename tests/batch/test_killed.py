@@ -13,8 +13,9 @@ import pytest
 
 from quartet_plugin.batch.job_file import JobFile
 from quartet_plugin.batch.job_process import end_left_behind, find_tuner, job_processes, start
-from quartet_plugin.model.batch import BatchPaths, read_results
+from quartet_plugin.model.batch import BatchPaths, BatchResults
 from quartet_plugin.model.plan import read_plan
+from quartet_plugin.model.schema import read_record
 from tests.batch.support import ROOT, TINY, batch_of, log_of, start_batch
 from tests.cli.tuning import living, wait_until
 
@@ -71,7 +72,7 @@ def test_killed_twice_and_gone_on_with_twice(tmp_path: Path, monkeypatch: pytest
     assert not [line for line in lines_of_log if line[0] == "doubled"]
     assert [line[1] for line in starts(tmp_path)].count(killed) == 2
     assert sorted(line[1] for line in lines_of_log if line[0] == "end") == [f"j{index}" for index in range(5)]
-    results = read_results(tmp_path / "batches" / "jobs" / "results.json")
+    results = read_record(BatchResults, tmp_path / "batches" / "jobs" / "results.json")
     assert [job.state for job in results.jobs] == ["done"] * 5
     assert not list((tmp_path / "batches").rglob("*.tmp"))
 
@@ -91,12 +92,12 @@ def test_a_tuner_is_known_again_though_the_batch_was_killed_before_it_noted_the_
         assert job_processes(file.mark) == {process.identity}
         adopted = find_tuner(file, paths=paths)
         assert adopted is not None
-        assert (adopted.identity, adopted.is_child, adopted.exit_code) == (process.identity, False, None)
+        assert adopted.identity == process.identity
         assert find_tuner(replace(file, mark="0" * 32), paths=paths) is None
     finally:
         assert end_left_behind(file.mark) == 1
     assert process.is_over
-    assert adopted.is_over
+    assert (adopted.is_over, adopted.exit_code) == (True, None)
     assert find_tuner(file, paths=paths) is None
 
 
@@ -137,7 +138,7 @@ def check_killed(folder: Path, *, num_jobs: int) -> None:
         words = ("jobs.yaml", "--resume")
     output, _ = start_batch(folder, *words, program=ARITHMETIC).communicate(timeout=1500)
     assert f"{num_jobs} jobs: {num_jobs} done" in output.decode()
-    results = read_results(folder / "batches" / "jobs" / "results.json")
+    results = read_record(BatchResults, folder / "batches" / "jobs" / "results.json")
     assert len(results.jobs) == num_jobs
     for job in results.jobs:
         assert (job.state, job.num_trials) == ("done", 2)

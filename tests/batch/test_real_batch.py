@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.cli.batch import PROGRAM
-from quartet_plugin.model.batch import read_results
+from quartet_plugin.model.batch import BatchResults
+from quartet_plugin.model.schema import read_record
 from tests.batch.support import start_batch
 from tests.batch.test_killed import kill
 from tests.cli.tuning import living
@@ -45,7 +46,7 @@ def test_three_jobs_on_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         words = ("jobs.yaml", "--resume")
     output, _ = start_batch(tmp_path, *words, program=PROGRAM).communicate(timeout=1800)
     assert "3 jobs: 3 done" in output.decode(), output.decode()[-2000:]
-    results = read_results(tmp_path / "batches" / "jobs" / "results.json")
+    results = read_record(BatchResults, tmp_path / "batches" / "jobs" / "results.json")
     assert [(job.state, job.num_trials) for job in results.jobs] == [("done", 2)] * 3
     assert [job.started_from for job in results.jobs] == [None, "b4", "b8"]
     assert all(Path(job.run or "").is_dir() for job in results.jobs)

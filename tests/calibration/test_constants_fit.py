@@ -130,9 +130,9 @@ def test_a_probe_settles_links_but_those_of_processors() -> None:
     assert fixed_by_probe([elsewhere, on_cpu]) == ()
 
 
-def test_more_measurements_make_narrower_intervals() -> None:
+def test_more_measurements_make_narrower_intervals(calibration: Calibration) -> None:
     few = calibrate(iterations(planted())[:4])
-    many = calibrate([*iterations(planted()), *parts(planted())])
+    many = calibration
     run = unseen()[1]
     assert many.interval(run).high / many.interval(run).low < few.interval(run).high / few.interval(run).low
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.calibration.constants_fit import seconds_of
-from quartet_plugin.calibration.observations import Direction, Quantity
+from quartet_plugin.calibration.observations import Direction, Observation, Quantity
 from quartet_plugin.calibration.profile import (
     Profile,
     SimulatedRankRecord,
@@ -17,9 +17,13 @@ from quartet_plugin.calibration.profile import (
     typical_parts,
     write_profile,
 )
+from quartet_plugin.cost.compute import Rates
 from quartet_plugin.cost.constants import NEUTRAL
+from quartet_plugin.cost.iteration.terms import layer_parts
 from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.cost.times import Times
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.schema import parse, read_record
 from quartet_plugin.protocol.rank_files import RankProfile
 from quartet_plugin.schedule.files import costs_from_json
@@ -203,3 +207,57 @@ def test_a_rank_that_was_run_alone_says_nothing_of_links() -> None:
     assert seconds_of(alone, slow) == seconds_of(alone, NEUTRAL) < seconds_of(together, NEUTRAL)
     found = observations_of(cpu_run(), ranks, is_single_rank=True)
     assert Quantity.GRADIENTS not in {one.quantity for one in found}
+
+
+EXPERTS = Experts(num_experts=8, experts_per_token=2, ffn_hidden_size=1024, num_dense_layers=1)
+
+
+def seconds_by_part(run: TrainingRun) -> dict[tuple[Quantity, Direction | None], float]:
+    """The observations of the two profiled ranks."""
+    ranks = [parse(RankProfile, one, where="a test") for one in (FIRST, LAST)]
+    return {(one.quantity, one.direction): one.seconds for one in observations_of(run, ranks)}
+
+
+def test_layers_with_experts_are_measured_apart_from_dense_ones() -> None:
+    run = replace(cpu_run(), experts=EXPERTS)
+    found = seconds_by_part(run)
+    assert found[Quantity.LAYER, Direction.FORWARD] == pytest.approx(0.010)
+    assert found[Quantity.EXPERT_LAYER, Direction.FORWARD] == pytest.approx(0.012)
+    # Experts that are one product defer no weight gradient.
+    halves = {direction for quantity, direction in found if quantity is Quantity.EXPERT_LAYER}
+    assert halves == {Direction.FORWARD, Direction.BACKWARD}
+    expected = {
+        quantity: Times.sum_of(layer_parts(run, NEUTRAL, Rates(run, NEUTRAL), experts=experts).values())
+        for quantity, experts in ((Quantity.LAYER, None), (Quantity.EXPERT_LAYER, EXPERTS))
+    }
+    assert expected[Quantity.EXPERT_LAYER].forward_s > 1.2 * expected[Quantity.LAYER].forward_s
+    for quantity, times in expected.items():
+        one = Observation(run=run, seconds=1.0, spread=0.1, quantity=quantity, direction=Direction.FORWARD)
+        assert seconds_of(one, NEUTRAL) == pytest.approx(times.forward_s)
+
+
+def test_layers_that_no_rank_holds_take_the_median_of_their_kind() -> None:
+    first = parse(RankProfile, FIRST, where="a test")
+    costs = costs_of([first], num_layers=4, num_devices=2, num_microbatches=8, num_dense_layers=1)
+    assert [layer.forward_s for layer in costs.layers[1:]] == [0.010, 0.012, 0.012, 0.012]
+    last = parse(RankProfile, LAST, where="a test")
+    costs = costs_of([last], num_layers=4, num_devices=2, num_microbatches=8, num_dense_layers=1)
+    # No dense layer was measured: those of the other kind are the nearest.
+    assert costs.layers[0].forward_s == pytest.approx(0.012)
+
+
+def test_a_heads_part_has_the_layers_of_multi_token_prediction() -> None:
+    run = cpu_run()
+    further = replace(run, mtp_layers=1)
+    found = seconds_by_part(further)
+    assert {direction for quantity, direction in found if quantity is Quantity.HEAD} == {
+        Direction.FORWARD,
+        Direction.BACKWARD,
+    }
+
+    def forward_s(run: TrainingRun, quantity: Quantity) -> float:
+        one = Observation(run=run, seconds=1.0, spread=0.1, quantity=quantity, direction=Direction.FORWARD)
+        return seconds_of(one, NEUTRAL)
+
+    least = 2 * forward_s(run, Quantity.HEAD) + forward_s(run, Quantity.LAYER)
+    assert forward_s(further, Quantity.HEAD) > least

@@ -9,8 +9,9 @@ import pytest
 
 from quartet_plugin.cli import batch as batch_module
 from quartet_plugin.cli.main import main
-from quartet_plugin.model.batch import read_results
+from quartet_plugin.model.batch import BatchResults
 from quartet_plugin.model.plan import read_plan
+from quartet_plugin.model.schema import read_record
 from quartet_plugin.trial.lease import Lease
 from tests.batch.support import TINY, log_of, start_batch
 from tests.cli.tuning import living, wait_until
@@ -44,7 +45,7 @@ def test_a_whole_batch(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert max(len(line) for line in lines if line.startswith(("job", "a ", "bad "))) <= 80
 
     path = folder / "batches" / "jobs"
-    results = read_results(path / "results.json")
+    results = read_record(BatchResults, path / "results.json")
     assert [job.state for job in results.jobs] == ["done", "failed"]
     with (path / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -78,7 +79,7 @@ def test_plans_alone_start_nothing(folder: Path, capfd: pytest.CaptureFixture[st
     shown = capfd.readouterr()
     assert "nothing: failed (exit code 2)" in shown.out
     assert log_of(folder / "log") == []
-    results = read_results(folder / "batches" / "jobs-plan" / "results.json")
+    results = read_record(BatchResults, folder / "batches" / "jobs-plan" / "results.json")
     assert results.is_plan_only
     first, second, _ = results.jobs
     for job in (first, second):

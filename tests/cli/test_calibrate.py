@@ -11,6 +11,8 @@ from quartet_plugin.calibration.constants_fit import read_calibration
 from quartet_plugin.calibration.observations import Direction, Quantity
 from quartet_plugin.cli.calibrate import of_run_folder
 from quartet_plugin.cli.main import main
+from quartet_plugin.cost.constants import fitted
+from quartet_plugin.cost.predict import predict
 from quartet_plugin.model.cluster import parse_cluster, write_cluster
 from quartet_plugin.model.files import write_json_atomic
 from tests.cli.test_profile import CLUSTER
@@ -120,3 +122,32 @@ def test_trials_of_models_that_are_no_list_of_layers_are_left_out(
     write_json_atomic(path, data)
     assert main(["calibrate", "--cluster", str(cluster), str(run), "-o", str(run / "c.json")]) == 2
     assert "no measured trial" in capsys.readouterr().err
+
+
+def report(run: Path, **changes: Any) -> None:
+    """Change the job that RANK 0 of the trial reported."""
+    path = run / "trials" / "000000" / "attempt-1" / "rank-0.json"
+    data = json.loads(path.read_text())
+    data["job"] |= changes
+    write_json_atomic(path, data)
+
+
+def test_a_mixture_of_experts_is_calibrated_as_one(run: Path, cluster: Path) -> None:
+    experts = {"num_experts": 4, "experts_per_token": 2, "ffn_hidden_size": 480}
+    dense = of_run_folder(run, cluster=cluster)[0].run
+    report(run, features=["moe"], experts=experts, settings=[{"name": "ddp_bucket_size", "value": 10000}])
+    routed = of_run_folder(run, cluster=cluster)[0].run
+    assert routed.experts is not None
+    assert routed.experts.num_experts == 4
+    assert routed.software.bucket_elements == 10000
+    assert predict(routed, fitted()).iter_time_s > predict(dense, fitted()).iter_time_s
+
+
+def test_a_mixture_of_experts_that_is_not_described_is_refused(
+    run: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(run, features=["moe"])
+    assert main(["calibrate", "--cluster", str(cluster), str(run), "-o", str(run / "c.json")]) == 2
+    error = capsys.readouterr().err
+    assert "job.experts: null" in error
+    assert error.count("\n") == 1

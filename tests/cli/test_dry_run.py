@@ -100,7 +100,10 @@ def test_features_are_read_from_flags_alone() -> None:
         "cyclic_data",
         "fp8",
         "moe",
+        "moe_linear_bias",
     ]
+    bare = features_of(arguments_in(["--num-experts", "4", "--disable-bias-linear"]))
+    assert bare == ["moe", "no_linear_bias"]
     assert features_of(arguments_in(["--lr", "1e-4"])) == []
 
 

@@ -1,6 +1,7 @@
 """`quartet knobs`: every knob in general, for a command's flags, and for a run."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,11 @@ from quartet_plugin.space import knob_table
 from quartet_plugin.space.knobs.registry import KNOBS
 from tests.space.knobs.made_up import ROPE_FUSION
 
+EXPERTS = """
+    --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --vocab-size 512 --micro-batch-size 2 --global-batch-size 16
+    --num-experts 8 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+"""
 RUN = Path(__file__).parents[1] / "golden" / "run_0.1.0"
 
 
@@ -45,6 +51,20 @@ def test_a_flag_may_turn_a_switch_off(
     assert main(["knobs", "--json", "--", "torchrun", "none.py", *flags]) == 0
     (row,) = json.loads(capsys.readouterr().out)["knobs"]
     assert row["value"] == value
+
+
+def test_a_command_has_its_choices_and_why_a_value_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = shlex.split(EXPERTS)
+    command = ["torchrun", "--nproc-per-node", "4", "none.py", *flags]
+    assert main(["knobs", "--json", "--", *command]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["knobs"]}
+    assert (rows["pipeline_parallel"]["value"], rows["data_parallel"]["value"]) == ("1", "4")
+    assert rows["pipeline_parallel"]["choices"] == ["1", "2", "4"]
+    assert rows["micro_batch_size"]["state"] == "kept: moe_microbatch_loss"
+    assert "Transformer Engine" in rows["context_parallel"]["state"]
+    assert main(["knobs", "--", *command, "--hybrid-layer-pattern", "M*"]) == 0
+    shown = capsys.readouterr().out
+    assert "known after the baseline of a run (`quartet knobs RUN`): --hybrid-layer-pattern" in shown
 
 
 def test_a_run_has_its_values_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

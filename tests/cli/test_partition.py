@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.cli.main import main
-from quartet_plugin.partition.files import partition_from_json, partition_from_text, partition_to_json
+from quartet_plugin.partition.files import partition_from_json, partition_to_json
 from quartet_plugin.partition.named import FAMILIES, named_partition
+from tests.partition.text_form import partition_from_text
 
 
 def test_list_names_every_family(capsys: pytest.CaptureFixture[str]) -> None:

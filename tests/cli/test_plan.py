@@ -236,6 +236,20 @@ def test_json_says_what_the_lines_say(tmp_path: Path, capsys: pytest.CaptureFixt
     assert data["layouts"]["predicted"] >= 2
     assert data["refused"] == []
     assert data["not_read"] == []
+    assert data["limits"] == []
+
+
+def test_what_was_cut_off_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cluster.json").write_text(json.dumps(make_cluster()), encoding="utf-8")
+    job = Path(write_job(tmp_path))
+    lines = job.read_text(encoding="utf-8").splitlines()
+    named = ["cluster: {file: cluster.json}" if line.startswith("cluster") else line for line in lines]
+    job.write_text("\n".join(named), encoding="utf-8")
+    assert main(["plan", str(job), "--named-only", "--json"]) == 0
+    (limit,) = json.loads(capsys.readouterr().out)["limits"]
+    assert limit.startswith("mappings: solved one by one only for the best 4 of ")
+    assert main(["plan", str(job), "--named-only"]) == 0
+    assert limit in capsys.readouterr().out.splitlines()
 
 
 def test_several_numbers_of_devices_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

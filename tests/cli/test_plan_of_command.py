@@ -10,6 +10,7 @@ import pytest
 
 from quartet_plugin.cli.export import flags_of
 from quartet_plugin.cli.main import main
+from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.plan import read_plan
@@ -17,6 +18,7 @@ from quartet_plugin.planner.command_job import job_of_command
 from quartet_plugin.planner.described_job import request_of
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import parse_job
+from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import rank
 from tests.model.clusters import make_cluster
@@ -38,7 +40,7 @@ def words(more: str = "", *, start: str = START, without: str = "") -> list[str]
 
 
 def test_the_request_is_the_one_of_a_job_file() -> None:
-    more = "--num-experts 4 --moe-ffn-hidden-size 512 --swiglu --fp8-format hybrid"
+    more = "--num-experts 4 --moe-ffn-hidden-size 512 --swiglu --fp8-format hybrid --disable-bias-linear"
     read = job_of_command(parse_command(words(more)), sections={"cluster": "H100"})
     # Megatron's FFN of a gated model is two thirds of 4 x hidden, in multiples of 64.
     model = {
@@ -88,8 +90,13 @@ def test_grouped_products_are_read_where_the_model_has_experts() -> None:
 @pytest.mark.parametrize(
     ("more", "search"),
     [
-        ("--num-experts 4 --moe-ffn-hidden-size 512", {}),
-        ("--num-experts 4 --moe-ffn-hidden-size 512 --moe-grouped-gemm", {}),
+        ("--num-experts 4 --moe-ffn-hidden-size 512 --disable-bias-linear", {}),
+        ("--num-experts 4 --moe-ffn-hidden-size 512 --moe-grouped-gemm --disable-bias-linear", {}),
+        ("--num-experts 4 --moe-ffn-hidden-size 512", {"tensor_parallel": 1}),
+        (
+            "--num-experts 4 --moe-ffn-hidden-size 512 --moe-grouped-gemm --no-bias-dropout-fusion",
+            {"tensor_parallel": 1, "moe_grouped_gemm": True},
+        ),
         (
             "--num-experts 4 --moe-ffn-hidden-size 512 --moe-grouped-gemm --disable-bias-linear",
             {"recompute": "selective", "recompute_modules": "moe_act"},
@@ -120,7 +127,7 @@ def test_a_dispatcher_that_limits_orders_of_ranks_limits_those_of_plans(
     assert "--moe-token-dispatcher-type" not in read.unread
 
 
-EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --sequence-parallel"
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --sequence-parallel --disable-bias-linear"
 
 
 @pytest.mark.parametrize(
@@ -159,6 +166,71 @@ def test_settings_of_experts_reach_predictions(more: str, expected: dict[str, An
     # Orders of the plugin's runtime are no choice where the framework overlaps exchanges or captures graphs.
     refuses = {"graphed_share", "expert_overlap"} & set(expected)
     assert (rules_of(read.request).no_custom_schedules is not None) == bool(refuses)
+
+
+@pytest.mark.parametrize(
+    ("more", "comm", "exchanging"),
+    [
+        ("", "p2p", 1),
+        ("--cp-comm-type p2p", "p2p", 1),
+        ("--cp-comm-type all_gather", "all_gather", 1),
+        ("--cp-comm-type a2a", "a2a", 4),
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "a2a+p2p", 2),
+        (f"--cp-comm-type {' '.join(['a2a'] * 8)}", "p2p", 1),
+    ],
+)
+def test_the_communication_of_shared_sequences_reaches_predictions(
+    more: str, comm: str, exchanging: int
+) -> None:
+    command = words(f"--context-parallel-size 4 {more}", without="--pipeline-model-parallel-size 2")
+    read = job_of_command(parse_command(command), sections={"cluster": "H100"})
+    run = read.request.run(read.request.shape, read.layout, (8,))
+    assert (run.software.context_comm, run.exchanging_ranks) == (comm, exchanging)
+    assert ("--cp-comm-type" in read.unread) == (more.count("a2a ") > 1)
+    # A command without the flag is described as before.
+    assert (read.request.settings == ()) == (comm == "p2p")
+    sections = {
+        "cluster": "H100",
+        "search": {"schedule": "stock", "micro_batch_size": 2, "tensor_parallel": 2},
+    }
+    request = job_of_command(parse_command(command), sections=sections).request
+    best = rank(request).best[0]
+    plan = plan_of(request, best, plain=plain_layout(request, best=best), name="plan", place=1)
+    flags = flags_of(plan)
+    if plan.layout.context_parallel > 1:
+        assert flags.get("--cp-comm-type", "p2p") == comm
+    if "hierarchical" in more:
+        # Degrees are kept beside the sizes.
+        assert plan.layout.context_parallel == 4
+        assert flags["--hierarchical-context-parallel-sizes"] == ["2", "2"]
+
+
+def test_packed_sequences_and_sizes_of_a_command_keep_their_communication() -> None:
+    command = words("--context-parallel-size 2 --sft --calculate-per-token-loss")
+    sections = {"cluster": "H100", "search": {"cp_comm_type": "auto"}}
+    read = job_of_command(parse_command(command), sections=sections)
+    assert read.request.search.requested("cp_comm_type") == ("stock",)
+    given = {"cluster": "H100", "search": {"hierarchical_context_parallel_sizes": [2, 1]}}
+    with pytest.raises(ConfigError, match="plans of a command have those of its --hierarchical"):
+        job_of_command(parse_command(words("--context-parallel-size 2")), sections=given)
+
+
+def test_a_command_that_exchanges_heads_has_no_plans_that_cannot() -> None:
+    """16 heads in two query groups: of two tensor-parallel ranks each has one, which none can share."""
+    groups = "--context-parallel-size 2 --group-query-attention --num-query-groups 2 --cp-comm-type a2a"
+    command = words(groups, without="--tensor-model-parallel-size 2")
+    search = {"schedule": "stock", "micro_batch_size": 1}
+
+    def degrees(more: dict[str, Any]) -> set[tuple[int, bool]]:
+        sections = {"cluster": "H100", "search": search | more}
+        request = job_of_command(parse_command(command), sections=sections).request
+        table = layout_table_of(request, request.shape)
+        layouts = [table.layout(row) for row in range(len(table))]
+        return {(layout.tensor_parallel, layout.context_parallel > 1) for layout in layouts}
+
+    assert {(2, False), (1, True)} <= degrees({})
+    assert (2, True) not in degrees({})
+    assert (2, True) in degrees({"cp_comm_type": "auto"})
 
 
 def test_a_plan_keeps_what_its_prediction_was_made_with(
@@ -246,13 +318,49 @@ def test_a_cluster_file_and_a_job_files_search_are_taken(
     assert data["plans"][0]["cost"]["num_tokens"] == 100 * 16 * 1024
 
 
+@pytest.mark.parametrize(("layout", "label"), [("Ettt|t*5m|L", "3+5+0"), ("Et*4|t*4|m|L", "4+4+0+0")])
+def test_multi_token_prediction_before_the_last_stage_is_kept_and_priced_there(
+    layout: str, label: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = layout.count("|") + 1
+    size = f"--pipeline-model-parallel-size {stages}"
+    start = f"torchrun --nnodes 1 --nproc-per-node {2 * stages} pretrain_gpt.py"
+    command = words(
+        f"{MTP} {size} --pipeline-model-parallel-layout {layout}",
+        start=start,
+        without="--pipeline-model-parallel-size 2",
+    )
+    made = tmp_path / "plan.json"
+    arguments = ["plan", "--cluster", "H100", "--json", "--output", str(made), "--", *command]
+    assert main(arguments) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert {tuple(row["split"]) for row in data["plans"]} == {tuple(map(int, label.split("+")))}
+    plan = read_plan(made)
+    assert (plan.split.label, plan.split.mtp_before_last) == (label, True)
+    assert plan.made_for.baseline.split == plan.split
+    written = plan.split.layout_text(mtp_layers=1)
+    assert flags_of(plan)["--pipeline-model-parallel-layout"] == written
+    assert written.endswith("m|L")
+    # The job that the plan says has the same split, which is explained as it is.
+    assert plan.made_for.job is not None
+    request = request_of(plan, plan.made_for.job)
+    run = request.run(plan.shape, plan.layout, plan.split.transformer_layers_per_stage)
+    assert run.is_mtp_before_last
+    assert main(["explain", str(made)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{label}, multi-token prediction (1) before the last stage" in shown
+    assert main(["plan", "--cluster", "H100", "--", *command]) == 0
+    kept = "not tuned because of mtp_before_last (docs/support.md): split, schedule"
+    assert kept in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("command", "options", "says"),
     [
         (words("--mtp-num-layers 1"), (), "model.mtp_layers: 1; needs tied_embeddings: false"),
         (words(f"{UNTIED} --mtp-num-layers 1"), (), "model.mtp_layers: 1; needs position_embedding: rope"),
         (
-            words(f"{MTP} --pipeline-model-parallel-layout {'t' * 8}m|L".replace("layout t", "layout Et")),
+            words(f"{MTP} --pipeline-model-parallel-layout E{'t' * 8}|m||L"),
             (),
             "multi-token prediction before the last stage",
         ),

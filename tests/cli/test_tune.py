@@ -23,7 +23,9 @@ from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.tune_result import write_best
 from quartet_plugin.tuner.winner_choice import rule_of
 from tests.cli.tuning import CONFIG, environment, living, prepare, wait_until
-from tests.tuner.fakes import FakeMachine, begin
+from tests.short_searches import short_searches as short_searches
+from tests.tuner.fakes import FakeMachine
+from tests.tuner.fakes import begin_with_journal as begin
 from tests.tuner.fakes import tune as search
 
 ENTRY = "from quartet_plugin.cli.main import entry; entry()"

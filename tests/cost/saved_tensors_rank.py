@@ -22,11 +22,9 @@ def main() -> None:
     cpu_device.install()
 
     import torch
-    from megatron.core import parallel_state
 
     torch.distributed.init_process_group("gloo")
     world_size = torch.distributed.get_world_size()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     peaks = [saved_bytes(shlex.split(flags), label) for flags, label in json.loads(cases)]
     if int(os.environ["RANK"]) == world_size - 1:
         Path(result).write_text(json.dumps(peaks))
@@ -35,12 +33,19 @@ def main() -> None:
 
 def saved_bytes(flags: list[str], label: str) -> tuple[int, int]:
     """The most bytes that autograd saves in a microbatch under a partition, and the model's parameters."""
+    from megatron.core import parallel_state
+
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.partition.install import PartitionedModels
     from quartet_plugin.model.tensor_partition import partition_from_label
     from quartet_plugin.runtime.activation_tracker import SavedTensorTracker
 
     args = parsed(flags)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+    )
     partition = partition_from_label(label)
     installation = None if partition is None else seams.install(PartitionedModels(partition).wrappers)
     model = built(args)

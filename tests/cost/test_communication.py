@@ -10,9 +10,10 @@ from quartet_plugin.cost.compute import LayerTimes
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
-from quartet_plugin.cost.run import ON_CPU, Software
+from quartet_plugin.cost.run import ON_CPU, Software, TrainingRun
 from quartet_plugin.cost.software import imbalance_of, with_features, with_settings
 from quartet_plugin.cost.times import Times
+from quartet_plugin.model.job_description import LatentAttention
 from quartet_plugin.model.layout import SettingValue
 from tests.cost.runs import EXPERTS, PIPELINE, ROW, run
 
@@ -164,6 +165,23 @@ def test_features_change_what_runs_beside_compute_on_accelerators_alone() -> Non
     assert (imbalance_of(features), imbalance_of(())) == (1.02, 1.1)
 
 
+def test_devices_that_share_an_expert_gather_its_tokens() -> None:
+    """In collectives of a dense FFN: a token for each of its experts, once where all are gathered."""
+    base = run(EXPERTS, tp=2, dp=4, ep=4, sp=True, topk=6, forced_balance=True)
+    assert base.experts is not None
+    experts = replace(base.experts, shared_ffn_hidden_size=0)
+    assert communication.ffn_pairs(base, experts) == (6 * base.imbalance, 0.0)
+    alone = replace(base, layout=replace(base.layout, expert_parallel=1))
+    assert communication.ffn_pairs(alone, replace(experts, shared_ffn_hidden_size=512)) == (6.0, 1.0)
+    gathered = replace(base, software=replace(base.software, gathers_tokens=True))
+    assert communication.ffn_pairs(gathered, experts) == (1.0, 0.0)
+    whole = replace(base, has_whole_experts=True)
+    assert communication.ffn_pairs(whole, experts) == (0.0, 0.0)
+    times = [predict(found, CONSTANTS).terms["tp_comm_s"] for found in (whole, gathered, base)]
+    assert times == sorted(times)
+    assert times[2] > 3 * times[0] > 0
+
+
 # A layer of 10, 12 and 8 ms; its routed experts take 4, 5 and 3 ms of these.
 LAYER = LayerTimes(
     gemm=Times(0.010, 0.012, 0.008),
@@ -238,6 +256,115 @@ def test_without_overlap_context_parallel_is_all_exposed() -> None:
     )
     idle = communication.context_parallel(found, CONSTANTS, Times())
     assert idle == communication.context_parallel(found, CONSTANTS, Times(1.0, 2.0, 0.0))
+
+
+def shared(settings: dict[str, SettingValue], *, per_node: int = 8, **changes: Any) -> TrainingRun:
+    """Eight devices that share sequences, links of 200 GB/s inside a node and 20 GB/s between nodes."""
+    row = {**NEMO, "hidden": 8192, "kv_heads": 8, "mbs": 1, "tp": 1, "cp": 8, "seq_len": 16384, "sp": False}
+    found = run(row, **changes)
+    cluster = replace(
+        found.cluster, scale_up_devices=per_node, scale_up_bytes_per_s=400e9, scale_out_bytes_per_s=50e9
+    )
+    return replace(found, cluster=cluster, software=with_settings(found.software, settings))
+
+
+ROUND = replace(CONSTANTS, scale_up=0.5, scale_out=0.4, hop_s=8e-6, tensor_exposed=0.4)
+# On each device 2048 tokens of 64 heads, or of 8 for keys and for values, of 128 numbers of two bytes.
+HEADS_BYTES, KEYS_BYTES = 33_554_432, 4_194_304
+
+
+def test_keys_and_values_go_around_a_ring_as_they_did() -> None:
+    """7/8 of 64 MiB at 200 GB/s, and seven steps of 2 microseconds; of the backward twice as much."""
+    idle = communication.context_parallel(shared({}), ROUND, Times())
+    assert idle == pytest.approx(Times(307.60128e-6, 615.20256e-6, 0.0))
+    assert communication.context_parallel(shared({"cp_comm_type": "p2p"}), ROUND, Times()) == idle
+    beside = communication.context_parallel(shared({}), ROUND, Times(1.0, 1.0, 0.0))
+    assert beside == pytest.approx(idle.scaled(0.4))
+
+
+def test_gathered_keys_and_values_are_exposed() -> None:
+    """Keys, then values, in a gather each; the backward gathers both again and scatters as much."""
+    forward = (2 * KEYS_BYTES * 7) / 200e9 + 2 * 7 * 2e-6
+    assert forward == pytest.approx(321.60128e-6)
+    gathered = shared({"cp_comm_type": "all_gather"})
+    for attention in (Times(), Times(1.0, 1.0, 0.0)):
+        found = communication.context_parallel(gathered, ROUND, attention)
+        assert found == pytest.approx(Times(forward, 2 * forward, 0.0))
+
+
+def test_exchanged_heads_are_exposed() -> None:
+    """Four all-to-alls forward and five backward, each of 7/8 of a device's tensor."""
+    queries, keys = (size * 7 / 8 / 200e9 + 7 * 2e-6 for size in (HEADS_BYTES, KEYS_BYTES))
+    assert (queries, keys) == pytest.approx((160.80064e-6, 32.35008e-6))
+    exchanged = shared({"cp_comm_type": "a2a"})
+    for attention in (Times(), Times(1.0, 1.0, 0.0)):
+        found = communication.context_parallel(exchanged, ROUND, attention)
+        assert found == pytest.approx(Times(386.30144e-6, 547.10208e-6, 0.0))
+        assert found == pytest.approx(Times(2 * queries + 2 * keys, 3 * queries + 2 * keys, 0.0))
+
+
+def test_heads_that_cross_nodes_take_the_slow_links() -> None:
+    """On two nodes of four a half crosses; one step between nodes and three inside one."""
+    latency = 8e-6 + 3 * 2e-6
+    queries, keys = (
+        size * 3 / 8 / 200e9 + size * 4 / 8 / 20e9 + latency for size in (HEADS_BYTES, KEYS_BYTES)
+    )
+    found = communication.context_parallel(shared({"cp_comm_type": "a2a"}, per_node=4), ROUND, Times())
+    assert found == pytest.approx(Times(2 * queries + 2 * keys, 3 * queries + 2 * keys, 0.0))
+
+
+HIERARCHICAL: dict[str, SettingValue] = {
+    "cp_comm_type": "a2a+p2p",
+    "hierarchical_context_parallel_sizes": "4+2",
+}
+
+
+def test_neighbours_exchange_heads_and_rings_join_them() -> None:
+    """Four devices of a node exchange heads: 3/4 of each tensor; a ring joins two nodes at 20 GB/s."""
+    queries, keys = (size * 3 / 4 / 200e9 + 3 * 2e-6 for size in (HEADS_BYTES, KEYS_BYTES))
+    ring = 2 * KEYS_BYTES / 20e9 + 8e-6
+    assert ring == pytest.approx(427.4304e-6)
+    two_nodes = shared(HIERARCHICAL, per_node=4)
+    exchanged = Times(2 * queries + 2 * keys, 3 * queries + 2 * keys, 0.0)
+    assert exchanged == pytest.approx(Times(307.11552e-6, 438.94464e-6, 0.0))
+    idle = communication.context_parallel(two_nodes, ROUND, Times())
+    assert idle == pytest.approx(exchanged.plus(Times(ring, 2 * ring, 0.0)))
+    # Attention hides the ring alone.
+    beside = communication.context_parallel(two_nodes, ROUND, Times(1.0, 1.0, 0.0))
+    assert beside == pytest.approx(exchanged.plus(Times(0.4 * ring, 0.8 * ring, 0.0)))
+    # A plain ring has eight devices' keys and values at the port of four.
+    plain = communication.context_parallel(shared({}, per_node=4), ROUND, Times())
+    assert plain.forward_s == pytest.approx(2 * KEYS_BYTES * 7 / 80e9 + 8e-6 + 6 * 2e-6)
+
+
+@pytest.mark.parametrize("sizes", [None, "2+2", "3+4"])
+def test_sizes_that_do_not_fit_are_priced_as_far_as_they_do(sizes: str | None) -> None:
+    """Megatron refuses these: without neighbours that exchange heads there is a ring of all."""
+    settings: dict[str, SettingValue] = {"cp_comm_type": "a2a+p2p"}
+    if sizes is not None:
+        settings["hierarchical_context_parallel_sizes"] = sizes
+    found = communication.context_parallel(shared(settings), ROUND, Times())
+    ring = communication.context_parallel(shared({}), ROUND, Times())
+    assert (found == ring) == (sizes != "2+2")
+
+
+def test_latent_attention_exchanges_heads_of_its_own_sizes() -> None:
+    """Queries and keys of 192 numbers and values of 128, each of all 64 heads."""
+    latent = LatentAttention(qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
+    of_latent = replace(shared(HIERARCHICAL, per_node=4), latent=latent)
+    wide, values = (2048 * 64 * size * 2 * 3 / 4 / 200e9 + 3 * 2e-6 for size in (192, 128))
+    ring = 427.4304e-6
+    found = communication.context_parallel(of_latent, ROUND, Times())
+    assert found.forward_s == pytest.approx(2 * wide + 2 * values + ring)
+    assert found.input_grad_s == pytest.approx(2 * wide + 3 * values + 2 * ring)
+
+
+def test_every_communication_of_sequences_is_one_gather_on_processors() -> None:
+    for name in ("p2p", "all_gather", "a2a", "a2a+p2p"):
+        assert with_settings(ON_CPU, {**HIERARCHICAL, "cp_comm_type": name}) == ON_CPU
+    assert with_settings(Software(), {"cp_comm_type": "p2p"}) == Software()
+    alone = shared({"cp_comm_type": "a2a"}, cp=1, dp=8, gbs=8)
+    assert communication.context_parallel(alone, ROUND, Times()) == Times()
 
 
 def test_settings_price_what_overlaps_and_how_many_buckets() -> None:

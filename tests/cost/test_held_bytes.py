@@ -50,7 +50,10 @@ def test_megabytes_of_a_large_layer() -> None:
 def test_experts_keep_every_copy_of_a_token() -> None:
     found = run(EXPERTS)
     kept = {product.name: product for product in held_bytes.layer_products(found, experts=found.experts)}
-    tokens, fcs = 4096 * 2, ("routed_fc1", "routed_fc2", "shared_fc1", "shared_fc2")
+    # Of the fullest device of its group.
+    arriving, fcs = 6 * 4096 * found.imbalance, ("routed_fc1", "routed_fc2", "shared_fc1", "shared_fc2")
     assert list(kept) == ["q_down", "q_up", "kv_down", "kv_up", "proj", *fcs]
-    assert kept["routed_fc1"].input_bytes == kept["routed_fc2"].gradient_bytes == 6 * tokens * 5120
-    assert kept["routed_fc1"].gradient_bytes == 2 * kept["routed_fc2"].input_bytes == 6 * tokens * 2 * 1536
+    assert kept["routed_fc1"].input_bytes == kept["routed_fc2"].gradient_bytes
+    assert kept["routed_fc1"].input_bytes == pytest.approx(arriving * 2 * 5120)
+    assert kept["routed_fc1"].gradient_bytes == 2 * kept["routed_fc2"].input_bytes
+    assert kept["routed_fc2"].input_bytes == pytest.approx(arriving * 2 * 1536)

@@ -22,7 +22,7 @@ from quartet_plugin.cost.run import ON_CPU, TrainingRun, run_of, uniform_cluster
 from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.partition.layer import linears_of, planned_layer
 from quartet_plugin.partition.table import Phase, Tensor
-from quartet_plugin.partition.traffic import traffic
+from tests.partition.counted import traffic
 from tests.space.jobs import make_layout, make_shape
 
 CONSTANTS = fitted()

@@ -132,6 +132,32 @@ def test_modules_that_are_recomputed_are_not_kept() -> None:
     assert sizes["layernorm",] < sizes["core_attn",]
 
 
+def test_what_is_recomputed_is_there_for_a_while() -> None:
+    """A layer with experts, or their module, is made again before its gradients."""
+    small = {"seq_len": 8192, "vocab": 1024}
+    spread = run(EXPERTS, **small)
+    modules = {
+        names: replace(run(EXPERTS, **small, recompute="selective"), recomputed_modules=names)
+        for names in ((), ("moe",))
+    }
+    dense = replace(run(EXPERTS, **small, recompute="full"), experts=None)
+    full = run(EXPERTS, **small, recompute="full")
+    again = [peak_memory(found).temporary_bytes for found in (*modules.values(), dense, full)]
+    assert again[1] > again[0]
+    assert again[3] > again[2]
+    assert again[3] >= layer_activation_bytes(spread, experts=spread.experts)
+
+
+def test_devices_that_share_an_expert_keep_its_tokens_whole() -> None:
+    """Of 4 sharing devices each keeps the inputs of all tokens, of whole experts those of its own."""
+    shared = run(EXPERTS, tp=4, dp=2, ep=2, sp=True, forced_balance=True)
+    whole = replace(shared, has_whole_experts=True)
+    assert shared.experts is not None
+    kept = [layer_activation_bytes(found, experts=found.experts) for found in (shared, whole)]
+    tokens = 4096 * shared.experts.experts_per_token * shared.imbalance
+    assert kept[0] - kept[1] == pytest.approx(tokens * 2 * 5120 * 3 / 4)
+
+
 def test_block_recompute_keeps_the_other_layers_and_groups_keep_an_input() -> None:
     whole = run(LLAMA, tp=2, dp=4, gbs=16, recompute="full")
     layer = layer_activation_bytes(whole, experts=None)

@@ -21,7 +21,7 @@ from tests.cost.live import cpu_run
 from tests.megatron import support
 
 NO_LATENCY = replace(NEUTRAL, hop_s=1e-15)
-WEIGHING = Path(__file__).with_name("weighing_pretrain.py")
+WEIGHING = "tests.cost.weighing_pretrain"
 
 
 def test_an_fp32_weight_is_its_own_master_weight() -> None:
@@ -101,9 +101,7 @@ def test_a_real_run_holds_what_is_predicted(tmp_path: Path) -> None:
         "--train-iters 1 --eval-iters 0 --eval-interval 1000 --pipeline-model-parallel-size 2 "
         "--pipeline-model-parallel-layout Ettt|tL"
     )
-    code, output = support.run_processes(
-        support.torchrun(2, str(WEIGHING), str(tmp_path), *flags), timeout_s=150, log=tmp_path / "log"
-    )
+    code, output = support.run_ranks(2, WEIGHING, str(tmp_path), *flags, timeout_s=150, log=tmp_path / "log")
     assert code == 0, output[-3000:]
     run = cpu_run(layers=4, hidden=256, seq=64, vocab=4096, split=(3, 1), num_microbatches=2)
     for rank, predicted in enumerate(memory_by_device(run)):

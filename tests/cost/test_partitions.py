@@ -18,9 +18,9 @@ from quartet_plugin.cost.partitions import (
 )
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.partition.layer import Linear
-from quartet_plugin.partition.lockstep import run_lockstep
 from quartet_plugin.partition.named import named_partition
 from quartet_plugin.partition.table import Phase
+from tests.partition.lockstep import run_lockstep
 from tests.partition.test_lockstep import factors, sizes_for
 
 RATES = PartitionRates(

@@ -90,6 +90,7 @@ def test_settings_of_a_recipe_that_nothing_reads_are_named() -> None:
 ROW_OF_STAGES = {**ROW, "tp": 2, "pp": 4}
 KNOBS_OF_A_RECIPE: tuple[dict[str, Any], ...] = (
     {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]},
+    {"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"},
     {"expert_tensor_parallel_size": 1},
     {"moe_a2a_overlap": True},
     {"moe_flex_dispatcher_backend": "hybridep"},

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from quartet_plugin.deepspeed.pipeline import unit_costs
+from quartet_plugin.launchers.server_command import ServerCommand, server_command
+from quartet_plugin.model import plan as plans
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import (
     Baseline,
     MadeFor,
-    Mapping,
     NodeInfo,
     Plan,
     Provenance,
@@ -123,7 +124,7 @@ def plan(
         layout=planned,
         split=Split(transformer_layers_per_stage=tuple(split)),
         schedule=choice,
-        mapping=Mapping(slots=tuple(Slot(node=0, local=local) for local in order)),
+        mapping=plans.Mapping(slots=tuple(Slot(node=0, local=local) for local in order)),
         provenance=Provenance(run="test", trial=1, seed=0, quartet_version="0"),
     )
 
@@ -156,6 +157,13 @@ def run_ranks(words: Sequence[str], *, log: Path, **more: str) -> tuple[int, str
         timeout_s=TIMEOUT_S,
         log=log,
         framework=warm_ranks.DEEPSPEED,
+    )
+
+
+def command_of(argv: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> ServerCommand | str:
+    """The server of a command, the same in every test."""
+    return server_command(
+        argv, env={name: value for name, value in env.items() if name != "PYTEST_CURRENT_TEST"}, cwd=cwd
     )
 
 

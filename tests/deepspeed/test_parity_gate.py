@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,12 @@ import pytest
 
 from quartet_plugin.cli.main import main
 from quartet_plugin.launchers.command import parse_command
-from quartet_plugin.launchers.server_command import ServerCommand, server_command
 from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
 from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, receipt_path, tolerance_for
 from quartet_plugin.trial import parity
 from quartet_plugin.trial.parity import ParityGate
-from tests.deepspeed.support import ROOT, environment, layout, plan, schedule, shape
+from tests.deepspeed.support import ROOT, command_of, environment, layout, plan, schedule, shape
 
 FAULTY = ROOT / "tests" / "deepspeed" / "faulty_pretrain.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -37,13 +36,6 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-
-
-def command_of(argv: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> ServerCommand | str:
-    """The server of a command, the same in every test."""
-    return server_command(
-        argv, env={name: value for name, value in env.items() if name != "PYTEST_CURRENT_TEST"}, cwd=cwd
-    )
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """DeepSpeed commands as trials, under both launchers: the same files, outcomes and plans as for Megatron."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,10 @@ import pytest
 
 from quartet_plugin.cli.trace import trace
 from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.launchers.server_command import ServerCommand
 from quartet_plugin.launchers.warm import WarmLauncher
-from quartet_plugin.model.plan import Mapping, Plan, Split
+from quartet_plugin.model import plan as plans
+from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.training_job import parse_training_job
 from quartet_plugin.protocol.rank_files import RankFileReader, read_actions
 from quartet_plugin.space.plan_space import baseline_plan
@@ -20,7 +22,16 @@ from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialReque
 from quartet_plugin.trial.runner import run_trial
 from quartet_plugin.tuner.trial_backend import nodes_of
 from tests.cli.tuning import living
-from tests.deepspeed.support import ROOT, STARTERS, layout, plan, prepare_launchers, schedule, shape
+from tests.deepspeed.support import (
+    ROOT,
+    STARTERS,
+    command_of,
+    layout,
+    plan,
+    prepare_launchers,
+    schedule,
+    shape,
+)
 
 CONFIG = {
     "train_batch_size": 8,
@@ -49,21 +60,35 @@ Run = Callable[..., TrialResult]
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Runs trials, with the ranks of torchrun forked; the deepspeed launcher starts its own."""
-    with WarmLauncher() as launcher:
+    with WarmLauncher(command_of=of_the_example) as launcher:
         yield partial(run_trial, launcher=launcher)
 
 
+def of_the_example(argv: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> ServerCommand | str:
+    """The example's server, for both scripts: FAULTY imports the example, and nothing else to share."""
+    found = command_of(argv, env=env, cwd=cwd)
+    return found if isinstance(found, str) else replace(found, target=str(EXAMPLE))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which all commands are started, so that one server forks their ranks."""
+    return tmp_path_factory.mktemp("place")
+
+
 @pytest.fixture(params=STARTERS, ids=["deepspeed", "torchrun"])
-def request_for(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Request:
+def request_for(
+    request: pytest.FixtureRequest, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Request:
     """Trials of a script with arguments, started as users do; each in a folder of its own."""
-    prepare_launchers(tmp_path, monkeypatch)
+    prepare_launchers(place, monkeypatch)
 
     def make(
         script: Path, *words: str, name: str = "0", config: dict[str, Any] | None = None, **more: Any
     ) -> TrialRequest:
-        (tmp_path / f"ds-{name}.json").write_text(json.dumps({**CONFIG, **(config or {})}), encoding="utf-8")
+        (place / f"ds-{name}.json").write_text(json.dumps({**CONFIG, **(config or {})}), encoding="utf-8")
         sizes = "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 260"
-        flags = f"--data-path {tmp_path}/text --pipeline-stages 2 --save saved {sizes}".split()
+        flags = f"--data-path {place}/text --pipeline-stages 2 --save saved {sizes}".split()
         command = [
             *request.param.split(),
             str(script),
@@ -72,7 +97,7 @@ def request_for(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
             "--deepspeed_config",
             f"ds-{name}.json",
         ]
-        values = {"warmup": 1, "measure": 3, "device": "cpu", "deadline_s": 200, "cwd": tmp_path, **more}
+        values = {"warmup": 1, "measure": 3, "device": "cpu", "deadline_s": 200, "cwd": place, **more}
         return TrialRequest(
             folder=tmp_path / "trials" / name, command=parse_command(command, environment={}), **values
         )
@@ -95,7 +120,7 @@ def measured(request: TrialRequest, run: Run) -> TrialResult:
     indirect=True,
     ids=["deepspeed", "torchrun"],
 )
-def test_the_baseline_and_plans(request_for: Request, run: Run, tmp_path: Path) -> None:
+def test_the_baseline_and_plans(request_for: Request, run: Run, place: Path, tmp_path: Path) -> None:
     request = request_for(EXAMPLE)
     result = measured(request, run)
     assert result.job is not None
@@ -105,8 +130,8 @@ def test_the_baseline_and_plans(request_for: Request, run: Run, tmp_path: Path) 
     assert (job.shape.num_layers, job.shape.hidden_size) == (4, 32)
     assert (job.shape.seq_length, job.shape.vocab_size) == (16, 260)
     assert "csv_monitor" in job.neutralised
-    assert not (tmp_path / "csv").exists()
-    assert not (tmp_path / "saved").exists()
+    assert not (place / "csv").exists()
+    assert not (place / "saved").exists()
     assert not list(result.folder.glob("rank-*.actions.json")), "DeepSpeed's own schedule records none"
     files = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
     nodes = nodes_of(files.reports.values())
@@ -114,7 +139,7 @@ def test_the_baseline_and_plans(request_for: Request, run: Run, tmp_path: Path) 
     uneven = replace(
         own,
         split=Split(transformer_layers_per_stage=(3, 1)),
-        mapping=Mapping(slots=tuple(reversed(own.mapping.slots))),
+        mapping=plans.Mapping(slots=tuple(reversed(own.mapping.slots))),
     )
     tried = measured(replace(request, folder=tmp_path / "trials" / "1", plan=uneven), run)
     assert tried.loss == pytest.approx(result.loss, rel=1e-3)
@@ -127,7 +152,7 @@ def test_the_baseline_and_plans(request_for: Request, run: Run, tmp_path: Path) 
         assert all(0 <= start < end for start, end in times)
         assert list(sheet.start_s) == sorted(sheet.start_s)
     assert trace(ours.folder, tmp_path / "trace.json")[0].startswith("makespan: measured ")
-    assert not living(tmp_path)
+    assert not living(place)
 
 
 def of_ours(own: Plan) -> Plan:
@@ -152,7 +177,7 @@ def test_losses_are_those_of_a_cold_start(request_for: Request, run: Run) -> Non
 
 @BY_TORCHRUN
 def test_a_script_that_calls_our_initialize_is_measured_alike(
-    request_for: Request, run: Run, tmp_path: Path
+    request_for: Request, run: Run, place: Path
 ) -> None:
     own = layout(2, world=2, is_sharded=True)
     uneven = plan((3, 1), planned=own, own=own, batch=8)
@@ -160,11 +185,11 @@ def test_a_script_that_calls_our_initialize_is_measured_alike(
     uneven = replace(uneven, shape=small, made_for=replace(uneven.made_for, shape=small))
     result = measured(request_for(FAULTY, "--fault", "drop-in", plan=uneven), run)
     assert result.plan_key == uneven.key
-    assert not (tmp_path / "saved").exists()
+    assert not (place / "saved").exists()
 
 
 @BY_TORCHRUN
-def test_out_of_memory_and_a_refusal(request_for: Request, run: Run, tmp_path: Path) -> None:
+def test_out_of_memory_and_a_refusal(request_for: Request, run: Run, place: Path) -> None:
     full = run(request_for(FAULTY, "--fault", "oom", name="oom"))
     assert full.outcome is Outcome.INFEASIBLE
     assert "out of memory on rank 1" in full.reason
@@ -172,21 +197,21 @@ def test_out_of_memory_and_a_refusal(request_for: Request, run: Run, tmp_path: P
     refused = run(request_for(EXAMPLE, name="zero", config={"zero_optimization": {"stage": 2}}))
     assert refused.outcome is Outcome.INFEASIBLE
     assert "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism" in refused.reason
-    assert not living(tmp_path)
+    assert not living(place)
 
 
 @BY_TORCHRUN
-def test_a_plan_that_does_not_fit_is_our_fault(request_for: Request, run: Run, tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_is_our_fault(request_for: Request, run: Run, place: Path) -> None:
     own = layout(4, world=4)
     other = plan((1, 1, 1, 1), planned=own, own=own, batch=8)
     result = run(request_for(EXAMPLE, plan=replace(other, shape=shape(4))))
     assert result.outcome is Outcome.HARNESS
     assert "world_size 2 (plan: 4)" in result.reason
-    assert not living(tmp_path)
+    assert not living(place)
 
 
 @BY_TORCHRUN
-def test_a_hang_and_a_stop(request_for: Request, run: Run, tmp_path: Path) -> None:
+def test_a_hang_and_a_stop(request_for: Request, run: Run, place: Path) -> None:
     short = Timeouts(init_s=150.0, first_step_s=60.0, step_s=6.0, shutdown_s=3.0)
     hung = run(request_for(FAULTY, "--fault", "hang", name="hang", timeouts=short, max_attempts=1))
     assert hung.outcome is Outcome.INFRA
@@ -202,4 +227,4 @@ def test_a_hang_and_a_stop(request_for: Request, run: Run, tmp_path: Path) -> No
     stopped = run(request, on_progress=on_progress, stop=lambda: is_stopped)
     assert stopped.outcome is Outcome.CANCELLED, stopped.reason
     assert is_stopped
-    assert not living(tmp_path)
+    assert not living(place)

@@ -1,6 +1,5 @@
 """Ranks that are forked for torchrun are as those that it starts, and end with it."""
 
-import contextlib
 import json
 import re
 import signal
@@ -29,7 +28,12 @@ with open(f"{sys.argv[1]}-{os.environ['RANK']}", "w") as file:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    return Workplace(tmp_path_factory.mktemp("torchrun"))
+    """With a folder of its own for what torchrun leaves."""
+    made = Workplace(tmp_path_factory.mktemp("torchrun"))
+    temporary = made.folder / "temporary"
+    temporary.mkdir()
+    made.environment["TMPDIR"] = str(temporary)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +77,21 @@ def test_ranks_get_what_torchrun_gives(workplace: Workplace, launcher: WarmLaunc
         assert environment["TORCHELASTIC_ERROR_FILE"].endswith(f"attempt_0/{rank}/error.json")
 
 
-def test_torchrun_leaves_what_it_leaves_in_a_process_of_its_own(tmp_path: Path) -> None:
+def files_in(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def test_torchrun_leaves_what_it_leaves_in_a_process_of_its_own(
+    workplace: Workplace, launcher: WarmLauncher
+) -> None:
+    workplace.script("print('buffered', end='')\n")
+    temporary = Path(workplace.environment["TMPDIR"])
     left = {}
-    for name, launcher in (("warm", WarmLauncher(command_of=light_command)), ("cold", LocalLauncher())):
-        workplace = Workplace(tmp_path / name)
-        (workplace.folder / "temporary").mkdir()
-        workplace.environment["TMPDIR"] = str(workplace.folder / "temporary")
-        workplace.script("print('buffered', end='')\n")
-        with contextlib.closing(launcher) if isinstance(launcher, WarmLauncher) else contextlib.nullcontext():
-            code, output = workplace.run(launcher, torchrun())
-        files = (path for path in (workplace.folder / "temporary").rglob("*") if path.is_file())
-        left[name] = code, output, len(list(files))
+    for name, way in (("warm", launcher), ("cold", LocalLauncher())):
+        before = files_in(temporary)
+        code, output = workplace.run(way, torchrun())
+        left[name] = code, output, len(files_in(temporary) - before)
+    assert launcher.latest.is_warm
     assert left["warm"] == left["cold"]
     assert left["cold"][:2] == (0, "buffered" * 2)
 

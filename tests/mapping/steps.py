@@ -7,7 +7,8 @@ import numpy as np
 from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Slot
-from quartet_plugin.planner.closed_form import Collective, StepCosts
+from quartet_plugin.planner.closed_form import StepCosts
+from quartet_plugin.planner.collectives import Collective
 
 
 def make_costs(layout: Layout, *, seed: int) -> StepCosts:

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.orders import is_legal
 from quartet_plugin.mapping.solve import STOCK_ORDERS, solve, stock_arrangement
-from quartet_plugin.mapping.topology import Blocks, Topology, blocks_of, group_link
+from quartet_plugin.mapping.topology import (
+    Blocks,
+    Topology,
+    blocks_of,
+    crossings,
+    crossings_in_order,
+    group_link,
+)
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.planner.closed_form import StepCosts, solve_step, step_s
@@ -195,6 +202,56 @@ def test_what_cannot_stay_inside_is_refused() -> None:
         solve_step(make_costs(layout_of((1, 2, 2, 1, 1)), seed=3), topology)
 
 
+@pytest.mark.parametrize(
+    ("degrees", "num_nodes"),
+    [
+        ((1, 2, 2, 1, 1), 4),
+        ((1, 2, 2, 1, 2), 4),
+        ((1, 3, 2, 1, 1), 6),
+        ((1, 2, 3, 1, 1), 6),
+        ((1, 1, 2, 3, 1), 6),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_of_orders_that_take_equally_long_the_one_with_the_fewest_crossings_is_taken(
+    degrees: tuple[int, ...], num_nodes: int, seed: int
+) -> None:
+    layout = layout_of(degrees)
+    costs = make_costs(layout, seed=seed)
+    equal = make_topology(num_nodes=num_nodes, per_node=1, seed=seed, unequal=False)
+    segments = np.random.default_rng(seed).permutation(np.arange(num_nodes) // (num_nodes // 2))
+    topology = replace(equal, segment_of_slot=segments)
+    seconds = {
+        slots: step_s(costs, equal, slots)
+        for slots in itertools.permutations(range(num_nodes))
+        if is_legal([equal.slots[slot] for slot in slots], layout=layout)
+    }
+    limit_s = min(seconds.values()) * (1 + 1e-9)
+    fewest = min(
+        crossings_in_order(topology, slots, layout=layout) for slots in seconds if seconds[slots] <= limit_s
+    )
+    found = solve_step(costs, topology)
+    assert seconds[found.slots] <= limit_s
+    assert crossings_in_order(topology, found.slots, layout=layout) == fewest
+
+
+def test_many_nodes_that_alternate_between_segments_are_sorted_by_them() -> None:
+    layout = layout_of((8, 4, 8, 1, 1))
+    equal = make_topology(num_nodes=32, per_node=8, seed=0, unequal=False)
+    topology = replace(equal, segment_of_slot=np.arange(256) // 8 % 4)
+    found = solve_step(make_costs(layout, seed=0), topology, evaluations=0, exact_limit=0)
+    assert crossings_in_order(topology, found.slots, layout=layout) == 0
+    assert topology.slots[found.slots[0]].node == 0
+
+
+def test_crossings_are_counted() -> None:
+    pipelines = np.array([[0, 0, 1, 1], [0, 1, 1, 0], [1, 0, 1, 1]])
+    assert crossings(layout_of((1, 3, 4, 1, 1)), pipelines) == 1 + 2 + 0 + 2
+    assert crossings(layout_of((1, 3, 4, 1, 2)), pipelines) == 5 + 0 + 2 + 1
+    assert crossings(layout_of((1, 3, 2, 2, 1)), pipelines) == 5 + 0 + 2 + 1
+    assert crossings(layout_of((1, 3, 1, 4, 1)), pipelines) == 5 + 3
+
+
 def test_the_same_arguments_give_the_same_mapping() -> None:
     costs = make_costs(layout_of((2, 4, 4, 1, 1)), seed=8)
     topology = make_topology(num_nodes=4, per_node=8, seed=8)
@@ -215,3 +272,13 @@ def test_a_groups_link() -> None:
     several = group_link(topology, [0, 0, 2, 2])
     assert (several.local, several.bytes_per_s) == (2, 6e9)
     assert several.ring_latency_s == pytest.approx(1e-5 + 2 * 1e-6)
+
+
+@pytest.mark.parametrize("degrees", [(2, 1, 8, 1, 8), (2, 2, 4, 1, 8), (4, 2, 2, 1, 2)])
+def test_groups_of_whole_experts_are_consecutive_ranks(degrees: tuple[int, ...]) -> None:
+    """The groups of eight devices fit in a node, though eight tensor-parallel groups do not."""
+    costs = replace(make_costs(layout_of(degrees), seed=3), has_whole_experts=True)
+    topology = make_topology(num_nodes=2, per_node=8, seed=3)
+    slots = solve_step(costs, topology, inside=frozenset({"expert"})).slots
+    domains = topology.domain_of_slot[list(slots)].reshape(-1, degrees[-1])
+    assert (domains == domains[:, :1]).all()

@@ -156,7 +156,13 @@ def make_plan(
 
 
 def write_trial(
-    folder: Path, *, warmup: int = 0, measure: int = 3, plan: Plan | None = None, weights: Path | None = None
+    folder: Path,
+    *,
+    warmup: int = 0,
+    measure: int = 3,
+    plan: Plan | None = None,
+    weights: Path | None = None,
+    save_weights: Path | None = None,
 ) -> Path:
     """A trial.json in `folder`, as a runner writes it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,8 +174,9 @@ def write_trial(
         "measure": measure,
         "plan_key": None if plan is None else plan.key,
     }
-    if weights is not None:
-        content["weights"] = str(weights)
+    for name, place in (("weights", weights), ("save_weights", save_weights)):
+        if place is not None:
+            content[name] = str(place)
     path = folder / "trial.json"
     path.write_text(json.dumps(content))
     return path

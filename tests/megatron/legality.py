@@ -31,12 +31,14 @@ from quartet_plugin.megatron.arguments import Flags
 from quartet_plugin.megatron.device_connections import set_connections
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE
 from quartet_plugin.space.knobs.expert_overlap import (
     DELAYED_WEIGHT_GRADIENTS,
     EXPERT_OVERLAP,
     SHARED_EXPERT_OVERLAP,
 )
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
+from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
 from quartet_plugin.space.knobs.optimizer_cpu_offload import OPTIMIZER_CPU_OFFLOAD
@@ -96,6 +98,8 @@ def random_command(generator: random.Random) -> ProductionCommand:
         # Stages of multi-token prediction with a tied head can be made, but not saved.
         words += ["--untie-embeddings-and-output-weights", "--position-embedding-type", "none"]
         words += ["--mtp-num-layers", str(generator.choice((1, 2)))]
+    if "transformer_engine" in words and generator.random() < 0.4:
+        words += _random_context(generator, sizes["--seq-length"], num_devices)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return ProductionCommand("random", tuple(words), num_devices, environment)
 
@@ -116,15 +120,41 @@ def _random_experts(generator: random.Random, num_devices: int) -> list[str]:
     }
     if generator.random() < 0.5:
         flags["--moe-shared-expert-intermediate-size"] = 64
-    words = ["--disable-bias-linear", *(word for name, value in flags.items() for word in (name, str(value)))]
+    words = [word for name, value in flags.items() for word in (name, str(value))]
+    # A shared expert has no biases (megatron/core/transformer/moe/shared_experts.py).
+    if "--moe-shared-expert-intermediate-size" in words or generator.random() < 0.6:
+        words += ["--disable-bias-linear"]
+    elif generator.random() < 0.5:
+        words += ["--expert-tensor-parallel-size", "1"]
     if flags["--moe-token-dispatcher-type"] == "alltoall" and generator.random() < 0.3:
         words += ["--moe-shared-expert-overlap"]
     # TransformerConfig.__post_init__ of every release: "Please use --moe-router-pre-softmax when topk is 1."
     return [*words, "--moe-router-pre-softmax"] if top_k == 1 else words
 
 
+def _random_context(generator: random.Random, seq_length: int, num_devices: int) -> list[str]:
+    """Flags of devices that share sequences, some of them in a hierarchy."""
+    sizes = [size for size in (2, 4) if num_devices % size == seq_length % (2 * size) == 0]
+    if not sizes:
+        return []
+    size = generator.choice(sizes)
+    words = ["--context-parallel-size", str(size)]
+    words += ["--cp-comm-type", generator.choice(("p2p", "all_gather"))] if generator.random() < 0.5 else []
+    if generator.random() < 0.5:
+        words += ["--hierarchical-context-parallel-sizes", "2", str(size // 2)]
+    return words
+
+
 @functools.cache
-def check_groups(world_size: int, tensor: int, pipeline: int, chunks: int, expert: int) -> None:
+def check_groups(
+    world_size: int,
+    tensor: int,
+    pipeline: int,
+    chunks: int,
+    expert: int,
+    context: int,
+    hierarchy: tuple[int, ...],
+) -> None:
     """Megatron's process groups of these degrees, over processes that are not there."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -137,6 +167,8 @@ def check_groups(world_size: int, tensor: int, pipeline: int, chunks: int, exper
                 pipeline_model_parallel_size=pipeline,
                 virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
                 expert_model_parallel_size=expert,
+                context_parallel_size=context,
+                hierarchical_context_parallel_sizes=list(hierarchy) or None,
                 create_gloo_process_groups=False,
             )
     finally:
@@ -157,6 +189,8 @@ def refusal_of(words: Sequence[str]) -> str | None:
             args.pipeline_model_parallel_size,
             args.virtual_pipeline_model_parallel_size or 1,
             args.expert_model_parallel_size,
+            args.context_parallel_size,
+            tuple(args.hierarchical_context_parallel_sizes or ()),
         )
         with contextlib.redirect_stdout(None):
             core_transformer_config_from_args(args)
@@ -183,6 +217,9 @@ def refused_values(
     fault = EXPERT_PARALLEL.fault(size, context)
     if fault and rules.job.experts is not None:
         yield {"expert_model_parallel_size": size}, fault
+    fault = EXPERT_TENSOR_PARALLEL.fault(0, context)
+    if layout.tensor_parallel > 1 and fault and "biases" in fault:
+        yield {"expert_tensor_parallel_size": None}, fault
     size = generator.choice((2, 3, 4, 5, 7, 8))
     fault = PIPELINE_PARALLEL.fault(size, context)
     if fault:
@@ -216,6 +253,11 @@ def refused_values(
         fault = OPTIMIZER_CPU_OFFLOAD.fault(True, context)
         if fault:
             yield {"optimizer_cpu_offload": True}, fault
+    if layout.context_parallel > 1 and CP_COMM_TYPE.kept(rules) is None:
+        fault = CP_COMM_TYPE.fault("a2a+p2p", context)
+        # That heads divide is a rule of Transformer Engine, which a step checks.
+        if fault and "hierarchical" in fault:
+            yield {"cp_comm_type": ["a2a+p2p"]}, fault
     if layout.num_stages > 1:
         counts = list(plan.split.transformer_layers_per_stage)
         counts[-1] += generator.choice((-1, 1))

@@ -1,29 +1,41 @@
 """What tests of plans that have to train as one process does share: weights, the comparison, the records."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import Plan, ScheduleChoice
+from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
 from quartet_plugin.protocol.attempt_files import read_shared
 from quartet_plugin.protocol.rank_files import RankReport, rank_file
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
 from quartet_plugin.trial.as_planned import difference_from
-from tests.megatron.entry_launch import SCRIPT, Launch, launch
+from tests.megatron.entry_launch import SCRIPT, Launch, launch, write_trial
 from tests.runtime.pipelines import stage_costs
 
 
-def kept_weights(folder: Path, command: Sequence[str], *, script: Path = SCRIPT) -> Path:
-    """The folder, with a checkpoint of a command's weights alone, in the form that loads under any layout."""
-    words = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1", "--no-save-optim"]
-    done = launch(1, [*command, *words, "--no-save-rng", "--quartet-device", "cpu"], script=script)
-    assert (folder / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
-    return folder
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One process's training, and a checkpoint of the weights alone that it began with."""
+
+    weights: Path
+    launch: Launch
+
+
+def train_alone(plan: Plan, *, folder: Path, command: Sequence[str], script: Path = SCRIPT) -> Alone:
+    """Five iterations of a command in one process; its first weights are kept and load under any layout."""
+    weights = folder / "weights"
+    trial = write_trial(folder, measure=5, plan=plan, save_weights=weights)
+    write_plan(plan, path=folder / "plan.json")
+    words = ["--quartet-plan", str(folder / "plan.json"), "--quartet-trial", str(trial)]
+    done = launch(1, [*command, *words, "--quartet-device", "cpu"], script=script, folder=folder)
+    assert done.code == 0, done.output[-3000:]
+    assert (weights / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
+    return Alone(weights, done)
 
 
 def assert_same_training(plan: Plan, done: Launch, reference: Launch) -> None:

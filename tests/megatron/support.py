@@ -23,7 +23,7 @@ from tests.ports import free_port
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRETRAIN_SCRIPT = REPOSITORY / "examples" / "pretrain_gpt.py"
 PREPARE_SCRIPT = REPOSITORY / "examples" / "prepare_data.py"
-_RANK_PROGRAM = "tests.megatron.rank_on_cpu"
+_RANK_PROGRAM, _SAVING_PROGRAM = "tests.megatron.rank_on_cpu", "tests.megatron.rank_saving_weights"
 
 # Small enough for a test and large enough that all of Megatron's paths are taken; 4 layers split over up to
 # 4 stages. Dropout is off: masks would depend on the layout. The small dataset is all for training: Megatron
@@ -110,6 +110,7 @@ def train(
     data: Path,
     train_iters: int = 3,
     script: Path = PRETRAIN_SCRIPT,
+    program: str = _RANK_PROGRAM,
     timeout_s: float = 150.0,
 ) -> Run:
     """Train the tiny GPT under torchrun on the CPU device; `flags` come last, so they win.
@@ -122,7 +123,7 @@ def train(
     ]  # fmt: skip
     exit_code, output = run_ranks(
         num_processes,
-        _RANK_PROGRAM,
+        program,
         str(folder),
         str(script),
         *arguments,
@@ -291,6 +292,7 @@ def save_weights(folder: Path, *flags: str, data: Path) -> tuple[str, ...]:
         num_processes=1,
         data=data,
         train_iters=1,
+        program=_SAVING_PROGRAM,
     )
     assert run.exit_code == 0, run.output[-3000:]
     loading = "--finetune --no-load-optim --no-load-rng --ckpt-format torch_dist --exit-on-missing-checkpoint"

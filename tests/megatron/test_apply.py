@@ -1,6 +1,7 @@
 """A plan in flags: only what differs, and what it was made for is checked."""
 
 import re
+import shlex
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,11 +14,12 @@ from quartet_plugin.megatron.apply import check_fit, rewrite
 from quartet_plugin.model.job_description import EqualDevices, JobDescription
 from quartet_plugin.model.layout import SettingValue
 from quartet_plugin.model.megatron_arguments import split_of
-from quartet_plugin.model.plan import ScheduleChoice
+from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
 from quartet_plugin.space.knobs import registry
+from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE
 from quartet_plugin.space.knobs.knob import LiveJob
 from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS, settings_of
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
@@ -89,6 +91,22 @@ def test_layers_of_multi_token_prediction_lie_before_the_head() -> None:
         check_fit(plan, user, version="0.19.2", world_size=2)
     made_for = replace(plan.made_for, mtp_layers=1)
     check_fit(replace(plan, made_for=made_for), user, version="0.19.2", world_size=2)
+
+
+def test_layers_of_multi_token_prediction_stay_before_the_last_stage() -> None:
+    words = [*MEGATRON_FLAGS, *shlex.split("--pipeline-model-parallel-size 4 --mtp-num-layers 1")]
+    command = [*words, "--pipeline-model-parallel-layout", "Ettt|t*3|m|L"]
+    plan = make_plan(split=(2, 2, 1, 1), pipeline=4)
+    split = Split(transformer_layers_per_stage=(3, 3, 0, 0), mtp_before_last=True)
+    plan = replace(plan, split=split, made_for=replace(plan.made_for, mtp_layers=1))
+    assert rewrite(plan, flags=native_flags(), words=command) == (command, [])
+    edited, _ = rewrite(plan, flags=native_flags(), words=words)
+    assert edited[len(words) :] == ["--pipeline-model-parallel-layout", "Ettt|ttt|m|L"]
+    layout = replace(plan.layout, pipeline_parallel=2, virtual_stages=2, data_parallel=2, micro_batch_size=1)
+    on_two_ranks = replace(plan, layout=layout, schedule=ScheduleChoice(name="interleaved", group=2))
+    # Megatron would train another model there (`has_mtp_before_last`).
+    with pytest.raises(PlanError, match="cannot be written in Megatron's flags"):
+        rewrite(on_two_ranks, flags=native_flags(), words=words)
 
 
 def test_replaced_flags_of_the_user_are_named() -> None:
@@ -286,6 +304,31 @@ def test_a_hybrid_model_without_a_pattern_keeps_its_split() -> None:
         rewrite(make_plan(split=(4, 2), pipeline=2), flags=native_flags(), words=words)
 
 
+@pytest.mark.parametrize(
+    ("split", "loss", "is_refused"),
+    [
+        ((2, 4), ["--moe-aux-loss-coeff", "0.01"], True),
+        ((2, 4), ["--moe-z-loss-coeff", "0.001"], True),
+        ((2, 4), [], False),  # the coefficient is 0
+        ((4, 2), ["--moe-aux-loss-coeff", "0.01"], False),
+    ],
+)
+def test_a_rank_without_experts_is_refused_where_megatron_logs_their_losses(
+    split: tuple[int, ...], loss: list[str], is_refused: bool
+) -> None:
+    words = [*MEGATRON_FLAGS[2:], "--hybrid-layer-pattern", "*-*E-E", "--num-experts", "4", *loss]
+    shape = replace(SHAPE, layer_kinds=LayerKinds(attention=2, mlp=2, experts=2, state_space=0))
+    plan = make_plan(split=split, pipeline=2, shape=shape, made_for_shape=shape)
+    args = native_flags().values(words)
+    if not is_refused:
+        check_fit(plan, args, version="0.19.2", world_size=2)
+        return
+    with pytest.raises(PlanError) as refusal:
+        check_fit(plan, args, version="0.19.2", world_size=2)
+    assert str(refusal.value).startswith("split: 2+4 leaves pipeline rank 0 without a layer with experts (E)")
+    assert len(str(refusal.value).splitlines()) == 1
+
+
 def test_settings_become_flags_and_are_read_back() -> None:
     words = [*MEGATRON_FLAGS, "--overlap-grad-reduce"]
     plan = make_plan(split=(6,), data=2)
@@ -303,6 +346,7 @@ def test_settings_become_flags_and_are_read_back() -> None:
         "overlap_param_gather": False,
         "ddp_bucket_size": 4000,
         "optimizer_cpu_offload": False,
+        "cp_comm_type": "p2p",
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
         "recompute_modules": "core_attn",
@@ -334,6 +378,35 @@ def test_switches_of_experts_become_flags_and_are_read_back_of_the_model() -> No
     knobs = [knob for knob in SETTINGS if knob.name in values]
     assert {knob.name: knob.read_back(live) for knob in knobs} == values
     assert all(knob.read_back(LiveJob(degrees={}, model=SimpleNamespace())) is None for knob in knobs)
+
+
+def test_the_communication_of_shared_sequences_becomes_a_flag_and_is_read_back() -> None:
+    flags, plan = native_flags(), make_plan(split=(6,), context=2)
+    name = CP_COMM_TYPE.name
+    exchanged = replace(plan, layout=plan.layout.with_setting(name, "a2a"))
+    words = [*MEGATRON_FLAGS, "--context-parallel-size", "2"]
+    edited, notes = rewrite(exchanged, flags=flags, words=words)
+    assert (edited, notes) == ([*words, "--cp-comm-type", "a2a"], ["the plan adds --cp-comm-type a2a"])
+    ring = replace(plan, layout=plan.layout.with_setting(name, "p2p"))
+    assert rewrite(ring, flags=flags, words=edited) == (
+        words,
+        ["the plan replaces --cp-comm-type a2a -> left out"],
+    )
+    sizes = ["--hierarchical-context-parallel-sizes", "1", "2"]
+    both = replace(plan, layout=plan.layout.with_setting(name, "a2a+p2p"))
+    edited, notes = rewrite(both, flags=flags, words=[*words, "--cp-comm-type", "a2a", *sizes])
+    assert edited == [*words, *sizes, "--cp-comm-type", "a2a+p2p"]
+    assert notes == ["the plan replaces --cp-comm-type a2a -> a2a+p2p"]
+    read = {setting.name: setting.value for setting in settings_of(flags.values(edited))}
+    assert (read[name], read["hierarchical_context_parallel_sizes"]) == ("a2a+p2p", "1+2")
+    # Types by layer are none that a plan has, nor one that it does not know.
+    for types in (["p2p", *["a2a"] * 5], ["A2A"]):
+        by_layer = flags.values([*words, "--cp-comm-type", *types])
+        assert name not in {setting.name for setting in settings_of(by_layer)}
+    for value, expected in (("a2a", "a2a"), (["a2a"], "a2a"), (None, "p2p"), (["p2p", "a2a"], None)):
+        live = LiveJob(degrees={}, model=SimpleNamespace(cp_comm_type=value))
+        assert CP_COMM_TYPE.read_back(live) == expected
+    assert CP_COMM_TYPE.read_back(LiveJob(degrees={}, model=SimpleNamespace())) is None
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from tests.runtime.pipelines import stage_costs
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).with_name("recording_pretrain.py")
+# Its checkpoints are written without a process that is started anew for each rank.
+SAVING = Path(__file__).with_name("saving_pretrain.py")
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 NUM_STEPS, SAVED_AT = 6, 3
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -49,7 +51,7 @@ def loop() -> Plan:
 EVEN, UNEVEN = sharded(3, 3), sharded(4, 2)
 
 
-def train(plan: Plan, folder: Path, *flags: str) -> Launch:
+def train(plan: Plan, folder: Path, *flags: str, script: Path = SCRIPT) -> Launch:
     """The example with the plan, as `quartet train` starts it."""
     folder.mkdir(parents=True)
     write_plan(plan, path=folder / "plan.json")
@@ -59,7 +61,7 @@ def train(plan: Plan, folder: Path, *flags: str) -> Launch:
         *("--train-iters", str(NUM_STEPS), "--save-interval", str(SAVED_AT)),
     )
     ours = ("--quartet-device", "cpu", "--quartet-plan", str(folder / "plan.json"))
-    return launch(2, [str(folder / "steps"), *MEGATRON_FLAGS, *length, *flags, *ours], script=SCRIPT)
+    return launch(2, [str(folder / "steps"), *MEGATRON_FLAGS, *length, *flags, *ours], script=script)
 
 
 def last_steps(folder: Path) -> list[Step]:
@@ -69,16 +71,16 @@ def last_steps(folder: Path) -> list[Step]:
     return steps[-(NUM_STEPS - SAVED_AT) :]
 
 
-def saved(folder: Path, *flags: str, plan: Plan = EVEN) -> Path:
+def saved(folder: Path, *flags: str, plan: Plan = EVEN, script: Path = SAVING) -> Path:
     """A run that left a checkpoint in its middle and went on."""
-    done = train(plan, folder, *flags, "--save", str(folder / "ckpt"))
+    done = train(plan, folder, *flags, "--save", str(folder / "ckpt"), script=script)
     assert done.code == 0, done.output[-3000:]
     return folder
 
 
 @pytest.fixture(scope="module")
 def default(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("default") / "run")
+    return saved(tmp_path_factory.mktemp("default") / "run", script=SCRIPT)
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,12 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import read_receipt
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.history import read_history
-from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, SHAPE, Launch, make_plan
+from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, SHAPE, make_plan
 from tests.megatron.same_training import (
+    Alone,
     assert_same_training,
-    kept_weights,
     reports_as_planned,
+    train_alone,
     with_named_schedule,
     with_settings,
 )
@@ -57,6 +58,15 @@ SETTINGS: dict[str, Any] = {
 PLANS: dict[str, tuple[Plan, str]] = {
     "cp2": (plan_of(context=2), ""),
     "cp4 by all-to-all": (plan_of(context=4), "--cp-comm-type a2a"),
+    "cp2 by a plan's gathers": (plan_of(context=2, settings={"cp_comm_type": "all_gather"}), ""),
+    "cp2 dp2 by a plan's all-to-all": (
+        plan_of(context=2, data=2, settings={"cp_comm_type": "a2a", "expert_parallel": 2}),
+        "",
+    ),
+    "cp4 by a plan's hierarchy": (
+        plan_of(context=4, settings={"cp_comm_type": "a2a+p2p"}),
+        "--hierarchical-context-parallel-sizes 2 2",
+    ),
     "cp2 without a mask of the loader": (
         plan_of(context=2, settings={"recompute": "full", "expert_parallel": 2}),
         "--no-create-attention-mask-in-dataloader",
@@ -113,18 +123,12 @@ PLANS: dict[str, tuple[Plan, str]] = {
         "",
     ),
 }
-FIRST = ("cp2 without a mask of the loader", "cp2 pp2 permuted")
+FIRST = ("cp2 without a mask of the loader", "cp2 pp2 permuted", "cp4 by a plan's hierarchy")
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return kept_weights(tmp_path_factory.mktemp("context") / "weights", FLAGS)
-
-
-@pytest.fixture(scope="module")
-def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """One process."""
-    return train(plan_of(), folder=tmp_path_factory.mktemp("one"), weights=weights, command=FLAGS)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return train_alone(plan_of(), folder=tmp_path_factory.mktemp("one"), command=FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +139,10 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch
         *(pytest.param(name, marks=pytest.mark.nightly) for name in sorted(PLANS.keys() - {"cp2", *FIRST})),
     ],
 )
-def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
+def test_plan_trains_as_one_process_does(name: str, alone: Alone, tmp_path: Path) -> None:
     plan, words = PLANS[name]
-    done = train(plan, folder=tmp_path, weights=weights, command=[*FLAGS, *shlex.split(words)])
-    assert_same_training(plan, done, reference)
+    done = train(plan, folder=tmp_path, weights=alone.weights, command=[*FLAGS, *shlex.split(words)])
+    assert_same_training(plan, done, alone.launch)
     reports_as_planned(plan, tmp_path)
     job = next(content["job"] for content in done.ranks.values() if content["rank"] == 0)
     assert job["layout"]["context_parallel"] == plan.layout.context_parallel
@@ -162,7 +166,8 @@ def test_every_query_of_a_rank_sees_what_lies_before_it(size: int) -> None:
 
 CONFIG = """\
 run: own
-search: {context_parallel: 2, tensor_parallel: 1, micro_batch_size: 2, mapping: stock}
+search:
+  {context_parallel: 2, cp_comm_type: all_gather, tensor_parallel: 1, micro_batch_size: 2, mapping: stock}
 trial: {warmup: 1, measure: 3, deadline_s: 240}
 study: {trials: 1, top_k: 1, rounds: 3, control: 0}
 device: cpu
@@ -181,6 +186,7 @@ def test_a_study_tries_devices_that_share_sequences(tmp_path: Path) -> None:
         trial.plan for trial in trials if trial.plan is not None and trial.plan.layout.context_parallel == 2
     ]
     assert shared
+    assert {plan.layout.setting("cp_comm_type") for plan in shared} == {"all_gather"}
     for plan in shared:
         receipt = read_receipt(run / "parity" / f"plan-{plan.key[:12]}" / "plan.parity.json")
         assert receipt.verdict == "passed"

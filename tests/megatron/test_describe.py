@@ -18,6 +18,8 @@ from quartet_plugin.megatron.describe import knows_further_tokens
 from quartet_plugin.model.megatron_arguments import (
     features_of,
     layout_of,
+    logged_expert_layers_of,
+    mtp_kinds_of,
     num_mtp_layers_of,
     precision_of,
     schedule_of,
@@ -160,6 +162,14 @@ def test_a_pattern_says_the_layers_and_their_kinds() -> None:
     assert shape.layer_kinds.projected_size == 3 * 64 + 2 * 2 * 32 + 4
 
 
+def test_a_depth_of_multi_token_prediction_has_the_kinds_of_its_pattern() -> None:
+    kinds = mtp_kinds_of(values("--hybrid-layer-pattern", "M-M*M-M*/*E-/*E-"))
+    assert kinds == LayerKinds(attention=1, mlp=1, experts=1, state_space=0)
+    assert kinds.num_layers == 3
+    for words in (("--hybrid-layer-pattern", "M-M*"), ("--mtp-num-layers", "1")):
+        assert mtp_kinds_of(values(*words)) is None
+
+
 def test_shape_and_defaults() -> None:
     assert shape_of(values(), vocab_size=128) == SHAPE
     gated = shape_of(values("--swiglu", "--position-embedding-type", "rope"), vocab_size=128)
@@ -206,16 +216,22 @@ EXPERTS = ("--num-experts", "4", "--moe-router-load-balancing-type")
         (["global_aux_loss", "--moe-aux-loss-coeff", "0.01"], ["moe_global_loss"]),
         (["seq_aux_loss", "aux_loss", "--moe-aux-loss-coeff", "0.01", "0.0"], []),
         (["seq_aux_loss", "global_aux_loss", "--moe-aux-loss-coeff", "0", "0.1"], ["moe_global_loss"]),
-        (["sinkhorn"], ["moe_microbatch_loss"]),
+        (["sinkhorn"], ["moe_sinkhorn"]),
         (["none"], []),
         (["none", "--moe-expert-capacity-factor", "1.5"], ["moe_capacity"]),
         (["none", "--moe-expert-rank-capacity-factor", "1.5"], ["moe_capacity"]),
         (["none", "--moe-token-dispatcher-type", "flex"], ["moe_deepep", "moe_flex_dispatcher"]),
         (["none", "--expert-tensor-parallel-size", "2"], ["expert_tensor_parallel"]),
+        (["none", "--no-bias-dropout-fusion"], ["moe_unfused_bias"]),
+        (["none", "--moe-router-padding-for-quantization"], ["moe_router_padding"]),
+        (["none", "--moe-router-padding-for-fp8"], ["moe_router_padding"]),
     ],
 )
 def test_what_the_router_binds(words: list[str], features: list[str]) -> None:
-    assert features_of(values(*EXPERTS, *words)) == sorted(["moe", *features])
+    assert features_of(values(*EXPERTS, *words)) == sorted(["moe", "moe_linear_bias", *features])
+    bare = [name for name in features if name != "moe_unfused_bias"]
+    without = features_of(values(*EXPERTS, *words, "--disable-bias-linear"))
+    assert without == sorted(["moe", "no_linear_bias", *bare])
 
 
 @pytest.mark.parametrize(
@@ -224,6 +240,7 @@ def test_what_the_router_binds(words: list[str], features: list[str]) -> None:
         (["--hybrid-layer-pattern", "M*M*"], ["bare_first_stage", "bare_last_stage"]),
         (["--hybrid-override-pattern", "M*M*"], ["hybrid_without_pattern"]),
         (["--is-hybrid-model"], ["hybrid_without_pattern"]),
+        (["--hybrid-layer-pattern", "MDMD"], ["attention_variant", "bare_first_stage", "bare_last_stage"]),
     ],
 )
 def test_what_the_pattern_of_a_hybrid_model_leaves(words: list[str], features: list[str]) -> None:
@@ -231,9 +248,28 @@ def test_what_the_pattern_of_a_hybrid_model_leaves(words: list[str], features: l
 
 
 @pytest.mark.parametrize(
+    ("pattern", "words", "layers"),
+    [
+        ("M*ME-E", ["seq_aux_loss", "--moe-aux-loss-coeff", "0.01"], (3, 5)),
+        ("M*M|E-E", ["aux_loss", "--moe-aux-loss-coeff", "0.01"], (3, 5)),
+        ("M*ME-E", ["none", "--moe-z-loss-coeff", "0.001"], (3, 5)),
+        ("M*ME-E", ["seq_aux_loss"], ()),  # the coefficient is 0
+        ("M*ME-E", ["sinkhorn"], ()),
+        ("M*M*--", ["seq_aux_loss", "--moe-aux-loss-coeff", "0.01"], ()),
+        ("ME-M/ME", ["seq_aux_loss", "--moe-aux-loss-coeff", "0.01"], (1, 4)),
+    ],
+)
+def test_which_layers_of_a_hybrid_model_record_a_loss(
+    pattern: str, words: list[str], layers: tuple[int, ...]
+) -> None:
+    args = values(*EXPERTS, *words, "--hybrid-layer-pattern", pattern)
+    assert logged_expert_layers_of(args) == layers
+    assert logged_expert_layers_of(values(*EXPERTS, *words)) == ()
+
+
+@pytest.mark.parametrize(
     ("words", "feature"),
     [
-        (["--num-experts", "4"], "moe"),
         (["--use-torch-fsdp2"], "torch_fsdp"),
         (["--use-megatron-fsdp"], "fsdp"),
         (["--fp8-format", "hybrid"], "fp8"),
@@ -247,6 +283,10 @@ def test_what_the_pattern_of_a_hybrid_model_leaves(words: list[str], features: l
         (["--num-distributed-optimizer-instances", "2"], "distributed_optimizer_instances"),
         (["--use-precision-aware-optimizer"], "precision_aware_optimizer"),
         (["--cpu-offloading-num-layers", "1"], "cpu_offload"),
+        (["--window-size", "5,0"], "sliding_window"),
+        (["--softmax-type", "learnable"], "attention_sink"),
+        (["--cp-comm-type", "p2p", "a2a"], "cp_comm_by_layer"),
+        (["--hierarchical-context-parallel-sizes", "2", "2"], "hierarchical_context_parallel"),
     ],
 )
 def test_features_that_limit_plans(words: list[str], feature: str) -> None:
@@ -280,9 +320,12 @@ def test_features_that_limit_plans(words: list[str], feature: str) -> None:
                 "--moe-flex-dispatcher-backend",
                 "hybridep",
             ],
-            ["moe", "moe_flex_dispatcher", "moe_hybridep"],
+            ["moe", "moe_flex_dispatcher", "moe_hybridep", "moe_linear_bias"],
         ),
-        ([*EXPERTS, "none", "--moe-router-force-load-balancing"], ["moe", "moe_forced_balance"]),
+        (
+            [*EXPERTS, "none", "--moe-router-force-load-balancing"],
+            ["moe", "moe_forced_balance", "moe_linear_bias"],
+        ),
         (
             ["--use-precision-aware-optimizer", "--optimizer-offload-fraction", "0.5"],
             ["optimizer_offload_part", "precision_aware_optimizer"],
@@ -300,7 +343,7 @@ def test_dense_layers_of_multi_token_prediction_need_one_beside_them() -> None:
     experts = ["--num-experts", "4", "--moe-router-load-balancing-type", "none", UNTIED]
     for pattern, features in ((["2"], ["bare_last_stage"]), (["1"], []), (["([0]*1+[1]*5)"], [])):
         args = values(*MTP, *experts, "--moe-layer-freq", *pattern)
-        assert features_of(args) == [*features, "moe", "mtp"]
+        assert features_of(args) == [*features, "moe", "moe_linear_bias", "mtp"]
 
 
 @pytest.mark.parametrize(
@@ -309,12 +352,32 @@ def test_dense_layers_of_multi_token_prediction_need_one_beside_them() -> None:
         ([UNTIED], []),
         ([], ["mtp_tied_head"]),
         ([UNTIED, "--pipeline-model-parallel-layout", "E(t|)*2,tmL"], []),
-        ([UNTIED, "--pipeline-model-parallel-layout", "Ettm|L"], ["mtp_on_inner_stage"]),
+        ([UNTIED, "--pipeline-model-parallel-layout", "Ettm|L"], ["mtp_before_last"]),
+        ([UNTIED, "--pipeline-model-parallel-layout", "E(t|)*2,m|L"], ["mtp_before_last"]),
         ([UNTIED, "--pipeline-model-parallel-layout", "Et|m|tL"], ["mtp_on_inner_stage"]),
+        ([UNTIED, "--pipeline-model-parallel-layout", "Ettm||L"], ["mtp_on_inner_stage"]),
     ],
 )
 def test_where_layers_of_multi_token_prediction_lie(words: list[str], features: list[str]) -> None:
-    assert features_of(values(*MTP, *words)) == ["mtp", *features]
+    args = values(*MTP, *words)
+    assert features_of(args) == ["mtp", *features]
+    if "--pipeline-model-parallel-layout" in words:
+        assert split_of(args).mtp_before_last == (True if "mtp_before_last" in features else None)
+
+
+def test_the_embedding_and_its_copy_for_further_tokens_are_on_two_ranks() -> None:
+    """Megatron sums no gradients of two chunks of a rank, as on two ranks with two stages each."""
+    layout = ("--pipeline-model-parallel-layout", "Et|t|tm|L")
+    for size, feature in (("2", "mtp_on_inner_stage"), ("4", "mtp_before_last")):
+        args = values(*MTP, UNTIED, *layout, "--pipeline-model-parallel-size", size)
+        assert features_of(args) == ["mtp", feature]
+
+
+def test_dense_layers_of_multi_token_prediction_lie_beside_one_before_the_last_stage() -> None:
+    experts = ("--num-experts", "4", "--moe-router-load-balancing-type", "none", UNTIED)
+    dense = ("--moe-layer-freq", "([1]*1+[0]*1)", "--num-layers", "2")
+    args = values(*MTP, *experts, *dense, "--pipeline-model-parallel-layout", "Et|tm|L")
+    assert features_of(args) == ["moe", "moe_linear_bias", "mtp", "mtp_before_last"]
 
 
 def test_a_script_that_speaks_of_further_tokens_is_known(tmp_path: Path) -> None:

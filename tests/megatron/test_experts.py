@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.model.plan import Plan
-from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, make_plan
-from tests.megatron.same_training import assert_same_training, kept_weights
+from tests.megatron.entry_launch import MEGATRON_FLAGS, make_plan
+from tests.megatron.same_training import Alone, assert_same_training, train_alone
 from tests.megatron.test_parity import train
 
 # Megatron's own bias of sequential experts writes into a view, which torch refuses on every device.
@@ -33,14 +33,8 @@ PLANS = {
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return kept_weights(tmp_path_factory.mktemp("experts") / "weights", FLAGS)
-
-
-@pytest.fixture(scope="module")
-def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """One process."""
-    return train(make_plan(split=(6,)), folder=tmp_path_factory.mktemp("one"), weights=weights, command=FLAGS)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return train_alone(make_plan(split=(6,)), folder=tmp_path_factory.mktemp("one"), command=FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -51,10 +45,10 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch
         pytest.param("tp2 dp2 ep2", marks=pytest.mark.nightly),
     ],
 )
-def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
+def test_plan_trains_as_one_process_does(name: str, alone: Alone, tmp_path: Path) -> None:
     plan = PLANS[name]
-    done = train(plan, folder=tmp_path, weights=weights, command=FLAGS)
-    assert_same_training(plan, done, reference)
+    done = train(plan, folder=tmp_path, weights=alone.weights, command=FLAGS)
+    assert_same_training(plan, done, alone.launch)
     job = next(content["job"] for content in done.ranks.values() if content["rank"] == 0)
     assert job["layout"]["expert_parallel"] == plan.layout.expert_parallel
     assert job["experts"]["num_dense_layers"] == 1

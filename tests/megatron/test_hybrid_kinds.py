@@ -14,11 +14,12 @@ import torch
 from quartet_plugin.megatron.cpu_device.state_space import causal_convolution, scan, split_conv_scan
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import LayerKinds
-from tests.megatron.entry_launch import SHAPE, Launch, make_plan
+from tests.megatron.entry_launch import SHAPE, make_plan
 from tests.megatron.same_training import (
+    Alone,
     assert_same_training,
-    kept_weights,
     reports_as_planned,
+    train_alone,
     with_named_schedule,
     with_settings,
 )
@@ -100,15 +101,8 @@ ONE = plan_of()
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return kept_weights(tmp_path_factory.mktemp("kinds") / "weights", command_of(ONE), script=SCRIPT)
-
-
-@pytest.fixture(scope="module")
-def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """One process."""
-    folder = tmp_path_factory.mktemp("one")
-    return train(ONE, folder=folder, weights=weights, command=command_of(ONE), script=SCRIPT)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return train_alone(ONE, folder=tmp_path_factory.mktemp("one"), command=command_of(ONE), script=SCRIPT)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +112,10 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch
         *(pytest.param(name, marks=pytest.mark.nightly) for name in sorted(PLANS.keys() - set(FIRST))),
     ],
 )
-def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
+def test_plan_trains_as_one_process_does(name: str, alone: Alone, tmp_path: Path) -> None:
     plan = PLANS[name]
-    done = train(plan, folder=tmp_path, weights=weights, command=command_of(plan), script=SCRIPT)
-    assert_same_training(plan, done, reference)
+    done = train(plan, folder=tmp_path, weights=alone.weights, command=command_of(plan), script=SCRIPT)
+    assert_same_training(plan, done, alone.launch)
     reports_as_planned(plan, tmp_path)
     assert {part for part, _ in done.expert_loads()[0]} == {"layer.2", "layer.5"}
 

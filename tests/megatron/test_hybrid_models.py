@@ -16,8 +16,8 @@ from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.trial.as_planned import difference_from
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.history import read_history
-from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, Launch, make_plan
-from tests.megatron.same_training import assert_same_training, kept_weights, reports_as_planned
+from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, make_plan
+from tests.megatron.same_training import Alone, assert_same_training, reports_as_planned, train_alone
 from tests.megatron.test_parity import train
 from tests.short_rounds import short_rounds as short_rounds
 from tests.tuner.live_studies import launch_settings as launch_settings
@@ -66,15 +66,9 @@ FIRST = ("dp2", "tp2", "pp2 dp2", "pp2, cut by the plan", "pp2 interleaved, cut 
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return kept_weights(tmp_path_factory.mktemp("hybrid") / "weights", command_of(), script=SCRIPT)
-
-
-@pytest.fixture(scope="module")
-def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """One process."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     folder = tmp_path_factory.mktemp("one")
-    return train(plan_of(), folder=folder, weights=weights, command=command_of(), script=SCRIPT)
+    return train_alone(plan_of(), folder=folder, command=command_of(), script=SCRIPT)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +78,10 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch
         *(pytest.param(name, marks=pytest.mark.nightly) for name in sorted(PLANS.keys() - set(FIRST))),
     ],
 )
-def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
+def test_plan_trains_as_one_process_does(name: str, alone: Alone, tmp_path: Path) -> None:
     plan, command = PLANS[name]
-    done = train(plan, folder=tmp_path, weights=weights, command=command, script=SCRIPT)
-    assert_same_training(plan, done, reference)
+    done = train(plan, folder=tmp_path, weights=alone.weights, command=command, script=SCRIPT)
+    assert_same_training(plan, done, alone.launch)
     reports = reports_as_planned(plan, tmp_path)
     job = next(content["job"] for content in done.ranks.values() if content["rank"] == 0)
     assert tuple(job["split"]["transformer_layers_per_stage"]) == plan.split.transformer_layers_per_stage

@@ -78,6 +78,21 @@ PLANS = {
     "all-gather dispatcher": plan_of(data=4, expert_parallel=2, moe_token_dispatcher="allgather"),
     "overlaps": plan_of(data=4, expert_parallel=2, **OVERLAPS),
     "recompute": plan_of(data=4, recompute="full"),
+    "recompute of blocks": plan_of(
+        data=4, recompute="full", recompute_method="block", recompute_num_layers=2
+    ),
+    "recompute of experts": plan_of(
+        data=4, expert_parallel=2, recompute="selective", recompute_modules="core_attn+moe"
+    ),
+    "recompute of parts": plan_of(
+        data=4, expert_parallel=2, recompute="selective", recompute_modules="layernorm+mla_up_proj+moe_act"
+    ),
+    "recompute of the dense FFN": plan_of(data=4, recompute="selective", recompute_modules="mla_up_proj+mlp"),
+    "recompute of the shared expert": plan_of(
+        data=4, recompute="selective", recompute_modules="moe_act+shared_experts"
+    ),
+    "distributed optimizer": plan_of(data=4, expert_parallel=2, distributed_optimizer=True),
+    "zb-h1 tp2": plan_of(schedule="zb-h1", split=(4, 2), pipeline=2, tensor=2, micro_batch=1),
     "pp2 uneven": plan_of(split=(5, 1), pipeline=2, data=2),
     "pp4": plan_of(split=(2, 2, 1, 1), pipeline=4, order=(0, 2, 3, 1)),
     "interleaved": plan_of(split=(1, 2, 2, 1), chunks=2, group=2, **TWO),
@@ -129,6 +144,7 @@ def test_a_plan_trains_as_the_command_does(name: str, gates: Callable[[int], Par
     for step in receipt.steps:
         assert max(float(step.loss_deviation), float(step.grad_norm_deviation)) <= tolerance
         assert step.expert_load_deviation == 0
-    sheets = [json.loads(path.read_text()) for path in gate.attempt_of(plan).glob("rank-*.parity.json")]
+    written = gate.folder.glob(f"plan-{plan.key[:12]}/*/rank-*.parity.json")
+    sheets = [json.loads(path.read_text()) for path in written]
     counted = {part for sheet in sheets for part in sheet["steps"][0]["expert_tokens"]}
     assert counted == {*(f"layer.{layer}" for layer in range(1, 6)), "mtp.0"}

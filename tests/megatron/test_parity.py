@@ -13,7 +13,7 @@ import pytest
 from quartet_plugin.megatron.parity import save_weights
 from quartet_plugin.model.plan import Plan, write_plan
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, Launch, launch, make_plan, write_trial
-from tests.megatron.same_training import assert_same_training, kept_weights, reports_as_planned
+from tests.megatron.same_training import Alone, assert_same_training, reports_as_planned, train_alone
 
 DP2 = make_plan(split=(6,), data=2)
 OVERLAPPED = (
@@ -48,12 +48,6 @@ TEE = ("--tee", "3")
 FIRST = ("dp2-overlapped", "pp2-block", "pp2-chunks2")
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the model's weights alone, in the form that loads under any layout."""
-    return kept_weights(tmp_path_factory.mktemp("parity") / "weights", MEGATRON_FLAGS)
-
-
 def train(
     plan: Plan,
     *,
@@ -82,9 +76,8 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """One process."""
-    return train(make_plan(split=(6,)), folder=tmp_path_factory.mktemp("one"), weights=weights)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return train_alone(make_plan(split=(6,)), folder=tmp_path_factory.mktemp("one"), command=MEGATRON_FLAGS)
 
 
 # The mapping is only held here, so it runs with every test; the others' splits and schedules elsewhere too.
@@ -99,9 +92,9 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch
         ),
     ],
 )
-def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
+def test_plan_trains_as_one_process_does(name: str, alone: Alone, tmp_path: Path) -> None:
     plan = PLANS[name]
-    check(plan, train(plan, folder=tmp_path, weights=weights, torchrun=TEE), reference)
+    check(plan, train(plan, folder=tmp_path, weights=alone.weights, torchrun=TEE), alone.launch)
     reports_as_planned(plan, tmp_path)
 
 
@@ -109,20 +102,21 @@ def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: La
 def test_recomputed_modules_train_as_one_process_does(tmp_path: Path) -> None:
     # With biases Megatron's checkpoint of the FFN does not end.
     command = [*MEGATRON_FLAGS, "--disable-bias-linear"]
-    weights = kept_weights(tmp_path / "weights", command)
-    done = {
-        name: train(plan, folder=tmp_path / name, weights=weights, torchrun=TEE, command=command)
-        for name, plan in (("one", make_plan(split=(6,))), ("modules", replace(PP2, layout=MODULES)))
-    }
-    check(replace(PP2, layout=MODULES), done["modules"], done["one"])
+    alone = train_alone(make_plan(split=(6,)), folder=tmp_path / "one", command=command)
+    plan = replace(PP2, layout=MODULES)
+    folder = tmp_path / "modules"
+    check(
+        plan,
+        train(plan, folder=folder, weights=alone.weights, torchrun=TEE, command=command),
+        alone.launch,
+    )
 
 
 @pytest.mark.nightly
-def test_ranks_that_import_for_themselves_train_alike(
-    weights: Path, reference: Launch, tmp_path: Path
-) -> None:
+def test_ranks_that_import_for_themselves_train_alike(alone: Alone, tmp_path: Path) -> None:
     plan = PLANS["pp4-permuted"]
-    check(plan, train(plan, folder=tmp_path, weights=weights, torchrun=TEE, is_cold=True), reference)
+    done = train(plan, folder=tmp_path, weights=alone.weights, torchrun=TEE, is_cold=True)
+    check(plan, done, alone.launch)
 
 
 def check(plan: Plan, done: Launch, reference: Launch) -> None:

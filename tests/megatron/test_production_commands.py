@@ -63,6 +63,7 @@ FREE = dict.fromkeys(
         "moe_grouped_gemm",
         "cuda_graph_modules",
         "optimizer_cpu_offload",
+        "cp_comm_type",
     ),
     "auto",
 )

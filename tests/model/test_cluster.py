@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.cluster import Cluster, parse_cluster, read_cluster, write_cluster
+from quartet_plugin.model.cluster import Cluster, Link, parse_cluster, read_cluster, write_cluster
 from tests.model.clusters import make_cluster
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cluster.json"
@@ -74,6 +74,7 @@ def test_what_is_written_is_read_back(
         ("links.scale_up", None, "links.scale_up"),
         ("links.scale_up_devices", 3, "scale_up_devices: 3"),
         ("links.scale_up_devices", 2, "links.node: missing"),
+        ("links.segment", {"bandwidth_bytes_per_s": 1e9, "latency_s": 0.0}, "links.segment: no node is in"),
         ("links.matrix", {"bandwidth_bytes_per_s": [[0, 1e9]]}, "links.matrix.bandwidth_bytes_per_s"),
         ("links.matrix", {"bandwidth_bytes_per_s": [[0, 1e9], [0, 0]]}, r"\[1\]\[0\]"),
         ("links.speed", 1.0, "links.speed"),
@@ -132,3 +133,39 @@ def test_domains_over_several_nodes_need_equal_ones() -> None:
 def test_what_is_no_object_is_refused(data: object) -> None:
     with pytest.raises(ConfigError, match="object with nodes and links"):
         parse_cluster(data, where="c")
+
+
+@pytest.mark.parametrize(
+    ("topology", "pattern", "segment"),
+    [
+        ("core.leaf2.node-7", "switch.switch.node", "core.leaf2"),
+        ("rack4.node-7", "block.node", "rack4"),
+        ("core.leaf2.node-7.site", "switch.switch.node", "core.leaf2"),
+        ("core..node-7", "switch.switch.node", "core"),
+        ("..node-7", "switch.switch.node", None),
+        ("node-7", "node", None),
+        ("node-7.site", "node", None),
+        ("node-7", "switch.node", None),
+        ("core.leaf2.node-7", None, None),
+        ("core.leaf2", "switch.switch", None),
+        (None, "switch.node", None),
+        (None, None, None),
+    ],
+)
+def test_a_nodes_segment_is_its_place_without_itself(
+    topology: str | None, pattern: str | None, segment: str | None
+) -> None:
+    data = make_cluster()
+    places = {"topology": topology, "topology_pattern": pattern}
+    data["nodes"][0] |= {name: words for name, words in places.items() if words is not None}
+    assert parse_cluster(data, where="c").nodes[0].segment == segment
+
+
+def test_the_link_of_segments_is_read_as_it_was_written(tmp_path: Path) -> None:
+    data = changed("links.segment", {"bandwidth_bytes_per_s": 4e10, "latency_s": 1e-5})
+    for index, node in enumerate(data["nodes"]):
+        node |= {"topology": f"leaf{index}.{node['name']}", "topology_pattern": "switch.node"}
+    cluster = parse_cluster(data, where="c")
+    assert cluster.links.segment == Link(bandwidth_bytes_per_s=4e10, latency_s=1e-5)
+    write_cluster(cluster, path=tmp_path / "cluster.json")
+    assert read_cluster(tmp_path / "cluster.json") == cluster

@@ -7,8 +7,8 @@ import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.measurement import Interval, Regret, read_regret, write_regret
-from quartet_plugin.model.schema import dump
+from quartet_plugin.model.measurement import Interval, Regret, read_regret
+from quartet_plugin.model.schema import dump, write_record
 
 REGRET = Regret(
     gain=Interval(median=0.01, low=0.0, high=0.06),
@@ -23,7 +23,7 @@ REGRET = Regret(
 
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "regret.json"
-    write_regret(REGRET, path=path)
+    write_record(REGRET, path=path)
     assert read_regret(path) == REGRET
 
 

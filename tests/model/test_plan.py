@@ -94,6 +94,27 @@ def test_the_key_ignores_where_a_plan_came_from() -> None:
     assert plan_with(split=Split(transformer_layers_per_stage=(5, 3))).key != PLAN.key
 
 
+def test_multi_token_prediction_may_lie_before_a_head_alone(tmp_path: Path) -> None:
+    made_for = replace(MADE_FOR, mtp_layers=2)
+    texts = {None: "Etttttttt|mmL", True: "Ettttttttmm|L"}
+    for is_before_last, text in texts.items():
+        split = Split(transformer_layers_per_stage=(8, 0), mtp_before_last=is_before_last)  # type: ignore[arg-type]
+        assert split.layout_text(mtp_layers=2) == text
+        plan = plan_with(made_for=made_for, split=split)
+        write_plan(plan, path=tmp_path / "plan.json")
+        assert read_plan(tmp_path / "plan.json") == plan
+        assert ("mtp_before_last" in dump(plan)["split"]) == bool(is_before_last)
+    inner = replace(LAYOUT, pipeline_parallel=4)
+    with pytest.raises(PlanError, match="only the first and the last stage may hold no layer"):
+        plan_with(made_for=made_for, layout=inner, split=Split(transformer_layers_per_stage=(4, 4, 0, 0)))
+    for counts, layers in (((6, 2), 2), ((8, 0), None)):
+        with pytest.raises(PlanError, match=r"split\.mtp_before_last: .*; needs layers of multi-token"):
+            plan_with(
+                made_for=replace(MADE_FOR, mtp_layers=layers),
+                split=Split(transformer_layers_per_stage=counts, mtp_before_last=True),
+            )
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     pipeline = draw(st.integers(1, 4))

@@ -8,13 +8,13 @@ import pytest
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.partition.files import (
     partition_from_json,
-    partition_from_text,
     partition_to_json,
     partition_to_text,
     read_partition,
     write_partition,
 )
 from quartet_plugin.partition.named import FAMILIES, named_partition
+from tests.partition.text_form import partition_from_text
 
 NAMES = [*(family.example for family in FAMILIES), "row4", "ring-row12", "home4x4-out-KMN", "P3x3"]
 
@@ -57,12 +57,6 @@ def test_a_home_that_is_no_block_is_refused() -> None:
     data["homes"]["I"]["blocks"][0] = "0x0"  # type: ignore[index]
     with pytest.raises(ConfigError, match=r"homes\.I\.blocks\[0\]: '0x0': must be blocks"):
         partition_from_json(data)
-
-
-@pytest.mark.parametrize("text", ["", "mesh 2 2", "partition P\nmesh x\npieces 1 1 1\ncarried -\nkept -"])
-def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="text of a partition"):
-        partition_from_text(text)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.partition.lockstep import Matrix, assembled, pieces_at_home, run_lockstep
 from quartet_plugin.partition.named import FAMILIES, named_partition
 from quartet_plugin.partition.table import Partition, Phase, Tensor, Triple
-from quartet_plugin.partition.traffic import num_parts, sent_by_tensor
+from quartet_plugin.partition.traffic import num_parts
 from quartet_plugin.partition.validate import validate
+from tests.partition.counted import sent_by_tensor
+from tests.partition.lockstep import Matrix, assembled, pieces_at_home, run_lockstep
 
 HOME = [f"home2x2-{skew}-{''.join(walk)}" for skew in ("in", "out") for walk in product("MNK", repeat=3)]
 NAMED = [

@@ -1,13 +1,11 @@
 """Segmented dynamic programming against every combination of states."""
 
-from itertools import pairwise, product
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.partition.search import OperatorGraph, cheapest_of_layers, cheapest_states, min_plus
+from quartet_plugin.partition.search import OperatorGraph, cheapest_states, min_plus
 
 # The transformer layer of PrimePar's Fig. 6: segments begin at 0, 2 and 7.
 NUM_NODES = 13
@@ -44,32 +42,6 @@ def test_it_finds_the_least_of_all_combinations(first: int) -> None:
         totals = all_totals(graph)
         cost, states = cheapest_states(graph)
         assert cost == totals.min() == totals[tuple(states)]
-
-
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 5, 8])
-def test_equal_layers_by_doubling(num_layers: int) -> None:
-    for seed in range(10):
-        graph = random_graph(seed, num_nodes=5, long_edges=((0, 2), (2, 4)))
-        layer = all_totals(graph).min(axis=(1, 2, 3))
-        shared = graph.node_costs[0]
-        expected = min(
-            sum(layer[pair] for pair in pairwise(ends)) - sum(shared[end] for end in ends[1:-1])
-            for ends in product(range(3), repeat=num_layers + 1)
-        )
-        cost, states = cheapest_of_layers(graph, num_layers)
-        assert cost == expected
-        assert len(states) == num_layers
-        assert all(before[-1] == after[0] for before, after in pairwise(states))
-        totals = all_totals(graph)
-        counted = sum(int(totals[tuple(row)]) for row in states)
-        assert counted - sum(shared[row[0]] for row in states[1:]) == cost
-
-
-def test_layers_must_end_as_they_begin() -> None:
-    graph = random_graph(0)
-    other = OperatorGraph([*graph.node_costs[:-1], graph.node_costs[0] + 1], graph.edge_costs)
-    with pytest.raises(PlanError, match="the last operator must have the first one's states"):
-        cheapest_of_layers(other, 2)
 
 
 @pytest.mark.parametrize("long_edges", [((0, 3), (2, 5)), ((1, 4), (0, 2))])

@@ -1,7 +1,7 @@
 """The best split, mapping and schedule are those of exhaustive search, and what limits cut off is said."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,8 +52,15 @@ def truth_of(space: Space, seed: int) -> Truth:
     )
 
 
-def candidates_of(space: Space, truth: Truth) -> tuple[float, Plan, PlanCandidates]:
-    """The least time among the planner's candidates, its plan, and the candidates."""
+def any_plan(_: Plan) -> bool:
+    """Every plan fits in memory."""
+    return True
+
+
+def candidates_of(
+    space: Space, truth: Truth, may_fit: Callable[[Plan], bool] = any_plan
+) -> tuple[float, Plan, PlanCandidates]:
+    """The least time among the planner's candidates that may fit, its plan, and the candidates."""
 
     def splits_of(plan: Plan) -> CalibratedSplits | None:
         if plan.layout.pipeline_parallel == 1:
@@ -70,8 +77,10 @@ def candidates_of(space: Space, truth: Truth) -> tuple[float, Plan, PlanCandidat
         costs_of=costs_of,
         splits_of=splits_of,
         order_of=lambda plan: None,
+        may_fit=may_fit,
     )
-    best = min(found, key=lambda candidate: truth(candidate.plan))
+    fitting = [candidate for candidate in found if may_fit(candidate.plan)]
+    best = min(fitting, key=lambda candidate: truth(candidate.plan))
     assert space.decode(FixedParams(best.params), trial=0).key == best.plan.key
     return truth(best.plan), best.plan, candidates
 
@@ -222,4 +231,42 @@ def test_what_a_limit_cuts_off_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, candidates = candidates_of(space, truth_of(space, 0))
     assert any(
         line.startswith("splits: 1 slower combinations keep the balanced split") for line in candidates.limits
+    )
+
+
+# What fits: no split that is the fastest, and where recompute saves memory a split that is faster than it.
+LIMITS: dict[str, Callable[[Plan], bool]] = {
+    "a first stage of two layers": lambda plan: plan.split.transformer_layers_per_stage[0] <= 2,
+    "less of it without recompute": lambda plan: (
+        plan.split.transformer_layers_per_stage[0] <= (1 if plan.layout.recompute == "none" else 4)
+    ),
+    "a last stage of three layers": lambda plan: plan.split.transformer_layers_per_stage[-1] >= 3,
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("schedules", [["1f1b"], ["1f1b", "gpipe", "zb-h1"]])
+def test_the_best_that_fits_is_that_of_exhaustive_search(schedules: list[str], seed: int, limit: str) -> None:
+    search = {"pipeline_parallel": 3, "micro_batch_size": 2, "mapping": "stock", "schedule": schedules}
+    space = space_of(3, num_layers=12, batch=12, search={**search, "recompute": ["none", "full"]})
+    truth, fits = truth_of(space, seed), LIMITS[limit]
+    times = [
+        truth(replace(plan, split=Split(transformer_layers_per_stage=split)))
+        for plan in every_choice(space)
+        for split in every_split(12, 3)
+        if fits(replace(plan, split=Split(transformer_layers_per_stage=split)))
+    ]
+    found_s, _, _ = candidates_of(space, truth, fits)
+    assert found_s == pytest.approx(min(times), rel=1e-9)
+
+
+def test_the_splits_of_few_combinations_that_do_not_fit_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = {"pipeline_parallel": 4, "micro_batch_size": [1, 2], "recompute": ["none", "full"]}
+    space = space_of(4, num_layers=24, search={**search, "schedule": ["1f1b"]})
+    monkeypatch.setattr(module, "MAX_UNFIT", 0)
+    _, _, candidates = candidates_of(space, truth_of(space, 0), lambda plan: plan.layout.recompute == "full")
+    assert any(
+        line.startswith("splits: 2 combinations keep a balanced split that does not fit")
+        for line in candidates.limits
     )

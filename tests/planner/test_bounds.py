@@ -1,6 +1,7 @@
 """The bounds of models with layers of two kinds, and of given splits on unequal devices."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.memory import Memory, peak_memory
 from quartet_plugin.cost.predict import predict
-from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.cost.run import Software, TrainingRun
 from quartet_plugin.planner import ranking
 from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
@@ -111,3 +112,31 @@ def test_few_layouts_of_two_kinds_are_looked_at_one_by_one(monkeypatch: pytest.M
     assert found.best[0].memory.fits
     assert found.num_considered > 40_000
     assert len(looked_at) < 200
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_bounds_wait_for_sends_by_the_rule_of_the_cost_model(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a framework's transfers block, more schedules than 1F1B wait for them."""
+    search = {"pipeline_parallel": 4, "schedule": schedule, "micro_batch_size": 1, "recompute": "none"}
+    job = parse_job(job_data(search=search), where="job")
+    table = layout_table_of(job, job.shape)
+    free = bounds_of(job, job.shape, table, constants=fitted())
+    software_with = PlanRequest._software_with
+
+    def blocking(request: PlanRequest, values: Any) -> Software:
+        return replace(software_with(request, values), blocking_transfers=True)
+
+    monkeypatch.setattr(PlanRequest, "_software_with", blocking)
+    blocked = bounds_of(job, job.shape, table, constants=fitted())
+    assert len(table) > 0
+    if schedule == "1f1b":
+        assert (blocked.time_s == free.time_s).all()
+    else:
+        assert (blocked.time_s > free.time_s).all()
+    for row in range(len(table)):
+        split = blocked.split(job, job.shape, table, row)
+        for run in runs_of(job, table, row, split):
+            assert run.software.blocking_transfers
+            assert blocked.time_s[row] <= predict(run, fitted()).iter_time_s, (run.layout, run.group)

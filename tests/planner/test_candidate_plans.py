@@ -162,3 +162,34 @@ def test_plans_that_cannot_be_predicted_are_left_out() -> None:
     found = candidates.best(costs_of=rates, splits_of=no_splits, order_of=no_order)
     assert found
     assert all(one.plan.layout.data_parallel == 1 for one in found)
+
+
+def test_a_line_names_the_limit_at_which_choices_were_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A custom schedule of a layout has fewer choices than a layout of a small space."""
+    monkeypatch.setattr(candidate_plans, "MAX_CHOICES", 96)
+    splits = ["7+1", "6+2", "5+3", "even"]
+    search = {"pipeline_parallel": 2, "virtual_stages": 1, "split": splits, "micro_batch_size": 1}
+    space = space_of({**search, "recompute": "none", "schedule": ["1f1b", "zb-h1"]}, 2)
+    candidates = PlanCandidates(
+        space, is_predictable=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+    )
+    assert len(candidates.layouts) < 24
+    candidates.best(costs_of=rates, splits_of=no_splits, order_of=no_order)
+    lines = [line for line in candidates.limits if line.startswith("combinations: ")]
+    num = len(candidates.layouts)
+    assert lines == [
+        f"combinations: {num} custom schedules of layouts have more than the limit of 2 each; the rest is "
+        "not predicted"
+    ]
+
+
+def test_a_line_counts_the_layouts_without_a_searched_order() -> None:
+    job = make_job(layout=make_layout(pipeline_parallel=4, micro_batch_size=1), global_batch_size=512)
+    search = parse_config({"search": {"pipeline_parallel": 4, "mapping": "stock"}}, where="test").search
+    space = build_space(job, nodes=make_nodes(4), search=search, run="r", seed=0)
+    candidates = PlanCandidates(
+        space, is_predictable=lambda plan: True, request=request_of_space(space, machine=KnownMachine())
+    )
+    candidates.best(costs_of=rates, splits_of=no_splits, order_of=no_order)
+    (line,) = [line for line in candidates.limits if line.startswith("searched orders: none for ")]
+    assert line.endswith(" layouts, whose steps have more than 2,500 actions")

@@ -1,5 +1,6 @@
 """Planning on clusters that are described in full: mappings, unequal devices, bounds."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.job import PlanRequest, parse_job, read_job
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.plans import plain_layout, plan_of
-from quartet_plugin.planner.ranking import Ranked, best_plans, rank, refine, slowdown_of
+from quartet_plugin.planner.ranking import REFINED, Ranked, best_plans, rank, refine, slowdown_of
 from tests.model.clusters import make_cluster
 from tests.planner.planning import cluster_job, job_data, random_cluster_job, runs_of
 
@@ -68,6 +69,25 @@ def test_pruning_keeps_the_optimum_on_unequal_clusters(seed: int) -> None:
     ]
     assert quick.num_predicted <= every.num_predicted
     assert quick.num_considered == every.num_considered
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pruning_keeps_the_optimum_on_racks_and_segments(seed: int) -> None:
+    draw = random.Random(seed)
+    links: dict[str, Any] = {}
+    if seed:
+        links["segment"] = {"bandwidth_bytes_per_s": 1e11, "latency_s": 5e-6}
+    cluster = make_cluster(num_nodes=4, per_node=2, links=links)
+    for node in cluster["nodes"]:
+        node |= {"topology": f"{draw.choice('xy')}.{node['name']}", "topology_pattern": "switch.node"}
+        if draw.random() < 0.7:
+            node["fabric"] = f"f:{draw.choice('012')}"
+    search = {"micro_batch_size": [1, 2], "expert_parallel": [1, 2, 4], "virtual_stages": 1}
+    job = cluster_job(cluster, model={"num_layers": 4, "num_experts": 4}, search=search)
+    quick, every = rank(job, top=2), rank(job, top=2, exhaustive=True)
+    assert [(plan.layout, plan.split, plan.slots) for plan in quick.best] == [
+        (plan.layout, plan.split, plan.slots) for plan in every.best
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20, 28))
@@ -169,6 +189,18 @@ def test_the_best_plans_are_ranked_by_their_solved_mappings() -> None:
     assert len(found.best) == 2
     assert found.best[0].equal_work_s <= found.best[1].equal_work_s
     assert found.best[0].equal_work_s <= rank(job).best[0].equal_work_s * (1 + 1e-9)
+
+
+def test_a_line_says_for_how_many_layouts_mappings_are_solved_one_by_one() -> None:
+    job = random_cluster_job(3)
+    ranking = best_plans(job, top=2)
+    num_fitting = ranking.num_considered - ranking.num_too_large
+    assert num_fitting > REFINED
+    (line,) = ranking.limits
+    assert line.startswith(
+        f"mappings: solved one by one only for the best {REFINED} of {num_fitting} layouts; "
+    )
+    assert best_plans(job, top=num_fitting).limits == ()
 
 
 def test_the_stock_order_stays_where_it_is_asked_for() -> None:
@@ -369,3 +401,25 @@ def test_what_a_probe_found_can_be_planned_for(tmp_path: Path) -> None:
     assert job.cluster.slowdown.tolist() == [2.0, 1.0, 1.0, 1.0]
     assert job.machines.device.ceiling_flops("fp32") == 4e10
     assert best_plans(job).best[0].iteration_s > 0
+
+
+@pytest.mark.parametrize("nodes", ["equal", "unequal"])
+def test_groups_of_whole_experts_fit_in_a_node(nodes: str) -> None:
+    """Eight consecutive ranks are a node; of experts that are cut as layers, groups have twice as many."""
+    slow = {(1, local): 1.3 for local in range(8)} if nodes == "unequal" else {}
+    cluster = make_cluster(num_nodes=2, per_node=8, device="H100-SXM-80GB", slowdown=slow)
+    search = {
+        "tensor_parallel": 2,
+        "pipeline_parallel": 1,
+        "expert_parallel": 8,
+        "inside": "expert",
+        "micro_batch_size": 1,
+        "recompute": "none",
+    }
+    model = {"num_experts": 8, "gated_ffn": True}
+    job = cluster_job(cluster, model=model, search={**search, "expert_tensor_parallel": 1})
+    best = refine(job, rank(job)).best[0]
+    assert best.layout.setting("expert_tensor_parallel") == 1
+    assert best.slots in (None, tuple(range(16)))
+    with pytest.raises(InfeasibleError, match="expert parallel groups inside a scale-up domain"):
+        rank(cluster_job(cluster, model=model, search={**search, "expert_tensor_parallel": 0}))

@@ -17,7 +17,7 @@ from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.command_job import CommandJob, job_of_command
 from quartet_plugin.planner.described_job import request_of
 from quartet_plugin.planner.job import PlanRequest
-from quartet_plugin.planner.layout_table import layout_table_of
+from quartet_plugin.planner.layout_table import layout_table_of, refused_degrees
 from quartet_plugin.planner.plans import plain_layout, plan_of, users_layout
 from quartet_plugin.planner.ranking import Ranked, rank
 from quartet_plugin.report.tables import changes
@@ -30,7 +30,7 @@ FLAGS = (
 )
 EXPERTS = (
     "--num-experts 4 --moe-ffn-hidden-size 512 --expert-model-parallel-size 2 --sequence-parallel "
-    "--untie-embeddings-and-output-weights"
+    "--untie-embeddings-and-output-weights --disable-bias-linear"
 )
 AUX_LOSS = f"{EXPERTS} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
 START = "torchrun --nnodes 2 --nproc-per-node 4 pretrain_gpt.py"
@@ -104,6 +104,45 @@ def test_plans_keep_what_a_feature_locks(more: str, locked: set[str]) -> None:
             assert plan.layout.pipeline_parallel == own.pipeline_parallel
         if "mapping" in locked:
             assert plan.slots is None
+
+
+SINKHORN = f"{EXPERTS} --moe-router-load-balancing-type sinkhorn"
+
+
+@pytest.mark.parametrize("search", [{}, {"tensor_parallel": [1, 4]}, {"change_class": "C"}], ids=str)
+def test_plans_share_a_sinkhorn_routers_tokens_as_the_command_does(search: dict[str, Any]) -> None:
+    job = read(SINKHORN, **search)
+    layouts = [plan.layout for plan in plans(job)]
+    assert {(layout.tensor_parallel, layout.context_parallel) for layout in layouts} == {(2, 1)}
+    assert len({layout.pipeline_parallel for layout in layouts}) > 1
+    assert (len({layout.micro_batch_size for layout in layouts}) > 1) == ("change_class" in search)
+    assert job.request.batching_features == ("moe_sinkhorn",)
+
+
+BIASED = EXPERTS.replace(" --disable-bias-linear", "")
+
+
+@pytest.mark.parametrize(
+    ("more", "search", "sizes"),
+    [
+        (BIASED, {}, {1}),
+        (BIASED, {"expert_tensor_parallel": "auto"}, {1, 2, 4}),
+        (f"{BIASED} --expert-tensor-parallel-size 1", {}, {1, 2, 4}),
+        (EXPERTS, {}, {1, 2, 4}),
+    ],
+)
+def test_no_plan_shares_experts_with_biases(more: str, search: dict[str, Any], sizes: set[int]) -> None:
+    """Megatron asserts it (megatron/core/transformer/transformer_config.py)."""
+    request = read(more, schedule="stock", micro_batch_size=[2], **search).request
+    table = layout_table_of(request, request.shape)
+    layouts = [table.layout(row) for row in range(len(table))]
+    assert {layout.tensor_parallel for layout in layouts} == sizes
+    if "expert_tensor_parallel" in search:
+        divided = [layout for layout in layouts if layout.tensor_parallel > 1]
+        assert {layout.setting("expert_tensor_parallel") for layout in divided} == {1}
+    refused = {refusal.reason for refusal in refused_degrees(request, request.shape)}
+    words = "biases: TP 2 without --expert-tensor-parallel-size 1: experts with linear biases are not shared"
+    assert any(reason.startswith(words) for reason in refused) == (sizes == {1})
 
 
 def test_what_a_feature_locks_is_kept_whatever_is_asked_for() -> None:

@@ -22,7 +22,7 @@ FLAGS = (
 )
 FLEX = (
     "--num-experts 4 --moe-ffn-hidden-size 512 --expert-model-parallel-size 2 "
-    "--moe-token-dispatcher-type flex --untie-embeddings-and-output-weights"
+    "--moe-token-dispatcher-type flex --untie-embeddings-and-output-weights --disable-bias-linear"
 )
 # Two slow devices, and a slow link between the first two nodes.
 SLOW = {(1, 2): 1.5, (2, 0): 1.2}

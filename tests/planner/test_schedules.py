@@ -10,6 +10,7 @@ import pytest
 from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.plan import read_plan, write_plan
+from quartet_plugin.planner import order_search
 from quartet_plugin.planner.bounds import first_forwards, v_split
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.explain import explained, job_of_plan
@@ -183,3 +184,19 @@ def test_a_forbidden_schedule_is_not_planned() -> None:
     found = schedules_of(parsed(forbid=[{"schedule": ["zb-v", "1f1b"]}]))
     assert "zb-v" not in set.union(*found.values())
     assert (2, 1, "full") not in found
+
+
+def test_a_line_says_for_which_of_the_best_plans_no_order_is_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = parsed(**PIPELINE)
+    assert not [line for line in planned_ranking(job, top=2).limits if line.startswith("searched orders: ")]
+    monkeypatch.setattr(order_search, "MAX_SEARCHED", 1)
+    (line,) = planned_ranking(job, top=4).limits
+    assert line.startswith("searched orders: only for the best 1 of ")
+    monkeypatch.setattr(order_search, "MAX_ACTIONS", 1)
+    ranking = planned_ranking(job, top=4)
+    assert all(ranked.order is None for ranked in ranking.best)
+    (line,) = ranking.limits
+    assert line == "searched orders: none for 4 of the best 4 plans, whose steps have more than 1 actions"
+    assert planned_ranking(job, top=2, has_search=False).limits == ()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quartet_plugin.cli.export import flags_of
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
@@ -14,6 +15,7 @@ from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.command_job import job_of_command
+from quartet_plugin.planner.described_job import request_of
 from quartet_plugin.planner.described_space import first_plans, space_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import layout_table_of
@@ -197,4 +199,70 @@ def test_no_plan_has_parts_in_graphs_that_nothing_captures() -> None:
 def test_a_setting_that_no_layout_can_have_is_refused(search: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         rank(parse_job(job_data(search=search), where="job"))
+    assert words in str(refused.value)
+
+
+def sharing_job(num_nodes: int, **search: Any) -> PlanRequest:
+    """A job on four devices that share sequences or not; links between nodes are slow."""
+    cluster = {"num_nodes": num_nodes, "devices_per_node": 4 // num_nodes}
+    wanted = {"pipeline_parallel": 1, "micro_batch_size": 1, "context_parallel": [1, 4], **search}
+    model = {"num_layers": 3, "seq_length": 8192, "num_query_groups": 4, "vocab_size": 1000}
+    return parse_job(job_data(model=model, cluster=cluster, search=wanted), where="job")
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_communication_of_shared_sequences_is_enumerated_and_priced(num_nodes: int) -> None:
+    sizes = {"hierarchical_context_parallel_sizes": [2, 2]}
+    job = sharing_job(num_nodes, cp_comm_type="auto", context_parallel=4, **sizes)
+    quick, every = rank(job, top=4), rank(job, top=4, exhaustive=True)
+    assert quick.best == every.best
+    table = layout_table_of(job, job.shape)
+    layouts = [table.layout(row) for row in range(len(table))]
+    found = {layout.setting("cp_comm_type") for layout in layouts}
+    assert found == {None, "all_gather", "a2a", "a2a+p2p"}
+    seconds = {
+        layout.setting("cp_comm_type"): predict(job.run(job.shape, layout, (3,)), fitted()).terms["cp_comm_s"]
+        for layout in layouts
+    }
+    assert len(set(seconds.values())) == 4
+    bounds = bounds_of(job, job.shape, table, constants=fitted())
+    for row in range(len(table)):
+        for run in runs_of(job, table, row, bounds.split(job, job.shape, table, row)):
+            assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s
+
+
+def test_a_plan_of_a_hierarchy_has_its_sizes() -> None:
+    sizes = {"hierarchical_context_parallel_sizes": [2, 2]}
+    job = sharing_job(2, cp_comm_type="a2a+p2p", context_parallel=4, **sizes)
+    best = rank(job).best[0]
+    plan = plan_of(job, best, plain=plain_layout(job, best=best), name="plan", place=1)
+    assert values_of(plan.layout) == {"cp_comm_type": "a2a+p2p"}
+    flags = flags_of(plan)
+    assert flags["--cp-comm-type"] == "a2a+p2p"
+    assert flags["--hierarchical-context-parallel-sizes"] == ["2", "2"]
+    assert plan.made_for.job is not None
+    again = request_of(plan, plan.made_for.job)
+    assert again.values_in(plan.layout.settings) == job.values_in(plan.layout.settings)
+    # A plan of other degrees has no hierarchy, nor flags of one.
+    free = sharing_job(2, cp_comm_type=["p2p", "a2a+p2p"], context_parallel=1, **sizes)
+    best = rank(free).best[0]
+    flags = flags_of(plan_of(free, best, plain=plain_layout(free, best=best), name="plan", place=1))
+    assert not {"--cp-comm-type", "--hierarchical-context-parallel-sizes"} & flags.keys()
+
+
+@pytest.mark.parametrize(
+    ("search", "words"),
+    [
+        ({"cp_comm_type": "a2a+p2p"}, "search.cp_comm_type: a2a+p2p; needs two --hierarchical-context"),
+        (
+            {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 4]},
+            "search.cp_comm_type: a2a+p2p; needs two --hierarchical-context-parallel-sizes whose product",
+        ),
+        ({"hierarchical_context_parallel_sizes": [2]}, "search.hierarchical_context_parallel_sizes"),
+        ({"hierarchical_context_parallel_sizes": [0, 2]}, "search.hierarchical_context_parallel_sizes"),
+    ],
+)
+def test_a_hierarchy_without_fitting_sizes_is_refused(search: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        rank(sharing_job(1, **{"context_parallel": 4, **search}))
     assert words in str(refused.value)

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from quartet_plugin.calibration.machine_prior import KnownMachine
+from quartet_plugin.model.plan import Split
 from quartet_plugin.planner.described_rules import training_job_of
 from quartet_plugin.planner.layout_table import layout_table_of
-from quartet_plugin.planner.ranking import shapes_of
+from quartet_plugin.planner.ranking import rank, shapes_of
 from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.planner.table_schedules import KINDS
 from quartet_plugin.space.config import SEARCHED, TABLE_SCHEDULES
@@ -94,3 +95,20 @@ def test_the_table_has_the_shapes_of_the_space(scaling: dict[str, Any]) -> None:
     assert len(space.shapes) > 1
     request = request_of_space(space, machine=KnownMachine())
     assert set(shapes_of(request)) == set(space.shapes)
+
+
+def test_multi_token_prediction_before_the_last_stage_is_of_the_commands_own_split() -> None:
+    split = Split(transformer_layers_per_stage=(4, 4, 0, 0), mtp_before_last=True)
+    layout = make_layout(pipeline_parallel=4, data_parallel=2)
+    job = replace(make_job(layout=layout, features=("mtp", "mtp_before_last")), mtp_layers=1, split=split)
+    search = parse_config({}, where="test").search
+    space = build_space(job, nodes=make_nodes(4, 4), search=search, run="r", seed=0)
+    request = request_of_space(space, machine=KnownMachine())
+    ranked = rank(request, top=4).best
+    assert len(ranked) == 4
+    assert {request.split_of(row.split) for row in ranked} == {split}
+    run = request.run(ranked[0].shape, ranked[0].layout, ranked[0].split)
+    assert run.is_mtp_before_last
+    # No bound is above a prediction: all rows are predicted, and the best ones are the same.
+    exhaustive = rank(request, top=4, exhaustive=True).best
+    assert [row.layout for row in exhaustive] == [row.layout for row in ranked]

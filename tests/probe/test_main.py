@@ -1,13 +1,12 @@
 """A rank of the probe, as far as it comes without GPUs."""
 
-import ctypes
 import os
-import struct
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from tests.probe.fake_nvml import FakeNvml
 
 
 @pytest.mark.parametrize(("device", "switched_off"), [("cuda", "0"), ("cpu", None)])
@@ -34,47 +33,6 @@ def test_links_are_measured_without_nvlink_sharp(
     with pytest.raises(InterruptedError):
         main()
     assert seen == [switched_off]
-
-
-class FakeNvml:
-    """Stands in for pynvml on a machine without a GPU: fills what the driver would."""
-
-    def __init__(
-        self, *, identity: bytes = bytes(range(16)), state: int = 3, knows_fabrics: bool = True
-    ) -> None:
-        self.identity, self.state, self.knows_fabrics = identity, state, knows_fabrics
-
-    def nvmlInit(self) -> None:  # noqa: N802
-        """Nothing to begin."""
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        """Nothing to end."""
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        """The number is its handle."""
-        return index
-
-    def nvmlDeviceGetName(self, handle: int) -> bytes:  # noqa: N802
-        """A name as older releases give it."""
-        return b"NVIDIA GB200"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
-        """Its memory."""
-        return SimpleNamespace(total=2**37)
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: int) -> int:  # noqa: N802
-        """Milliwatts."""
-        return 1_200_000
-
-    def nvmlDeviceGetGpuFabricInfo(self, handle: int, reference: Any) -> int:  # noqa: N802
-        """Write nvmlGpuFabricInfo_t (25 bytes and padding) to the caller's memory."""
-        if not self.knows_fabrics:
-            raise RuntimeError("Not Supported")
-        packed = struct.pack("<16sIIB3x", self.identity, 0, 7, self.state)
-        target = reference._obj
-        assert ctypes.sizeof(target) == len(packed)
-        ctypes.memmove(ctypes.addressof(target), packed, len(packed))
-        return 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from quartet_plugin.report.status import status_lines, status_record
 from quartet_plugin.tuner.history import read_history
 from quartet_plugin.tuner.history_rows import seconds_of_sessions
 from tests.report.histories import WINNER, comparison, history
+from tests.short_searches import short_searches as short_searches
 from tests.tuner.run_folders import WritingMachine, write_run
 
 

@@ -8,6 +8,7 @@ from quartet_plugin.report.page import Extras, page
 from quartet_plugin.report.status import status_lines, status_record
 from quartet_plugin.tuner.history import read_history
 from tests.report.histories import history
+from tests.short_searches import short_searches as short_searches
 from tests.tuner.fakes import begin_with_journal, tune
 from tests.tuner.test_slow_nodes import SEARCH, machine_that_is_slow
 

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.job_description import Experts
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.report.tables import changes, plan_lines
 from quartet_plugin.space.features import Axis, locked_axes
+from quartet_plugin.space.knob_table import knob_rows
 from quartet_plugin.space.needed_flags import NEEDED_FLAGS, missing_flag_features
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes
-from tests.tuner.fakes import FakeMachine, Watching, begin, tune
+from tests.tuner.fakes import FakeMachine, Watching, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 BATCHING = ("moe_global_loss", "moe_capacity", "packing", "masked_tokens", "cyclic_data", "external_data")
 LAYOUT = make_layout(data_parallel=2, micro_batch_size=2)
@@ -74,6 +77,21 @@ def test_experts_that_no_plan_describes_keep_their_degrees() -> None:
     plans = plans_of(space_of("moe", expert_parallel=2))
     assert {plan.layout.data_parallel for plan in plans} == {2, 4}
     assert {(plan.layout.tensor_parallel, plan.layout.expert_parallel) for plan in plans} == {(1, 2)}
+
+
+def test_multi_token_prediction_before_the_last_stage_stays_there() -> None:
+    layout = make_layout(pipeline_parallel=4, data_parallel=1)
+    split = Split(transformer_layers_per_stage=(4, 4, 0, 0), mtp_before_last=True)
+    job = replace(make_job(layout=layout, features=("mtp", "mtp_before_last")), mtp_layers=1, split=split)
+    space = build_space(
+        job, nodes=make_nodes(4), search=parse_config({}, where="q.yaml").search, run="r", seed=0
+    )
+    plans = plans_of(space)
+    assert {(plan.split, plan.schedule.name) for plan in plans} == {(split, "1f1b")}
+    assert len({plan.layout.micro_batch_size for plan in plans}) > 1
+    assert all(space.params_of(plan) is not None for plan in plans[:20])
+    words = "split     4+4+0+0 transformer layers, embedding first, multi-token prediction (1) on the stage"
+    assert f"{words} before the last, head last" in plan_lines(plans[0])
 
 
 @pytest.mark.parametrize(
@@ -167,6 +185,39 @@ def test_a_kept_micro_batch_leaves_the_degrees_that_it_divides_the_batch_with() 
     space = space_of("moe_microbatch_loss", global_batch_size=12)
     layouts = space.layouts[space.job.shape]
     assert {(layout.micro_batch_size, layout.data_parallel) for layout in layouts} == {(2, 1), (2, 2)}
+
+
+@pytest.mark.parametrize("change_class", ["B", "C"])
+def test_a_sinkhorn_router_keeps_the_devices_that_share_a_sequence(change_class: str) -> None:
+    """It balances the tokens of one rank, which has a part of each sequence."""
+    experts = Experts(num_experts=4, experts_per_token=2, ffn_hidden_size=96)
+    layout = replace(LAYOUT, tensor_parallel=2, pipeline_parallel=1, sequence_parallel=True)
+    features = ("moe", "moe_sinkhorn")
+    job = make_job(layout=layout, features=features, experts=experts, shares_sequences=True)
+    search: dict[str, object] = {"change_class": change_class, "context_parallel": "auto"}
+    search |= {"sequence_parallel": "auto", "schedule": ["no-pipelining", "1f1b"]}
+    config = parse_config({"search": search}, where="q.yaml").search
+    space = build_space(job, nodes=make_nodes(4), search=config, run="r", seed=0)
+    layouts = [plan.layout for plan in plans_of(space)]
+    assert {(layout.tensor_parallel, layout.context_parallel) for layout in layouts} == {(2, 1)}
+    assert all(layout.sequence_parallel for layout in layouts)
+    assert len({layout.pipeline_parallel for layout in layouts}) > 1
+    assert (len({layout.micro_batch_size for layout in layouts}) > 1) == (change_class == "C")
+    states = {row.knob.name: row.state for row in knob_rows(space)}
+    reason = "a sinkhorn router balances the tokens of one rank"
+    assert states["tensor_parallel"] == states["context_parallel"] == f"kept: {reason}"
+    asked = config.model_copy(update={"tensor_parallel": (4,)})
+    with pytest.raises(ConfigError, match=f"tensor_parallel: 4; must be the command.s own 2: {reason}"):
+        build_space(job, nodes=make_nodes(4), search=asked, run="r", seed=0)
+
+
+def test_a_plan_that_shares_a_sinkhorn_routers_tokens_otherwise_is_of_class_c() -> None:
+    plan = space_of("moe_sinkhorn").baseline
+    other = replace(plan, layout=replace(plan.layout, tensor_parallel=2, data_parallel=1))
+    assert {change.part: change.change_class for change in changes(other)}["TP"] == "C"
+    made_for = replace(plan.made_for, batching_features=("moe_microbatch_loss",))
+    usual = changes(replace(other, made_for=made_for))
+    assert {change.part: change.change_class for change in usual}["TP"] == "B"
 
 
 def test_an_unknown_feature_keeps_everything_whatever_is_asked_for() -> None:

@@ -18,7 +18,8 @@ from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.split.layers import even_split
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes
-from tests.tuner.fakes import FakeMachine, begin, resume, tune
+from tests.tuner.fakes import FakeMachine, resume, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 LAYOUT_AXES = {
     "tensor_parallel": [1, 2, 4],

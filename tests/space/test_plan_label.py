@@ -17,6 +17,14 @@ def test_parts_have_labels() -> None:
     assert SHAPE.label not in plan_label(PLAN)
 
 
+def test_multi_token_prediction_has_its_stage() -> None:
+    made_for = replace(MADE_FOR, mtp_layers=1)
+    for is_before_last, stage in ((None, "the last stage"), (True, "the stage before the head's")):
+        split = Split(transformer_layers_per_stage=(8, 0), mtp_before_last=is_before_last)  # type: ignore[arg-type]
+        plan = replace(PLAN, made_for=made_for, split=split)
+        assert plan_label(plan) == f"PP 2 · MB 4 · split 8+0 · MTP 1 on {stage} · 1f1b · ranks 1,0"
+
+
 def test_what_does_nothing_is_left_out() -> None:
     made_for = replace(MADE_FOR, world_size=1, nodes=(replace(MADE_FOR.nodes[0], num_slots=1),))
     alone = replace(

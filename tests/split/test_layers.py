@@ -37,6 +37,18 @@ def test_splits_for_end_loads_are_legal(
     assert is_legal_split(split, num_layers=layers, num_stages=stages)
 
 
+def test_a_stage_with_multi_token_prediction_alone_is_legal_before_a_head_alone() -> None:
+    for split, is_legal in (
+        ((3, 3, 0, 0), True),
+        ((3, 2, 1, 0), True),
+        ((3, 2, 0, 1), False),
+        ((6, 0, 0, 0), False),
+    ):
+        legal = is_legal_split(split, num_layers=6, num_stages=4, is_mtp_before_last=True)
+        assert legal == is_legal
+        assert is_legal_split(split, num_layers=6, num_stages=4) == (0 not in split[1:-1])
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 4), st.integers(1, 9), st.floats(-4.0, 8.0), st.floats(-4.0, 8.0))
 def test_splits_for_end_loads_are_optimal(stages: int, more: int, embedding: float, head: float) -> None:

@@ -127,10 +127,9 @@ def test_the_point_is_the_tuners() -> None:
     sampler = PlanSampler(space, explorer=tpe())
     study = study_of(sampler)
     study.optimize(objective_of(space), n_trials=1)
-    best = optuna.trial.FixedTrial(study.best_params)
-    assert suggest_plan(best, space).key == space.baseline.key
+    assert suggest_plan(study.best_trial, space).key == space.baseline.key
     (baseline,) = study.trials
-    scorer: PlanScorer = sampler._scorer_of(study)
+    scorer: PlanScorer = sampler._state_of(study).scorer
     record = TrialRecord(
         verdict="measured", outcome="OK", reason="", attempt_id="", iteration_s=baseline.value
     )
@@ -186,6 +185,45 @@ def test_plans_that_were_pruned_or_failed_or_are_fixed_are_no_proposals_again() 
     assert suggest_plan(study.ask(), space).key == space.baseline.key
 
 
+def test_a_plan_with_infinite_seconds_does_not_fit_and_is_no_proposal_again() -> None:
+    space = space_of()
+    study = study_of(PlanSampler(space, explorer=tpe(), explore=0))
+    measure = objective_of(space)
+    seen = []
+
+    def objective(trial: Any) -> float:
+        seen.append(suggest_plan(trial, space).key)
+        return math.inf if trial.number == 1 else measure(trial)
+
+    study.optimize(objective, n_trials=4)
+    assert len(set(seen)) == 4
+
+
+def test_trials_that_are_asked_for_at_once_have_different_plans() -> None:
+    """Before a trial's parameters are in the study, another thread may ask: both states are seen here."""
+    space = space_of()
+    sampler = PlanSampler(space, explorer=tpe(), explore=0)
+    study = study_of(sampler)
+    study.optimize(objective_of(space), n_trials=1)
+    # Optuna draws a trial's relative parameters when it is asked, and stores each when it is suggested.
+    trials = [study.ask() for _ in range(3)]
+    assert len({suggest_plan(trial, space).key for trial in trials}) == 3
+
+
+def test_a_sampler_has_a_state_for_each_study() -> None:
+    """In-memory studies all have the same number in their storages."""
+    sampler = PlanSampler(space_of(), explorer=tpe(), explore=0)
+    first, second = study_of(sampler), study_of(sampler)
+    assert first._study_id == second._study_id
+    measure = objective_of(space_of())
+    first.optimize(measure, n_trials=3)
+    second.optimize(measure, n_trials=1)
+    alone = study_of(PlanSampler(space_of(), explorer=tpe(), explore=0))
+    alone.optimize(objective_of(space_of()), n_trials=1)
+    assert second.trials[0].params == alone.trials[0].params
+    assert len(sampler._state_of(second).plans) <= 1
+
+
 def test_a_study_that_optimizes_the_other_way_is_refused() -> None:
     study = study_of(PlanSampler(space_of()), direction="maximize")
     with pytest.raises(ConfigError, match="iteration_s needs direction='minimize'"):
@@ -208,3 +246,4 @@ def test_the_study_keeps_the_orders_that_are_searched_for_its_measurements() -> 
         params = recorded_params(trial)
         if trial.number > 0:
             assert space.decode(FixedParams(params), trial=trial.number).key == plan.key
+            assert suggest_plan(trial, space).key == plan.key

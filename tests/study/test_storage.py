@@ -1,11 +1,15 @@
 """Where a study is kept: what is accepted, what is never shown, and what is left after a torn write."""
 
+import atexit
 import functools
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +27,13 @@ from quartet_plugin.study.storage import (
 )
 from quartet_plugin.study.tune_study import TuneStudy
 from quartet_plugin.tuner.config import parse_config
+from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.study_remake import with_remake
 from quartet_plugin.tuner.tune_result import TuneResult
+from tests.in_memory import MEMORY
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 
+PLACE = MEMORY if os.access(MEMORY, os.W_OK) else None
 STUDY = {"trials": 7, "rounds": 3, "top_k": 1}
 # What the messages say anyway: a password that is part of it cannot be told apart.
 SHOWN = "postgresql://tuner@db.example:5432/studies?sslmode=require FATAL and *** were refused"
@@ -44,11 +51,37 @@ def outcomes(result: TuneResult) -> set[tuple[Any, ...]]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run that has ended: its folder, the machine that it was on, and its result."""
+
+    run: TuningRun
+    machine: FakeMachine
+    result: TuneResult
+
+    def copy(self, folder: Path) -> "Finished":
+        """The same in another folder, which a test may damage."""
+        shutil.copytree(self.run.folder.path, folder)
+        machine = deepcopy(self.machine)
+        machine.disk = {
+            (place := folder / path.relative_to(self.run.folder.path)): replace(result, folder=place)
+            for path, result in self.machine.disk.items()
+        }
+        return Finished(resume(folder), machine, self.result)
+
+
 @functools.cache
+def finished(address: str = "sqlite") -> Finished:
+    """STUDY where nothing fails, which each test process runs once in each kind of file."""
+    folder = Path(tempfile.mkdtemp(prefix="quartet-finished-", dir=PLACE))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    run, machine = begin(folder / "r", study={**STUDY, "storage": address}), FakeMachine()
+    return Finished(run, machine, tune(run, machine))
+
+
 def undisturbed() -> set[tuple[Any, ...]]:
-    """The outcomes of STUDY where nothing fails, which each test process computes once."""
-    with tempfile.TemporaryDirectory() as folder:
-        return outcomes(tune(begin(Path(folder) / "s", study=STUDY), FakeMachine()))
+    """The outcomes of STUDY where nothing fails."""
+    return outcomes(finished().result)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +184,7 @@ def test_a_killed_tuner_goes_on_where_it_was(tmp_path: Path, address: str) -> No
 
 
 def test_a_run_with_a_journal_is_not_begun_again(tmp_path: Path) -> None:
-    tune(begin(tmp_path / "r", study={**STUDY, "storage": "journal"}), FakeMachine())
+    finished("journal").copy(tmp_path / "r")
     with pytest.raises(ConfigError, match="the run exists"):
         begin(tmp_path / "r", study={**STUDY, "storage": "journal"})
 
@@ -200,10 +233,9 @@ def test_a_record_that_is_just_being_written_is_no_damage(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_torn_journal_is_mended_and_its_trial_told_again(tmp_path: Path) -> None:
-    run = begin(tmp_path / "r", study={**STUDY, "storage": "journal"})
-    machine = FakeMachine()
-    tune(run, machine)
-    file = run.folder.path / "study.journal"
+    before = finished("journal").copy(tmp_path / "r")
+    machine = before.machine
+    file = before.run.folder.path / "study.journal"
     content = file.read_bytes()
     for cut in (len(content) // 3, len(content) // 2, len(content) - 9):
         file.write_bytes(content[:cut])
@@ -216,10 +248,9 @@ def test_a_torn_journal_is_mended_and_its_trial_told_again(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_damage_inside_a_journal_costs_no_measurement(tmp_path: Path) -> None:
-    run = begin(tmp_path / "r", study={**STUDY, "storage": "journal"})
-    machine = FakeMachine()
-    reference = tune(run, machine)
-    file = run.folder.path / "study.journal"
+    before = finished("journal").copy(tmp_path / "r")
+    machine, reference = before.machine, before.result
+    file = before.run.folder.path / "study.journal"
     lines = file.read_bytes().splitlines(keepends=True)
     middle = len(lines) // 2
     damaged = b"".join([*lines[:middle], b"\x00" * 20 + b"\n", *lines[middle + 1 :]])
@@ -234,8 +265,7 @@ def test_damage_inside_a_journal_costs_no_measurement(tmp_path: Path) -> None:
 def test_the_lock_of_a_killed_writer_does_not_stall(tmp_path: Path) -> None:
     import time
 
-    run = begin(tmp_path / "r", study={**STUDY, "storage": "journal"})
-    tune(run, FakeMachine())
+    run = finished("journal").copy(tmp_path / "r").run
     lock = run.folder.path / "study.journal.lock"
     lock.symlink_to(run.folder.path / "study.journal")
     began = time.monotonic()
@@ -246,9 +276,7 @@ def test_the_lock_of_a_killed_writer_does_not_stall(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"no database at all, but long enough for its header" * 40])
 def test_a_damaged_sqlite_file_is_one_line(tmp_path: Path, content: bytes) -> None:
-    run = begin(tmp_path / "r", study=STUDY)
-    machine = FakeMachine()
-    tune(run, machine)
+    run = finished().copy(tmp_path / "r").run
     (run.folder.path / "study.sqlite3").write_bytes(content)
     with pytest.raises(StorageError, match=r"study\.sqlite3: (damaged|not a study)") as caught:
         run.storage.check()
@@ -263,9 +291,8 @@ def test_a_damaged_sqlite_file_is_one_line(tmp_path: Path, content: bytes) -> No
     ],
 )
 def test_a_damaged_sqlite_file_is_put_aside_and_made_again(tmp_path: Path, damage: str) -> None:
-    run = begin(tmp_path / "r", study=STUDY)
-    machine, watching = FakeMachine(), Watching()
-    reference = tune(run, machine)
+    before, watching = finished().copy(tmp_path / "r"), Watching()
+    run, machine, reference = before.run, before.machine, before.result
     file = run.folder.path / "study.sqlite3"
     content = file.read_bytes()
     file.write_bytes(
@@ -289,9 +316,8 @@ def test_damage_is_refused_where_the_trials_would_be_lost(tmp_path: Path, addres
 
     An earlier version's events do not hold the trials' records.
     """
-    run = begin(tmp_path / "r", study={**STUDY, "storage": address})
-    machine = FakeMachine()
-    tune(run, machine)
+    before = finished(address).copy(tmp_path / "r")
+    run, machine = before.run, before.machine
     file = run.storage.file
     assert file is not None
     content = file.read_bytes()
@@ -410,8 +436,8 @@ def test_a_storage_that_fails_mid_run_ends_it_and_nothing_is_lost(
 
 def test_a_study_with_other_choices_is_refused_in_a_line(tmp_path: Path) -> None:
     """Optuna would end with an error of its own at the next trial that draws the parameter."""
-    run, machine = begin(tmp_path / "r", study=STUDY), FakeMachine()
-    tune(run, machine)
+    before = finished().copy(tmp_path / "r")
+    run, machine = before.run, before.machine
     space = build_space(machine.job, nodes=machine.cluster, search=run.config.search, run="r", seed=0)
     (shape,) = space.layouts
     same = TuneStudy.open(run.storage, space=space, seed=0)

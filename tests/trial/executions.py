@@ -47,6 +47,7 @@ def executed(plan: Plan, rank: int, **changes: Any) -> Execution:
         if knob.is_of(framework) and (value := knob.in_layout(layout)) is not None
     }
     last = placement[-1]
+    shared = sorted({0, placement[plan.split.mtp_stage]})
     done = Execution(
         schedule=plan.schedule.name if actions is None else "program",  # type: ignore[arg-type]
         position=rank,
@@ -58,6 +59,7 @@ def executed(plan: Plan, rank: int, **changes: Any) -> Execution:
                 num_layers=counts[stage],
                 has_embedding=stage == 0,
                 has_head=stage == len(placement) - 1,
+                mtp_layers=plan.made_for.mtp_layers if stage == plan.split.mtp_stage else None,
             )
             for stage in stages
         ),
@@ -66,7 +68,7 @@ def executed(plan: Plan, rank: int, **changes: Any) -> Execution:
         ends=PipelineEnds(
             last_device=last,
             is_last=device == last,
-            embedding_devices=tuple(sorted({0, last})) if device in (0, last) else (),
+            embedding_devices=tuple(shared) if device in shared else (),
             tied_copies_agree=None if last or device else True,
         )
         if framework == MEGATRON.framework

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.model.plan import Plan, ScheduleChoice
+from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
 from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.protocol.execution import Execution
@@ -21,6 +21,8 @@ from tests.megatron.entry_launch import SHAPE, make_plan
 from tests.schedule.orders import unit_costs
 from tests.trial.executions import executed
 from tests.trial.factory import evidence, report
+
+UNTIED = replace(SHAPE, tied_embeddings=False)
 
 
 def stock_plan(**changes: Any) -> Plan:
@@ -178,6 +180,34 @@ def test_the_ends_on_one_device_are_tied(change: Callable[[Execution], Execution
     assert reports[0].execution is not None
     reports[0] = replace(reports[0], execution=change(reports[0].execution))
     assert words in str(difference_from(plan, reports))
+
+
+def test_multi_token_prediction_and_its_copy_of_the_embedding_are_on_the_planned_stage() -> None:
+    """Megatron's groups of a script that does not name that rank would sum the head's gradients with it."""
+    plan = stock_plan(split=(2, 2, 1, 1), pipeline=4, shape=UNTIED, made_for_shape=UNTIED)
+    split = Split(transformer_layers_per_stage=(3, 3, 0, 0), mtp_before_last=True)
+    plan = replace(plan, split=split, made_for=replace(plan.made_for, mtp_layers=1))
+    done = [executed(plan, rank) for rank in range(4)]
+    assert difference_from(plan, ran_by(plan, done)) is None
+    default = [changed_ends(embedding_devices=(0, 3))(done[0]), *done[1:]]
+    words = "pipeline ranks [0, 3] share the embedding, the plan has [0, 2]"
+    assert words in str(difference_from(plan, ran_by(plan, default)))
+    (further,) = done[2].stages
+    without = [*done[:2], replace(done[2], stages=(replace(further, mtp_layers=None),)), done[3]]
+    words = "no layers of multi-token prediction were built on stage 2, the plan has 1 there"
+    assert words in str(difference_from(plan, ran_by(plan, without)))
+
+
+def test_an_untied_head_shares_nothing() -> None:
+    """Megatron's own script then names the first rank alone."""
+    plan = stock_plan(shape=UNTIED, made_for_shape=UNTIED)
+    groups = ((0,), ())
+    done = [
+        changed_ends(embedding_devices=shared)(executed(plan, rank)) for rank, shared in enumerate(groups)
+    ]
+    assert difference_from(plan, ran_by(plan, done)) is None
+    tied = stock_plan()
+    assert "share the embedding, the plan has [0, 1]" in str(difference_from(tied, ran_by(tied, done)))
 
 
 def test_ranks_on_other_slots_or_missing_are_a_difference() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from quartet_plugin.trial.request import Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.trial_backend import ShouldStop
-from tests.tuner.fakes import FakeMachine, Watching, begin, tune
+from tests.tuner.fakes import FakeMachine, Watching, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 
 @dataclass

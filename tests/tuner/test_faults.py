@@ -34,7 +34,8 @@ from quartet_plugin.tuner.run_folder import RunFolder, create_run, resume_run
 from quartet_plugin.tuner.trial_launcher import TrialLaunch
 from quartet_plugin.tuner.tune_result import write_best
 from tests.space.jobs import make_job
-from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
+from tests.tuner.fakes import FakeMachine, Killed, Watching, by_formula, resume, tune
+from tests.tuner.fakes import begin_with_journal as begin
 from tests.tuner.test_finalists import launch, trial
 
 
@@ -212,7 +213,7 @@ class FullDisk:
 def test_row_29_a_full_disk_ends_the_run_with_its_last_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = {"study": {"trials": 6}}
+    config = {"study": {"trials": 6, "storage": "sqlite"}}
     expected = tune(begin(tmp_path / "whole" / "r", **config), FakeMachine())
     folder = tmp_path / "r"
     run = begin(folder, **config)

@@ -14,9 +14,10 @@ from quartet_plugin.cli.full_size import full_size_lines, full_size_nodes
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.launchers.slurm_batch import SlurmBatchEngine
-from quartet_plugin.model.full_size import Confirmation, FullSize, read_full_size
+from quartet_plugin.model.full_size import Confirmation, FullSize
 from quartet_plugin.model.measurement import Interval
 from quartet_plugin.model.plan import Plan, read_plan
+from quartet_plugin.model.schema import read_record
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.schedule.named import named
 from quartet_plugin.space.features import FEWER_STAGES
@@ -30,7 +31,8 @@ from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.trial_backend import TrialBackend
 from quartet_plugin.tuner.tune_result import TuneResult, write_best
 from tests.space.jobs import make_job, make_layout, make_nodes
-from tests.tuner.fakes import COMMAND, FakeMachine, Watching, begin, by_formula, tune
+from tests.tuner.fakes import COMMAND, FakeMachine, Watching, by_formula, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 NODES = make_nodes(1, 1)
 FACTOR = 4
@@ -131,7 +133,7 @@ def test_the_winner_is_handed_over_with_all_replicas(tmp_path: Path) -> None:
     assert len(full.made_for.nodes) == 2 * FACTOR
     assert full.prediction is not None
     assert full.prediction.iteration_s is not None
-    said = read_full_size(run.folder.full_prediction)
+    said = read_record(FullSize, run.folder.full_prediction)
     assert said == result.full_size.result
     assert said.unconfirmed == "the allocation has 2 nodes"
     assert said.iteration_s.low < said.iteration_s.median < said.iteration_s.high

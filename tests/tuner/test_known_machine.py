@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 
 from quartet_plugin.calibration.constants_fit import Calibration, write_calibration
+from quartet_plugin.calibration.full_size import enlarged_machine
 from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of
 from quartet_plugin.cost.cluster import with_hop
-from quartet_plugin.cost.coefficients import INDEX, Coefficient
+from quartet_plugin.cost.coefficients import INDEX, Coefficient, MachineModel
 from quartet_plugin.cost.constants import fitted
+from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import parse_cluster
+from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.tuner.config import MachineConfig
 from quartet_plugin.tuner.proposer import keep_machine, kept_machine, machine_of
 from quartet_plugin.tuner.run_folder import RunFolder
-from tests.space.jobs import make_nodes
+from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, tune
 from tests.tuner.fakes import begin_with_journal as begin
 
@@ -90,6 +93,32 @@ def test_a_calibration_narrows_every_factor() -> None:
     told = machine_model_of(NODES, precision="fp32", machine=KnownMachine(calibration=calibration()))
     assert told.constants.hop_s == pytest.approx(7e-5)
     assert (told.spreads[: len(INDEX)] < assumed.spreads[: len(INDEX)]).all()
+
+
+def test_nodes_of_one_fabric_are_joined_by_fast_links() -> None:
+    nodes = make_nodes(1, 1)
+    plan = baseline_plan(make_job(layout=make_layout()), nodes=nodes, run="r", seed=0)
+    slow = {"bandwidth_bytes_per_s": 1e6, "latency_s": 4e-5}
+
+    def model(*fabrics: str) -> MachineModel:
+        described = [
+            {"name": f"node-{index}", "devices": ["core"], "fabric": fabric}
+            for index, fabric in enumerate(fabrics)
+        ]
+        known = machine(nodes=described, links={**probed()["links"], "network": slow})
+        return machine_model_of(nodes, precision="fp32", machine=known)
+
+    def seconds(machine_model: MachineModel) -> float:
+        point = np.zeros(machine_model.num_coefficients)
+        return float(IterationModelCache(machine_model).of(plan).evaluate(point)[0])
+
+    joined, apart = model("f:0", "f:0"), model("f:0", "f:1")
+    assert joined.domain_of_node.tolist() == [0, 0]
+    assert apart.domain_of_node.tolist() == [0, 1]
+    # A boundary tensor of a megabyte takes a second on the network, and no time on fast links.
+    assert seconds(joined) < seconds(apart) / 2
+    assert enlarged_machine(joined, factor=2).domain_of_node.tolist() == [0, 0, 1, 1]
+    assert enlarged_machine(apart, factor=2).domain_of_node.tolist() == [0, 1, 2, 3]
 
 
 def test_another_clusters_file_is_refused() -> None:

@@ -22,7 +22,8 @@ from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.tune_result import TuneResult
 from tests.calibration.truth import Truth
 from tests.space.jobs import make_job, make_layout, make_nodes
-from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
+from tests.tuner.fakes import FakeMachine, Killed, Watching, by_formula, resume, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 FULL_SEARCHES = True  # read by `short_searches`
 
@@ -173,14 +174,15 @@ def test_a_killed_study_has_the_orders_that_were_searched_for_its_measurements(t
 
 def test_no_plan_is_proposed_twice_and_the_sampler_has_its_turns(tmp_path: Path) -> None:
     machine, _ = machine_of(2, **WRONG)
-    run = begin(tmp_path / "r", search=SEARCH, study={"trials": 12, "explore": 3, "rounds": 3, "top_k": 1})
+    study = {"trials": 12, "explore": 3, "rounds": 3, "top_k": 1, "storage": "sqlite"}
+    run = begin(tmp_path / "r", search=SEARCH, study=study)
     result = tune(run, machine)
     searched = [key for folder, key in machine.launched if "round" not in folder and key is not None]
     assert len(searched) == len(set(searched)) == 12
     import optuna
 
-    study = optuna.load_study(study_name="r", storage=f"sqlite:///{run.storage.file}")
-    enqueued = ["fixed_params" in trial.system_attrs for trial in study.trials[1:]]
+    made = optuna.load_study(study_name="r", storage=f"sqlite:///{run.storage.file}")
+    enqueued = ["fixed_params" in trial.system_attrs for trial in made.trials[1:]]
     assert enqueued[:2] == [True, True]
     assert not enqueued[2]
     assert all(

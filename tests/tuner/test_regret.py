@@ -28,7 +28,8 @@ from quartet_plugin.tuner.regret import estimate_regret, noise_of_rounds, untrie
 from quartet_plugin.tuner.tune_result import TuneResult, write_best
 from quartet_plugin.tuner.winner_choice import FinalistResult
 from tests.space.jobs import make_job, make_layout, make_nodes
-from tests.tuner.fakes import FakeMachine, begin, resume, tune
+from tests.tuner.fakes import FakeMachine, resume, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 NOISE = 0.02
 

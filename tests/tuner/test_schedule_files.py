@@ -20,7 +20,8 @@ from quartet_plugin.tuner.schedule_files import (
 )
 from tests.space.jobs import make_job, make_layout
 from tests.space.test_written_schedules import NAME, by_hand, edited, saved
-from tests.tuner.fakes import FakeMachine, begin, tune
+from tests.tuner.fakes import FakeMachine, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 COMMAND = (
     "torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 8 --micro-batch-size 8 --global-batch-size 32"

@@ -10,7 +10,8 @@ from quartet_plugin.trial.request import TrialRequest
 from quartet_plugin.tuner.context import TimeBudget
 from quartet_plugin.tuner.time_share import finalists_in_time, iterations_in_time
 from tests.space.jobs import make_job, make_layout, make_nodes
-from tests.tuner.fakes import FakeMachine, begin, by_formula, tune
+from tests.tuner.fakes import FakeMachine, by_formula, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 
 def budget(limit_s: float | None, *, launch_s: float) -> TimeBudget:

@@ -30,7 +30,7 @@ from quartet_plugin.cost.iteration.terms import COLLECTIVES, StageParts, stage_p
 from quartet_plugin.cost.memory import weights_of_stages
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.cost.times import Times
-from quartet_plugin.mapping.topology import GroupLink, Topology, group_link
+from quartet_plugin.mapping.topology import GroupLink, Topology, degrees_alone, group_link
 from quartet_plugin.model.costs import FloatArray
 
 # Replicas whose whole pipeline is replayed: the slowest ones without their waiting.
@@ -39,16 +39,20 @@ _ROUNDING = 1e-9
 
 
 class AssignedRun:
-    """A run on a topology: its prediction under an order of slots, and the terms of any link."""
+    """A run on a topology: its prediction under an order of slots, and the terms of any link.
+
+    `degrees` are those of its layout, expert parallelism in blocks.
+    """
 
     def __init__(self, run: TrainingRun, constants: Constants, topology: Topology) -> None:
         self.run, self.constants, self.topology = run, constants, topology
+        self.degrees = degrees_alone(run.layout, has_whole_experts=run.has_whole_experts)
         self._stages = stages_of_devices(run)
         self._parts = stage_parts(run, constants)
         self._parts_by_link: dict[tuple[GroupLink, int], list[StageParts]] = {}
         self._rank_seconds: dict[tuple[int, float, GroupLink, GroupLink], float] = {}
         self._parts_on_slots: dict[tuple[int, float, GroupLink, GroupLink], StageParts] = {}
-        self._transfers: dict[tuple[float, float] | None, float] = {}
+        self._transfers: dict[tuple[tuple[float, float] | None, int], float] = {}
         weights = weights_of_stages(run)
         self._held = [held_weights(run, rank, weights) for rank in range(run.layout.pipeline_parallel)]
         self._fullest = fullest_rank(run, weights)
@@ -57,7 +61,7 @@ class AssignedRun:
 
     def predict(self, slots: tuple[int, ...]) -> RowPrediction:
         """The prediction when slot `slots[r]` plays RANK r."""
-        arranged = arranged_slots(self.topology, slots, self.run.layout)
+        arranged = arranged_slots(self.topology, slots, self.degrees)
         slowest = max(
             (self._replica_terms(replica) for replica in self._slowest_replicas(arranged)),
             key=lambda time: sum(time.terms.values()),
@@ -83,7 +87,7 @@ class AssignedRun:
         """Seconds that the prediction with these slots is not under: its busiest rank's, without waiting."""
         if contention_gain(self.run.software, self.run.cluster, self.constants):
             return 0.0
-        arranged = arranged_slots(self.topology, slots, self.run.layout)
+        arranged = arranged_slots(self.topology, slots, self.degrees)
         busy = max(max(self._busy_s(replica)) for replica in self._slowest_replicas(arranged))
         share = 1.0 + straggler_share(self.run, self.constants)
         if isinstance(self.constants, ClusterConstants):
@@ -92,12 +96,12 @@ class AssignedRun:
 
     def stage_times(self, slots: tuple[int, ...]) -> tuple[list[Times], FloatArray, FloatArray]:
         """The stages' times on the slowest replica without waiting, and its transfers ahead and back."""
-        replica = self._slowest_replicas(arranged_slots(self.topology, slots, self.run.layout))[0]
+        replica = self._slowest_replicas(arranged_slots(self.topology, slots, self.degrees))[0]
         return stage_sums(self._replica_parts(replica)), *self._replica_transfers(replica)
 
     def slowdowns(self, slots: tuple[int, ...]) -> FloatArray:
         """The slowdown of each pipeline rank, its slowest replica's [pp]."""
-        return arranged_slots(self.topology, slots, self.run.layout).slowdowns
+        return arranged_slots(self.topology, slots, self.degrees).slowdowns
 
     def by_rank(
         self, seconds: Callable[[StageParts], float], parts: list[StageParts] | None = None
@@ -170,7 +174,9 @@ class AssignedRun:
         if key not in self._parts_on_slots:
             tp = self.run.layout.tensor_parallel
             parts = {name: times.scaled(slowdown) for name, times in self._parts[stage].items()}
-            groups = (self.tensor_link, 1), (context, tp), (expert, tp)
+            # Ranks of one block may share all experts between them.
+            experts = (expert, tp) if self.degrees.expert_parallel > 1 else (self.tensor_link, 1)
+            groups = (self.tensor_link, 1), (context, tp), experts
             for name, (link, stride) in zip(COLLECTIVES, groups, strict=True):
                 if link.size > 1:
                     parts[name] = self.parts_over(link, stride)[stage][name]
@@ -201,25 +207,32 @@ class AssignedRun:
         forward_s, backward_s = np.zeros(len(ranks)), np.zeros(len(ranks))
         for stage, (here, there) in enumerate(pairwise(ranks)):
             if here != there:
-                forward_s[stage] = self._transfer_s(replica.domains[here], replica.domains[there])
-                backward_s[stage + 1] = self._transfer_s(replica.domains[there], replica.domains[here])
+                sender, receiver = replica.domains[here], replica.domains[there]
+                count = self.run.num_sent_tensors(stage)
+                forward_s[stage] = self._transfer_s(sender, receiver, num_tensors=count)
+                backward_s[stage + 1] = self._transfer_s(receiver, sender, num_tensors=count)
         return forward_s, backward_s
 
-    def _transfer_s(self, sender: int, receiver: int) -> float:
-        """Seconds of a boundary tensor from one domain to another, or inside one."""
+    def _transfer_s(self, sender: int, receiver: int, *, num_tensors: int = 1) -> float:
+        """Seconds of a boundary tensor, or of several, from one domain to another, or inside one."""
         # A transfer goes one way only. All pairs of domains with equal links take as long.
         between = self.topology.between_bytes_per_s, self.topology.between_latency_s
-        key = (
+        pair = (
             None
             if sender == receiver
             else (float(between[0][sender, receiver]), float(between[1][sender, receiver]))
         )
+        key = (pair, num_tensors)
         if key not in self._transfers:
             link = group_link(self.topology, [sender, receiver])
-            if key is not None:
-                link = replace(link, bytes_per_s=key[0], latency_s=key[1])
+            if pair is not None:
+                link = replace(link, port_bytes_per_s=pair[0], bytes_per_s=pair[0], latency_s=pair[1])
             cluster, constants = view_from(self.run.cluster, self.constants, link, stride=1)
             self._transfers[key] = communication.transfer_s(
-                replace(self.run, cluster=cluster), constants, sender=0, receiver=link.num_domains - 1
+                replace(self.run, cluster=cluster),
+                constants,
+                sender=0,
+                receiver=link.num_domains - 1,
+                num_tensors=num_tensors,
             )
         return self._transfers[key]

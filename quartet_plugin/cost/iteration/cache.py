@@ -13,16 +13,16 @@ from quartet_plugin.cost.iteration.orders import device_of_stages, orders_of
 from quartet_plugin.cost.iteration.plan_terms import (
     GroupsApart,
     UnitArrays,
+    domains_of,
     group_sizes,
     groups_apart,
-    nodes_of,
     run_of_plan,
     unit_arrays,
 )
 from quartet_plugin.cost.iteration.replay import blocks_on_sends
 from quartet_plugin.cost.iteration.split_model import RawTimes, SplitModel
-from quartet_plugin.cost.iteration.step import tensor_start_s, tensors_of_layer
-from quartet_plugin.cost.iteration.terms import COLLECTIVES, unit_parts
+from quartet_plugin.cost.iteration.step import experts_start_s, tensor_start_s, tensors_of_layer
+from quartet_plugin.cost.iteration.terms import COLLECTIVES, UnitParts, unit_parts
 from quartet_plugin.cost.memory import weights_of_stages
 from quartet_plugin.cost.run import (
     TrainingRun,
@@ -79,7 +79,9 @@ class IterationModelCache:
         intra_s, inter_s, latency_s = self._links_of(plan, run)
 
         placement, orders = np.array(device_of_stages(run), dtype=np.int64), orders_of(run)
-        layer_start_s = tensors_of_layer(run) * tensor_start_s(run, self.machine_model.constants)
+        constants = self.machine_model.constants
+        layer_start_s = tensors_of_layer(run) * tensor_start_s(run, constants)
+        layer_start_s += experts_start_s(run, constants)
         core_slowdown = (
             np.ones(plan.layout.pipeline_parallel) if sharing is None else sharing.greatest_slowdown
         )
@@ -91,6 +93,9 @@ class IterationModelCache:
             other_fixed[-1] += units.action[:, None]
             other_fixed[:, :, 0] += num_first * (units.unslowed[0] - units.unslowed[1])
             compute_fixed = np.einsum("ucd,us->cds", units.compute[2:], held)
+            if run.is_mtp_before_last:
+                other_fixed[:, :, -2] += units.further_unslowed
+                compute_fixed[:, :, -2] += units.further_compute
             compute_fixed[:, :, 0] += num_first * (units.compute[0] - units.compute[1])
             return RawTimes(
                 compute_fixed=compute_fixed,
@@ -116,11 +121,14 @@ class IterationModelCache:
         per_layer = weights[fullest] - without
         return SplitModel(
             plan,
+            run=run,
             raw_of=raw_of,
             group_sizes=group_sizes(run),
             weights=(per_layer, weights[0] - per_layer * counts[0], weights[-1] - per_layer * counts[-1]),
             slot_index=self.machine_model.slowdown_index_of_slot,
-            node_of_slot=np.array([slot.node for slot in slots_of(self.machine_model.nodes)]),
+            domain_of_slot=self.machine_model.domain_of_node[
+                [slot.node for slot in slots_of(self.machine_model.nodes)]
+            ],
             step_terms_of=lambda other: self.of(other).step_seconds,
         )
 
@@ -135,27 +143,46 @@ class IterationModelCache:
 
     def _units_of(self, plan: Plan, run: TrainingRun) -> UnitArrays:
         """The units with the links of the plan's groups: tensor parallel ones stay in a node."""
-        apart = groups_apart(nodes_of(plan), group_sizes(run), tensor_parallel=plan.layout.tensor_parallel)
+        domains = domains_of(plan, self.machine_model)
+        apart = groups_apart(domains, group_sizes(run), tensor_parallel=plan.layout.tensor_parallel)
         return self._units_under(plan, run, apart)
 
     def _units_under(self, plan: Plan, run: TrainingRun, apart: GroupsApart) -> UnitArrays:
-        """The units where the context and expert parallel groups are or are not on several nodes."""
+        """The units where the context and expert parallel groups are or are not in several domains."""
         # A layer's times have the share of all layers that is recomputed, which the split decides.
         recomputed = run.recomputed_share
-        key = (plan.shape, plan.layout, run.is_custom, run.splits_backward, recomputed, apart)
+        is_before_last = run.is_mtp_before_last
+        key = (plan.shape, plan.layout, run.is_custom, run.splits_backward, recomputed, apart, is_before_last)
         if key not in self._units:
             constants = self.machine_model.constants
             parts = unit_parts(run, constants)
             if any(apart):
-                inter_node = unit_parts(replace(run, cluster=self.machine_model.inter_node), constants)
-                names = [name for name, is_apart in zip(COLLECTIVES[1:], apart, strict=True) if is_apart]
-                parts = replace(
-                    parts,
-                    dense=parts.dense | {name: inter_node.dense[name] for name in names},
-                    routed=parts.routed | {name: inter_node.routed[name] for name in names},
-                )
+                parts = self._over_links(run, parts, apart)
             self._units[key] = unit_arrays(parts)
         return self._units[key]
+
+    def _over_links(self, run: TrainingRun, parts: UnitParts, apart: GroupsApart) -> UnitParts:
+        """The units with the links between domains for the groups that are apart.
+
+        Ranks that exchange heads stay in their domain where they are not apart, when the rings leave it.
+        """
+        inter_node, constants = self.machine_model.inter_node, self.machine_model.constants
+        experts = context = unit_parts(replace(run, cluster=inter_node), constants)
+        if apart[2:] == (False,):
+            neighbours = run.exchanging_ranks * run.layout.tensor_parallel
+            cluster = replace(inter_node, scale_up_devices=neighbours)
+            context = unit_parts(replace(run, cluster=cluster), constants)
+        there = dict(zip(COLLECTIVES[1:], (context, experts), strict=True))
+        names = [name for name, is_apart in zip(there, apart, strict=False) if is_apart]
+        return replace(
+            parts,
+            dense=parts.dense | {name: there[name].dense[name] for name in names},
+            routed=parts.routed | {name: there[name].routed[name] for name in names},
+            # Layers of multi-token prediction count with the head.
+            head=parts.head | {name: there[name].head[name] for name in names if name in parts.head},
+            further=parts.further
+            | {name: there[name].further[name] for name in names if name in parts.further},
+        )
 
     def _links_of(self, plan: Plan, run: TrainingRun) -> tuple[float, float, float]:
         """Seconds of a boundary tensor inside a node and between nodes, without latency, and the latency."""

@@ -80,13 +80,16 @@ class IterationModel:
         held[2, 0] = held[3, -1] = 1.0
         self._compute = np.einsum("ucd,us->cds", units.compute, held)
         self._unslowed = np.einsum("urd,us->rds", units.unslowed, held)
+        if run.is_mtp_before_last:
+            self._compute[:, :, -2] += units.further_compute
+            self._unslowed[:, :, -2] += units.further_unslowed
         self._unslowed[-1] += units.action[:, None]
         self._core_sharing = core_sharing_of(plan, machine_model.nodes)
         self._no_core_slowdown = np.ones(ranks)
         self._last_core_slowdown: tuple[bytes, FloatArray] | None = None
         indices = slowdown_indices(plan, machine_model)
         self._slot_indices = np.zeros((0, 0), dtype=np.int64) if indices is None else indices
-        self._sends = sends_of(plan, self._placement, links)
+        self._sends = sends_of(plan, run, self._placement, links, machine_model)
         self._step_terms = step_terms_of(
             plan, run, machine_model, self._compute.sum(axis=0) + self._unslowed.sum(axis=0)
         )
@@ -180,6 +183,8 @@ class IterationModel:
             ]
             if stage == 0:
                 held.append((units.embedding, 1, Coefficient.EMBEDDING))
+            if stage == num_stages - 2 and self.run.is_mtp_before_last:
+                held.append((units.further, 1, None))
             if stage == num_stages - 1:
                 held.append((units.head, 1, Coefficient.HEAD))
             stages.append(self._scaled(held, scale, float(slowdown[self._placement[stage]])))

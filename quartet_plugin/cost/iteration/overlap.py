@@ -16,6 +16,7 @@ from quartet_plugin.cost.iteration.replay import blocks_on_sends, hidden_by_pair
 from quartet_plugin.cost.iteration.step import (
     busiest_rank,
     fullest_rank,
+    held_expert_layers,
     held_layers,
     held_weights,
     transfers_s,
@@ -36,11 +37,12 @@ def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
     rank = busiest_rank(run, [stage.total_s for stage in sums])
     stages, count = list(stages_of_devices(run)[rank]), run.num_microbatches
     layers = count * held_layers(run, rank)
+    routed = count * held_expert_layers(run, rank)
     forward_s = sum(sums[k].forward_s for k in stages)
     backward_s = sum(sums[k].input_grad_s + sums[k].weight_grad_s for k in stages)
     sent = sum(float(seconds[stages].sum()) for seconds in transfers_s(run, constants))
     hidden = {
-        "tp_comm_s": layers * _tensor_s(run, constants),
+        "tp_comm_s": (layers + routed * _further_pairs(run)) * _tensor_s(run, constants),
         "cp_comm_s": layers * _context_s(run, constants),
         "ep_comm_s": _in_pairs_s(run, constants, parts, sums, rank) if run.has_pairs else 0.0,
         "pp_comm_s": 0.0 if blocks_on_sends(run) else count * sent,
@@ -54,6 +56,13 @@ def _tensor_s(run: TrainingRun, constants: Constants) -> float:
     plain = replace(run, software=replace(run.software, tensor_overlap=Overlap.NONE))
     alone, exposed = (communication.tensor_parallel(each, constants)[0].total_s for each in (plain, run))
     return alone - exposed
+
+
+def _further_pairs(run: TrainingRun) -> float:
+    """Tensor-parallel collectives of a layer with experts beyond those of a dense layer, in these."""
+    if run.experts is None:
+        return 0.0
+    return (sum(communication.ffn_pairs(run, run.experts)) - 1.0) / 2.0
 
 
 def _in_pairs_s(

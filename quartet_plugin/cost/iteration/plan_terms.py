@@ -22,18 +22,21 @@ from quartet_plugin.cost.run import (
     Software,
     TrainingRun,
     UniformCluster,
+    mtp_depth_of,
     run_of,
     schedule_group,
     schedule_kind,
 )
 from quartet_plugin.cost.software import imbalance_of, with_features, with_settings
 from quartet_plugin.cost.times import Times
-from quartet_plugin.mapping.orders import slots_of
+from quartet_plugin.mapping.orders import slot_indices
+from quartet_plugin.mapping.topology import expert_blocks
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.job_description import mean_layers
 from quartet_plugin.model.layout import SettingValue
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.recompute_modules import modules_of
+from quartet_plugin.model.training_job import TrainingJob
 
 # The coefficient of each compute part of a layer, and of each collective's part.
 PART_OF = {
@@ -43,8 +46,8 @@ PART_OF = {
     "launch": Coefficient.LAUNCH,
     "recompute": Coefficient.RECOMPUTE,
 }
-# Whether context and expert parallel groups are on several nodes.
-type GroupsApart = tuple[bool, bool]
+# Whether the groups of `group_sizes` are in several domains.
+type GroupsApart = tuple[bool, ...]
 UNSLOWED_PARTS = ("tp_comm", "cp_comm", "ep_comm", "action")
 
 
@@ -54,19 +57,23 @@ class UnitArrays:
 
     The first axis has a dense layer, one with experts, the embedding and the head; the last the directions
     (forward, input gradient, weight gradient). `action` [3] are the seconds of a stage's actions.
+    `further_compute` [num_causes, 3] and `further_unslowed` [4, 3] are those of multi-token prediction on the
+    stage before the last one.
     """
 
     parts: UnitParts
     compute: FloatArray
     unslowed: FloatArray
     action: FloatArray
+    further_compute: FloatArray
+    further_unslowed: FloatArray
 
 
 def unit_arrays(parts: UnitParts) -> UnitArrays:
     """The seconds of the units of a stage as arrays [unit, cause, direction], in the order of INDEX."""
-    compute, unslowed = np.zeros((4, len(CAUSES), 3)), np.zeros((4, len(UNSLOWED), 3))
-    units = (parts.dense, parts.routed, parts.embedding, parts.head)
-    ends = (None, None, Coefficient.EMBEDDING, Coefficient.HEAD)
+    compute, unslowed = np.zeros((5, len(CAUSES), 3)), np.zeros((5, len(UNSLOWED), 3))
+    units = (parts.dense, parts.routed, parts.embedding, parts.head, parts.further)
+    ends = (None, None, Coefficient.EMBEDDING, Coefficient.HEAD, None)
     for unit, (named, end) in enumerate(zip(units, ends, strict=True)):
         for name, times in named.items():
             if name in UNSLOWED_PARTS:
@@ -74,42 +81,74 @@ def unit_arrays(parts: UnitParts) -> UnitArrays:
             else:
                 compute[unit, INDEX[end or PART_OF[name]]] += times
     action = np.array(parts.action.get("action", Times()))
-    return UnitArrays(parts=parts, compute=compute, unslowed=unslowed, action=action)
+    return UnitArrays(
+        parts=parts,
+        compute=compute[:4],
+        unslowed=unslowed[:4],
+        action=action,
+        further_compute=compute[4],
+        further_unslowed=unslowed[4],
+    )
 
 
 def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
     """The plan as a training run, every link inside a node."""
-    settings = (*machine_model.settings, *(plan.layout.settings or ()))
+    return run_of_job(
+        plan,
+        machine_model,
+        split=plan.split,
+        global_batch_size=plan.made_for.global_batch_size,
+        mtp_layers=plan.made_for.mtp_layers or 0,
+        on_cpu=machine_model.on_cpu,
+        cluster=machine_model.intra_node,
+    )
+
+
+def run_of_job(
+    source: Plan | TrainingJob,
+    job: MachineModel | TrainingJob,
+    *,
+    split: Split,
+    global_batch_size: int,
+    mtp_layers: int,
+    on_cpu: bool,
+    cluster: UniformCluster,
+) -> TrainingRun:
+    """The run of a job on `cluster`, with the shape, layout and schedule of `source`: a plan, or its own.
+
+    What no plan changes is that of `job`: precision, features, experts, attention and norms, and the settings
+    that the layout of `source` does not have.
+    """
+    settings = (*(job.settings or ()), *(source.layout.settings or ()))
     known = {setting.name: setting.value for setting in settings}
-    shape, experts = mean_layers(plan.shape, machine_model.experts)
+    shape, experts = mean_layers(source.shape, job.experts)
     # A hybrid model's mean layer has plain attention.
-    latent = machine_model.latent if plan.shape.layer_kinds is None else None
+    latent = job.latent if source.shape.layer_kinds is None else None
     run = run_of(
         shape,
-        plan.layout,
-        global_batch_size=plan.made_for.global_batch_size,
-        layers_per_stage=plan.split.transformer_layers_per_stage,
-        cluster=machine_model.intra_node,
-        schedule=schedule_kind(plan.schedule),
-        group=schedule_group(plan.schedule),
-        custom=plan.schedule.custom,
-        precision=machine_model.precision,
-        software=with_settings(
-            with_features(ON_CPU if machine_model.on_cpu else Software(), machine_model.features), known
-        ),
+        source.layout,
+        global_batch_size=global_batch_size,
+        layers_per_stage=split.transformer_layers_per_stage,
+        cluster=cluster,
+        schedule=schedule_kind(source.schedule),
+        group=schedule_group(source.schedule),
+        custom=source.schedule.custom,
+        precision=job.precision,
+        software=with_settings(with_features(ON_CPU if on_cpu else Software(), job.features), known),
     )
     run = with_recompute(run, known)
-    mtp_layers = plan.made_for.mtp_layers or 0
     if experts is None and latent is None and not mtp_layers:
-        return replace(run, normalization=machine_model.normalization)
+        return replace(run, normalization=job.normalization)
     return replace(
         run,
         experts=experts,
         latent=latent,
-        normalization=machine_model.normalization,
+        normalization=job.normalization,
         mtp_layers=mtp_layers,
+        mtp_depth=mtp_depth_of(source.shape, job.experts, job.mtp_kinds),
+        is_mtp_before_last=bool(split.mtp_before_last),
         has_whole_experts=known.get("expert_tensor_parallel") == 1,
-        imbalance=imbalance_of(machine_model.features),
+        imbalance=imbalance_of(job.features),
     )
 
 
@@ -131,30 +170,32 @@ def slowdown_indices(plan: Plan, machine_model: MachineModel) -> IntArray | None
     """The coefficients' indices of the slots' slowdowns [pp, slots a rank]; None where no slot has one."""
     if (machine_model.slowdown_index_of_slot < 0).any():
         return None
-    indices = machine_model.slowdown_index_of_slot[slot_numbers(plan, machine_model)]
+    indices = machine_model.slowdown_index_of_slot[slot_indices(machine_model.nodes, plan.mapping)]
     # Megatron numbers pipeline ranks slowest.
     return indices.reshape(plan.layout.pipeline_parallel, -1)
 
 
-def slot_numbers(plan: Plan, machine_model: MachineModel) -> IntArray:
-    """The number of each rank's slot among the machine's slots [world size]."""
-    number = {slot: index for index, slot in enumerate(slots_of(machine_model.nodes))}
-    return np.array([number[slot] for slot in plan.mapping.slots], dtype=np.int64)
-
-
-def sends_of(plan: Plan, placement: IntArray, links: tuple[float, float, float]) -> FloatArray:
+def sends_of(
+    plan: Plan,
+    run: TrainingRun,
+    placement: IntArray,
+    links: tuple[float, float, float],
+    machine_model: MachineModel,
+) -> FloatArray:
     """Seconds of the transfer from each stage to the next: intra-node, inter-node, latency [3, S]."""
     intra_node_s, inter_node_s, latency_s = links
-    nodes = nodes_of(plan)
+    domains = domains_of(plan, machine_model)
     sends = np.zeros((3, len(placement)))
     for stage in range(len(placement) - 1):
         sender, receiver = int(placement[stage]), int(placement[stage + 1])
         if sender == receiver:
             continue
-        if (nodes[sender] == nodes[receiver]).all():
+        if (domains[sender] == domains[receiver]).all():
             sends[:, stage] = intra_node_s, 0.0, latency_s
         else:
             sends[:, stage] = 0.0, inter_node_s, latency_s
+    if run.is_mtp_before_last:
+        sends[:2, -2] *= run.num_sent_tensors(len(placement) - 2)
     return sends
 
 
@@ -168,10 +209,10 @@ def step_terms_of(
     constants = machine_model.constants
     busiest = list(stages_of_devices(run)[busiest_rank(run, work_s.sum(axis=0).tolist())])
     passes = work_s[:, busiest].sum(axis=1)
-    nodes = nodes_of(plan)
+    domains = domains_of(plan, machine_model)
     placement = device_of_stages(run)
-    is_inter_node = are_copies_apart(nodes, tensor_parallel=plan.layout.tensor_parallel)
-    ends_apart = bool((nodes[placement[0]] != nodes[placement[-1]]).any())
+    is_inter_node = are_copies_apart(domains, tensor_parallel=plan.layout.tensor_parallel)
+    ends_apart = bool((domains[placement[0]] != domains[placement[run.embedding_stage]]).any())
 
     def terms_on(cluster: UniformCluster) -> dict[str, float]:
         here = run if cluster is run.cluster else replace(run, cluster=cluster)
@@ -192,39 +233,42 @@ def step_terms_of(
     }
 
 
-def nodes_of(plan: Plan) -> IntArray:
-    """The node of each rank [pp, copies * tp]: Megatron numbers pipeline ranks slowest."""
-    nodes = np.array([slot.node for slot in plan.mapping.slots], dtype=np.int64)
-    return nodes.reshape(plan.layout.pipeline_parallel, -1)
+def domains_of(plan: Plan, machine_model: MachineModel) -> IntArray:
+    """The domain of each rank [pp, copies * tp]: a node, or all nodes that fast links join.
+
+    Megatron numbers pipeline ranks slowest.
+    """
+    domains = machine_model.domain_of_node[[slot.node for slot in plan.mapping.slots]]
+    return domains.reshape(plan.layout.pipeline_parallel, -1)
 
 
-def group_sizes(run: TrainingRun) -> tuple[int, int]:
+def group_sizes(run: TrainingRun) -> tuple[int, ...]:
     """The neighbouring data- and context-parallel ranks that a context and an expert parallel group has.
 
-    Ranks of whole experts lie beside each other, tensor-parallel ones among them.
+    Ranks of whole experts lie beside each other, tensor-parallel ones among them. Where rings join ranks that
+    exchange heads, the number of these is third.
     """
-    layout = run.layout
-    experts = max(1, layout.expert_parallel * run.expert_shards // layout.tensor_parallel)
-    return layout.context_parallel, experts
+    experts = expert_blocks(run.layout, has_whole_experts=run.has_whole_experts)
+    sizes = run.layout.context_parallel, experts
+    return sizes if run.exchanging_ranks in (1, sizes[0]) else (*sizes, run.exchanging_ranks)
 
 
-def groups_apart(nodes: IntArray, sizes: tuple[int, int], *, tensor_parallel: int) -> GroupsApart:
-    """Whether a context and an expert parallel group, of `group_sizes`, is on several nodes.
+def groups_apart(domains: IntArray, sizes: tuple[int, ...], *, tensor_parallel: int) -> GroupsApart:
+    """Whether a group of each of the `group_sizes` is in several domains.
 
-    `nodes` [pp, copies * tp] are the ranks'.
+    `domains` [pp, copies * tp] are the ranks'.
     """
-    context, experts = (bool(are_apart(nodes[None], size, tensor_parallel=tensor_parallel)) for size in sizes)
-    return context, experts
+    return tuple(bool(are_apart(domains[None], size, tensor_parallel=tensor_parallel)) for size in sizes)
 
 
-def are_copies_apart(nodes: IntArray, *, tensor_parallel: int) -> bool:
-    """Whether the copies of a stage are on several nodes; `nodes` [pp, copies * tp] are the ranks'."""
-    num_copies = nodes.shape[-1] // tensor_parallel
-    return bool(are_apart(nodes[None], num_copies, tensor_parallel=tensor_parallel))
+def are_copies_apart(domains: IntArray, *, tensor_parallel: int) -> bool:
+    """Whether the copies of a stage are in several domains; `domains` [pp, copies * tp] are the ranks'."""
+    num_copies = domains.shape[-1] // tensor_parallel
+    return bool(are_apart(domains[None], num_copies, tensor_parallel=tensor_parallel))
 
 
-def are_apart(nodes: IntArray, size: int, *, tensor_parallel: int) -> NDArray[np.bool_]:
-    """Of orders' nodes [num, pp, copies * tp], whether a group of `size` is on several nodes [num]."""
-    groups = nodes.reshape(len(nodes), -1, size, tensor_parallel)
+def are_apart(domains: IntArray, size: int, *, tensor_parallel: int) -> NDArray[np.bool_]:
+    """Of orders' domains [num, pp, copies * tp], whether a group of `size` is in several domains [num]."""
+    groups = domains.reshape(len(domains), -1, size, tensor_parallel)
     apart: NDArray[np.bool_] = (groups != groups[:, :, :1]).any(axis=(1, 2, 3))
     return apart

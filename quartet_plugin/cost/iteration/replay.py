@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quartet_plugin.cost.iteration.orders import device_of_stages, orders_of, stages_of_devices
-from quartet_plugin.cost.run import ScheduleKind, TrainingRun
+from quartet_plugin.cost.run import ScheduleKind, Software, TrainingRun
 from quartet_plugin.cost.times import Times
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import FloatArray, IntArray
@@ -31,12 +31,13 @@ _PERIOD_ROUNDS = np.int64(24)
 
 
 def blocks_on_sends(run: TrainingRun) -> bool:
+    """Whether a rank waits until its sends have arrived; no rank of an order that a plan carries does."""
+    return run.custom is None and kind_blocks_on_sends(run.schedule, run.software)
+
+
+def kind_blocks_on_sends(kind: ScheduleKind, software: Software) -> bool:
     """Whether a rank waits until its sends have arrived: Megatron overlaps transfers beside 1F1B's."""
-    if run.custom is not None:
-        return False
-    return run.schedule is ScheduleKind.ONE_F_ONE_B or (
-        run.software.blocking_transfers and run.schedule in BLOCKABLE
-    )
+    return kind is ScheduleKind.ONE_F_ONE_B or (software.blocking_transfers and kind in BLOCKABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

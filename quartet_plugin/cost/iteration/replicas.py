@@ -22,7 +22,10 @@ from quartet_plugin.model.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One replica, an entry a pipeline rank: slowdown, links of its context and expert groups, domain."""
+    """One replica, an entry a pipeline rank: slowdown, links of its context and expert groups, domain.
+
+    Members of the groups are blocks.
+    """
 
     slowdowns: tuple[float, ...]
     context: tuple[GroupLink, ...]
@@ -45,7 +48,10 @@ class ArrangedSlots:
 
 
 def arranged_slots(topology: Topology, slots: tuple[int, ...], layout: Layout) -> ArrangedSlots:
-    """The replicas of `layout` when slot `slots[r]` plays RANK r; layouts of equal degrees share them."""
+    """The replicas of `layout` when slot `slots[r]` plays RANK r; layouts of equal degrees share them.
+
+    `layout` counts expert parallelism in blocks (`degrees_alone`).
+    """
     return _arranged(topology, slots, degrees_alone(layout))
 
 

@@ -1,5 +1,7 @@
 """The compiled time of a pipeline by the layers of its stages, and the seconds of one more layer on each."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from quartet_plugin.cost.iteration.replay import SAME, critical_path, with_sends
@@ -7,27 +9,51 @@ from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule.compilation import compiled
 
 
-@compiled
-def evaluate(
-    counts: IntArray,
-    orders: IntArray,
-    order_starts: IntArray,
-    offsets: IntArray,
-    num_microbatches: IntArray,
-    order_weights: FloatArray,
-    placement: IntArray,
-    fixed_s: FloatArray,
-    layer_s: FloatArray,
-    sends_s: FloatArray,
-    is_blocking: bool,
-    slopes: FloatArray,
-) -> float:
-    """Seconds of the pipeline's part of an iteration, -1 where the orders do not run.
+class SplitArrays(NamedTuple):
+    """A pipeline whose layers are free, as kernels take it: `SplitTimes` in arrays, S stages.
 
-    Fills `slopes` [S] with the seconds of one more layer on each stage along the longest path. Several orders
-    lie behind each other in `orders`, from `order_starts` on; `offsets` [num_orders, pp + 1].
+    Several orders lie behind each other in `orders`, from `order_starts` on; `offsets` [num_orders, pp + 1].
+    An iteration is the sum of their times by `order_weights`. `fixed_s` and `layer_s` [3, S] are the seconds
+    of F, I and W besides the layers and of one layer, `sends_s` [S - 1] those between stages.
     """
+
+    orders: IntArray
+    order_starts: IntArray
+    offsets: IntArray
+    num_microbatches: IntArray
+    order_weights: FloatArray
+    placement: IntArray
+    fixed_s: FloatArray
+    layer_s: FloatArray
+    sends_s: FloatArray
+    is_blocking: bool
+
+
+@compiled
+def busiest_work(times: FloatArray, placement: IntArray, layer_s: FloatArray, slopes: FloatArray) -> float:
+    """Seconds of work a microbatch on the busiest rank; fills `slopes` [S] with those of one more layer."""
     num_stages = len(placement)
+    work_s = np.zeros(int(placement.max()) + 1)
+    for stage in range(num_stages):
+        work_s[placement[stage]] += times[0, stage] + times[1, stage] + times[2, stage]
+    busiest = work_s.argmax()
+    for stage in range(num_stages):
+        is_there = placement[stage] == busiest
+        slopes[stage] = layer_s[0, stage] + layer_s[1, stage] + layer_s[2, stage] if is_there else 0.0
+    return float(work_s[busiest])
+
+
+@compiled
+def evaluate(counts: IntArray, pipeline: SplitArrays, slopes: FloatArray) -> tuple[float, float]:
+    """Seconds of the pipeline's part of an iteration, and of its longest path; -1 where orders do not run.
+
+    Fills `slopes` [S] with the seconds of one more layer on each stage along the path. Where the time is
+    extrapolated from two orders, it is at least the busiest rank's work, and the path is the shorter order's
+    with the busiest rank's work of each further microbatch: a difference of two longest paths is no bound.
+    """
+    placement, fixed_s, layer_s = pipeline.placement, pipeline.fixed_s, pipeline.layer_s
+    order_starts, order_weights = pipeline.order_starts, pipeline.order_weights
+    num_stages, num_orders = len(placement), len(order_weights)
     slopes[:] = 0.0
     work = np.zeros((3, num_stages))
     sends = np.zeros((2, num_stages))
@@ -35,17 +61,20 @@ def evaluate(
         for way in range(3):
             work[way, stage] = fixed_s[way, stage] + counts[stage] * layer_s[way, stage]
     for stage in range(num_stages - 1):
-        sends[0, stage] = sends_s[stage]
-        sends[1, stage + 1] = sends_s[stage]
-    times, passing = with_sends(work, sends, is_blocking)
-    seconds = 0.0
-    for index in range(len(order_weights)):
+        sends[0, stage] = pipeline.sends_s[stage]
+        sends[1, stage + 1] = pipeline.sends_s[stage]
+    times, passing = with_sends(work, sends, pipeline.is_blocking)
+    busy_slopes = np.zeros(num_stages)
+    busy_s = busiest_work(times, placement, layer_s, busy_slopes)
+    seconds, path_s, total = 0.0, 0.0, 0.0
+    for index in range(num_orders):
+        weight, size = order_weights[index], pipeline.num_microbatches[index]
         actions = np.zeros((4, num_stages))
         passed = np.zeros((2, num_stages))
-        route = np.zeros(num_microbatches[index], dtype=np.int64)
+        route = np.zeros(size, dtype=np.int64)
         span = critical_path(
-            orders[order_starts[index] : order_starts[index + 1]],
-            offsets[index],
+            pipeline.orders[order_starts[index] : order_starts[index + 1]],
+            pipeline.offsets[index],
             placement,
             route,
             times,
@@ -55,13 +84,24 @@ def evaluate(
             passed,
         )
         if span < 0.0:
-            return -1.0
-        seconds += order_weights[index] * span
+            return -1.0, -1.0
+        seconds += weight * span
+        total += weight * size
+        # A longer order and the shorter one behind it, which has a negative weight, are extrapolated from.
+        if index + 1 < num_orders and order_weights[index + 1] < 0.0:
+            continue
+        share, further = weight, 0.0
+        if weight < 0.0:
+            share += order_weights[index - 1]
+            further = order_weights[index - 1] * (pipeline.num_microbatches[index - 1] - size)
+        path_s += share * span + further * busy_s
         for stage in range(num_stages):
             full = actions[3, stage]
-            slopes[stage] += order_weights[index] * (
+            slopes[stage] += further * busy_slopes[stage] + share * (
                 actions[0, stage] * layer_s[0, stage]
                 + (actions[1, stage] + full) * layer_s[1, stage]
                 + (actions[2, stage] + full) * layer_s[2, stage]
             )
-    return float(seconds)
+    if num_orders > 1:
+        seconds = max(seconds, total * busy_s)
+    return float(seconds), float(min(path_s, seconds))

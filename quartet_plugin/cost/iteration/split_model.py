@@ -15,14 +15,16 @@ from quartet_plugin.cost.coefficients import CAUSES, INDEX, Coefficient
 from quartet_plugin.cost.iteration.kernel import UNSLOWED
 from quartet_plugin.cost.iteration.orders import WeightedOrders
 from quartet_plugin.cost.iteration.plan_terms import GroupsApart, are_apart, are_copies_apart, groups_apart
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.plan import Mapping, Plan
 
 # Indices of slots, RANK 0's first.
 type SlotOrder = Sequence[int] | IntArray
 
-# The layers by which the fuller of two splits differs whose steps give the step's slope.
-_MORE = 1
+# Layers of weights by which the fullest ranks of two splits differ at least where their steps give the step's
+# slope.
+_LEAST_DIFFERENCE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,19 +91,20 @@ class SplitModel:
         self,
         plan: Plan,
         *,
+        run: TrainingRun,
         raw_of: Callable[[GroupsApart], RawTimes],
-        group_sizes: tuple[int, int],
+        group_sizes: tuple[int, ...],
         weights: tuple[float, float, float],
         slot_index: IntArray,
-        node_of_slot: IntArray,
+        domain_of_slot: IntArray,
         step_terms_of: Callable[[Plan], FloatArray],
     ) -> None:
-        self._plan = plan
+        self._plan, self._run = plan, run
         self._raw_of, self._group_sizes = raw_of, group_sizes
-        # What is read of it does not depend on the nodes of groups.
-        self._raw = raw_of((False, False))
+        # What is read of it does not depend on the domains of groups.
+        self._raw = raw_of((False,) * len(group_sizes))
         self._layer_weights, self._first_weights, self._last_weights = weights
-        self._slot_index, self._node_of_slot = slot_index, node_of_slot
+        self._slot_index, self.domain_of_slot = slot_index, domain_of_slot
         self._step_terms_of = step_terms_of
         self._steps: dict[tuple[bool, bool], tuple[FloatArray, FloatArray]] = {}
 
@@ -121,20 +124,20 @@ class SplitModel:
         """What an order of slots (indices) changes: equal for orders that take the same time."""
         layout = self._plan.layout
         by_rank = np.asarray(slots).reshape(layout.pipeline_parallel, -1)
-        nodes = self._node_of_slot[by_rank]
+        domains = self.domain_of_slot[by_rank]
         return (
             tuple(slowdowns[by_rank].max(axis=1).tolist()),
-            tuple(self._crossings(nodes).tolist()),
-            self._step_class(nodes),
-            self._groups_apart(nodes),
+            tuple(self._crossings(domains).tolist()),
+            self._step_class(domains),
+            self._groups_apart(domains),
         )
 
     def times(self, log_coefficients: FloatArray, slots: SlotOrder, mapping: Mapping) -> SplitTimes:
         """The times when slot `slots[r]` plays RANK r, as `mapping` says in other words."""
         layout, schedule = self._plan.layout, self._plan.schedule
         by_rank = np.asarray(slots).reshape(layout.pipeline_parallel, -1)
-        nodes = self._node_of_slot[by_rank]
-        raw, scale = self._raw_of(self._groups_apart(nodes)), np.exp(log_coefficients)
+        domains = self.domain_of_slot[by_rank]
+        raw, scale = self._raw_of(self._groups_apart(domains)), np.exp(log_coefficients)
         slowdown = self.slowdowns(log_coefficients)[by_rank].max(axis=1) * raw.core_slowdown
         speed = scale[INDEX[Coefficient.SPEED]]
         if schedule.custom is not None:
@@ -148,33 +151,37 @@ class SplitModel:
         slowed = speed * direction[:, None] * stage_slowdown
         fixed = np.tensordot(causes, raw.compute_fixed, 1) * slowed
         layer = np.tensordot(causes, raw.compute_layer, 1)[:, None] * slowed
-        crossing = self._crossings(nodes)
+        crossing = self._crossings(domains)
         transfer, network = scale[INDEX[Coefficient.TRANSFER]], scale[INDEX[Coefficient.NETWORK]]
         intra = transfer * raw.intra_s + scale[INDEX[Coefficient.LATENCY]] * raw.latency_s
         inter = network * raw.inter_s + scale[INDEX[Coefficient.LATENCY]] * raw.latency_s
+        sends_s = np.array([0.0, intra, inter])[crossing]
+        if self._run.is_mtp_before_last:
+            more = self._run.num_sent_tensors(len(crossing) - 2) - 1
+            sends_s[-2] += more * (0.0, transfer * raw.intra_s, network * raw.inter_s)[crossing[-2]]
         return SplitTimes(
             fixed_s=raw.share * (fixed + np.tensordot(others, raw.other_fixed, 1)),
             layer_s=raw.share * (layer + np.tensordot(others, raw.other_layer, 1)[:, None]),
-            sends_s=raw.share * np.array([0.0, intra, inter])[crossing],
+            sends_s=raw.share * sends_s,
             placement=raw.placement,
             orders=raw.orders,
             is_blocking=raw.is_blocking,
-            step=self._step_line(raw.share * scale, nodes, mapping),
+            step=self._step_line(raw.share * scale, domains, mapping),
         )
 
     def distinct(self, orders: IntArray, slowdowns: FloatArray) -> list[int]:
         """The indices of the first of the orders [orders, world size] with one signature each."""
         layout, placement = self._plan.layout, self._raw.placement
         by_rank = orders.reshape(len(orders), layout.pipeline_parallel, -1)
-        nodes = self._node_of_slot[by_rank]
-        num_copies = nodes.shape[-1] // layout.tensor_parallel
+        domains = self.domain_of_slot[by_rank]
+        num_copies = domains.shape[-1] // layout.tensor_parallel
         rows = np.concatenate(
             [
                 slowdowns[by_rank].max(axis=2),
-                (nodes[:, placement[:-1]] == nodes[:, placement[1:]]).all(axis=2),
-                (nodes[:, placement[0]] != nodes[:, placement[-1]]).any(axis=1)[:, None],
+                (domains[:, placement[:-1]] == domains[:, placement[1:]]).all(axis=2),
+                (domains[:, placement[0]] != domains[:, self._embedding_rank]).any(axis=1)[:, None],
                 *(
-                    are_apart(nodes, size, tensor_parallel=layout.tensor_parallel)[:, None]
+                    are_apart(domains, size, tensor_parallel=layout.tensor_parallel)[:, None]
                     for size in (num_copies, *self._group_sizes)
                 ),
             ],
@@ -184,7 +191,7 @@ class SplitModel:
         return sorted(first.tolist())
 
     def link_s(self, log_coefficients: FloatArray) -> tuple[float, float, float]:
-        """Seconds of a boundary tensor inside a node and between nodes, without latency, and the latency."""
+        """Seconds of a boundary tensor inside a domain and between two, without latency, and the latency."""
         scale, raw = np.exp(log_coefficients), self._raw
         return (
             float(scale[INDEX[Coefficient.TRANSFER]] * raw.intra_s),
@@ -197,8 +204,8 @@ class SplitModel:
         layout = self._plan.layout
         if layout.data_parallel * layout.context_parallel == 1:
             return 0.0
-        nodes = self._node_of_slot[np.asarray(slots).reshape(layout.pipeline_parallel, -1)]
-        is_inter_node, _ = self._step_class(nodes)
+        domains = self.domain_of_slot[np.asarray(slots).reshape(layout.pipeline_parallel, -1)]
+        is_inter_node, _ = self._step_class(domains)
         terms, scale = self._step_terms_of(self._plan), np.exp(log_coefficients)
         intra_s, inter_s, _ = self.link_s(log_coefficients)
         if is_inter_node:
@@ -207,37 +214,42 @@ class SplitModel:
             index, unit_s = INDEX[Coefficient.GRADIENTS], intra_s
         return float(scale[index] * terms[index]) / max(unit_s, 1e-30)
 
-    def _crossings(self, nodes: IntArray) -> IntArray:
-        """The level of each stage's transfer to the next [S]: 0 none, 1 inside nodes, 2 between nodes."""
+    def _crossings(self, domains: IntArray) -> IntArray:
+        """The level of each stage's transfer to the next [S]: 0 none, 1 inside domains, 2 between domains."""
         placement = self._raw.placement
         sender, receiver = placement[:-1], placement[1:]
-        is_inside = (nodes[sender] == nodes[receiver]).all(axis=1)
+        is_inside = (domains[sender] == domains[receiver]).all(axis=1)
         crossing = np.where(sender == receiver, 0, np.where(is_inside, 1, 2))
         crossings: IntArray = np.append(crossing, 0)
         return crossings
 
-    def _groups_apart(self, nodes: IntArray) -> GroupsApart:
-        return groups_apart(nodes, self._group_sizes, tensor_parallel=self._plan.layout.tensor_parallel)
+    def _groups_apart(self, domains: IntArray) -> GroupsApart:
+        return groups_apart(domains, self._group_sizes, tensor_parallel=self._plan.layout.tensor_parallel)
 
-    def _step_class(self, nodes: IntArray) -> tuple[bool, bool]:
+    def _step_class(self, domains: IntArray) -> tuple[bool, bool]:
         placement = self._raw.placement
-        is_inter_node = are_copies_apart(nodes, tensor_parallel=self._plan.layout.tensor_parallel)
-        return is_inter_node, bool((nodes[placement[0]] != nodes[placement[-1]]).any())
+        is_inter_node = are_copies_apart(domains, tensor_parallel=self._plan.layout.tensor_parallel)
+        return is_inter_node, bool((domains[placement[0]] != domains[self._embedding_rank]).any())
 
-    def _step_line(self, scale: FloatArray, nodes: IntArray, mapping: Mapping) -> StepLine:
-        """A line through the steps of two splits whose fullest ranks differ by one layer."""
-        key = self._step_class(nodes)
-        fuller = self._fuller
+    @property
+    def _embedding_rank(self) -> int:
+        """The pipeline rank that sums gradients of the embedding with the first one, where a model does."""
+        return int(self._raw.placement[self._run.embedding_stage])
+
+    def _step_line(self, scale: FloatArray, domains: IntArray, mapping: Mapping) -> StepLine:
+        """A line through the steps of two splits whose fullest ranks have other weights."""
+        key = self._step_class(domains)
         if key not in self._steps:
-            plans = (replace(self._plan, mapping=mapping), replace(fuller, mapping=mapping))
+            plans = [replace(plan, mapping=mapping) for plan in (self._plan, self._other_split)]
             self._steps[key] = (self._step_terms_of(plans[0]), self._step_terms_of(plans[1]))
         first, second = (float(scale @ terms) for terms in self._steps[key])
-        (low, low_layers), (high, high_layers) = self._fullest(self._plan), self._fullest(fuller)
+        (held, layers), (other_held, other_layers) = map(self._fullest, (self._plan, self._other_split))
         start_s = float(scale[INDEX[Coefficient.OPTIMIZER]]) * self._raw.layer_start_s
-        more_s = second - first - start_s * (high_layers - low_layers)
-        slope = 0.0 if high <= low else max(0.0, more_s / (high - low))
+        more_s, more = second - first - start_s * (other_layers - layers), other_held - held
+        # Without another split nothing depends on the slope.
+        slope = 0.0 if abs(more) < _LEAST_DIFFERENCE else max(0.0, more_s / more)
         return StepLine(
-            fixed_s=first - slope * low - start_s * low_layers,
+            fixed_s=first - slope * held - start_s * layers,
             per_layer_s=slope,
             start_s=start_s,
             first=self._first_weights / self._layer_weights,
@@ -264,17 +276,31 @@ class SplitModel:
         return held
 
     @functools.cached_property
-    def _fuller(self) -> Plan:
-        """The plan with layers moved to its fullest rank from the fullest other stage."""
+    def _other_split(self) -> Plan:
+        """The plan with a layer moved to its fullest rank from the fullest stage elsewhere that has several.
+
+        Where no stage has, the layer moves from an end stage, which may be left empty, or from the fullest
+        rank: the fullest ranks then differ the most. The plan itself where no layer can move.
+        """
+        if self._run.is_mtp_before_last:
+            return self._plan  # its split is the command's, and stays
         counts = list(self._plan.split.transformer_layers_per_stage)
         fullest = int(np.argmax(self._weights(self._plan)))
         target = int(np.flatnonzero(self._raw.placement == fullest)[0])
-        others = [s for s in range(len(counts)) if self._raw.placement[s] != fullest and counts[s] > _MORE]
-        if not others:
-            return self._plan
-        source = max(others, key=lambda stage: counts[stage])
-        counts[source] -= _MORE
-        counts[target] += _MORE
+        others = [s for s in range(len(counts)) if self._raw.placement[s] != fullest and counts[s] > 1]
+        if others:
+            return self._moved(max(others, key=lambda stage: counts[stage]), target)
+        ends = (0, len(counts) - 1)
+        givers = [s for s, count in enumerate(counts) if count > (0 if s in ends else 1)]
+        plans = [self._moved(giver, s) for giver in givers for s in range(len(counts)) if s != giver]
+        held, _ = self._fullest(self._plan)
+        return max(plans, key=lambda plan: abs(self._fullest(plan)[0] - held), default=self._plan)
+
+    def _moved(self, source: int, target: int) -> Plan:
+        """The plan with one layer of stage `source` in stage `target`."""
+        counts = list(self._plan.split.transformer_layers_per_stage)
+        counts[source] -= 1
+        counts[target] += 1
         split = replace(self._plan.split, transformer_layers_per_stage=tuple(counts))
         return replace(self._plan, split=split)
 
@@ -291,6 +317,11 @@ class CalibratedSplits:
         """The slowdown of every slot [num_slots]."""
         return self.model.slowdowns(self.point)
 
+    @property
+    def domain_of_slot(self) -> IntArray:
+        """The domain of every slot [num_slots]: its node, or all nodes that fast links join to it."""
+        return self.model.domain_of_slot
+
     def signature(self, slots: SlotOrder) -> tuple[object, ...]:
         """What an order of slots (indices) changes: equal for orders that take the same time."""
         return self.model.signature(slots, self.slowdowns)
@@ -301,7 +332,7 @@ class CalibratedSplits:
 
     @property
     def link_s(self) -> tuple[float, float, float]:
-        """Seconds of a boundary tensor inside a node and between nodes, without latency, and the latency."""
+        """Seconds of a boundary tensor inside a domain and between two, without latency, and the latency."""
         return self.model.link_s(self.point)
 
     def gradient_boundaries(self, slots: SlotOrder) -> float:

@@ -11,7 +11,7 @@ from quartet_plugin.cost import communication, compute
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import device_of_stages, stages_of_devices
 from quartet_plugin.cost.iteration.replay import PipelineSpan, both_ways, pipeline_span
-from quartet_plugin.cost.iteration.terms import COMPUTE, StageParts, stage_sums
+from quartet_plugin.cost.iteration.terms import COMPUTE, StageParts, layer_counts, stage_sums
 from quartet_plugin.cost.memory import Weights, weights_of_stages
 from quartet_plugin.cost.run import Software, TrainingRun, UniformCluster
 from quartet_plugin.cost.times import Times
@@ -105,7 +105,13 @@ def transfers_s(run: TrainingRun, constants: Constants) -> tuple[FloatArray, Flo
     seconds = np.zeros(len(device))
     for stage, (sender, receiver) in enumerate(pairwise(device)):
         if sender != receiver:
-            seconds[stage] = communication.transfer_s(run, constants, sender=sender, receiver=receiver)
+            seconds[stage] = communication.transfer_s(
+                run,
+                constants,
+                sender=sender,
+                receiver=receiver,
+                num_tensors=run.num_sent_tensors(stage),
+            )
     forward_s, backward_s = both_ways(seconds)
     return forward_s, backward_s
 
@@ -151,7 +157,8 @@ def step_terms(
     tied_ends = communication.tied_ends_s(run, constants)
     if tied_ends:
         terms["ends_comm_s"] = tied_ends
-    optimizer = optimizer_s(run, constants, held, num_layers=held_layers(run, fullest))
+    num_layers, num_routed = held_layers(run, fullest), held_expert_layers(run, fullest)
+    optimizer = optimizer_s(run, constants, held, num_layers=num_layers, num_routed=num_routed)
     terms["optimizer_s"] = slowdown * optimizer
     terms["step_overhead_s"] = 0.0 if run.software.logs_step_only else constants.step_s
     return terms
@@ -221,24 +228,42 @@ def held_layers(run: TrainingRun, device: int) -> int:
     return sum(run.layers_per_stage[stage] for stage in stages_of_devices(run)[device])
 
 
+def held_expert_layers(run: TrainingRun, device: int) -> int:
+    """Those of these layers that have experts."""
+    counts = layer_counts(run)
+    return sum(counts[stage][1] for stage in stages_of_devices(run)[device])
+
+
 def optimizer_s(
-    run: TrainingRun, constants: Constants, held: Weights, *, num_layers: int | None = None
+    run: TrainingRun,
+    constants: Constants,
+    held: Weights,
+    *,
+    num_layers: int | None = None,
+    num_routed: int = 0,
 ) -> float:
     """Seconds of the optimizer's step on a rank that holds these parameters, and of clearing its gradients.
 
     Where weights are stepped one by one, each weight of `num_layers` layers (by default an even share) starts
-    kernels.
+    kernels; `num_routed` of them have experts.
     """
-    shards = _shards(run)
+    shards, expert_shards = run.optimizer_shards
+    stepped = _stepped_s(run, constants, held.num_dense, shards=shards)
+    stepped += _stepped_s(run, constants, held.num_expert, shards=expert_shards)
+    count = -(-run.shape.num_layers // run.layout.pipeline_parallel) if num_layers is None else num_layers
+    stepped += (count * tensors_of_layer(run) + END_TENSORS) * tensor_start_s(run, constants)
+    return stepped + num_routed * experts_start_s(run, constants)
+
+
+def _stepped_s(run: TrainingRun, constants: Constants, parameters: float, *, shards: float) -> float:
+    """Seconds to step weights whose states `shards` ranks share, and to clear their gradients."""
     memory = run.cluster.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
     # Reading gradients for their norm and clearing them touches all gradients, the step the rank's shard.
     clear = 6.0 if run.zero_stage != 3 else 6.0 / shards
-    passed_s = constants.optimizer * held.num_total / memory
-    stepped = passed_s * (OPTIMIZER_BYTES / shards + clear)
+    passed_s = constants.optimizer * parameters / memory
     if run.software.offloads_optimizer:
-        stepped = passed_s * clear + _host_step_s(run, constants, held.num_total / shards)
-    count = -(-run.shape.num_layers // run.layout.pipeline_parallel) if num_layers is None else num_layers
-    return stepped + (count * tensors_of_layer(run) + END_TENSORS) * tensor_start_s(run, constants)
+        return passed_s * clear + _host_step_s(run, constants, parameters / shards)
+    return passed_s * (OPTIMIZER_BYTES / shards + clear)
 
 
 def _host_step_s(run: TrainingRun, constants: Constants, parameters: float) -> float:
@@ -265,16 +290,28 @@ def tensor_start_s(run: TrainingRun, constants: Constants) -> float:
     if not run.software.eager_gradients:
         return 0.0
     ratio = constants.optimizer_start if isinstance(constants, ClusterConstants) else 1.0
-    return constants.launch_s * ratio / _shards(run)
+    return constants.launch_s * ratio / run.optimizer_shards[0]
 
 
-def _shards(run: TrainingRun) -> int:
-    """Ranks that share the optimizer's states."""
-    return {0: 1, 3: run.shard_group}.get(run.zero_stage, run.optimizer_group)
+def experts_start_s(run: TrainingRun, constants: Constants) -> float:
+    """Seconds more to start these kernels of a layer with experts than of a dense one.
+
+    It has a router, and in place of an FFN one for each expert of the rank, and the shared one's.
+    """
+    experts, start_s = run.experts, tensor_start_s(run, constants)
+    if experts is None or not start_s:
+        return 0.0
+    shards, expert_shards = run.optimizer_shards
+    of_ffn = tensors_of_layer(run) // 3
+    num_local = max(1.0, experts.num_experts / run.layout.expert_parallel)
+    num_shared = 1 if experts.shared_ffn_hidden_size else 0
+    tensors = 1 + (num_shared - 1) * of_ffn + num_local * of_ffn * shards / expert_shards
+    return tensors * start_s
 
 
 def clearing_s(run: TrainingRun, constants: Constants, held: Weights) -> float:
     """Seconds to clear the sums of gradients: the part of `optimizer_s` outside the optimizer's step."""
-    shards = run.shard_group if run.zero_stage == 3 else 1
+    shards, expert_shards = run.optimizer_shards if run.zero_stage == 3 else (1.0, 1.0)
     memory = run.cluster.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
-    return constants.optimizer * held.num_total * CLEARED_BYTES / shards / memory
+    dense_s = constants.optimizer * held.num_dense * CLEARED_BYTES / shards / memory
+    return dense_s + constants.optimizer * held.num_expert * CLEARED_BYTES / expert_shards / memory

@@ -20,7 +20,8 @@ StageParts = dict[str, Times]
 class UnitParts:
     """One microbatch by cause: of a dense layer, of one with experts, and what both ends add to theirs.
 
-    `action` are the seconds of a stage's actions beside its layers.
+    `action` are the seconds of a stage's actions beside its layers. `further` are those of the layers of
+    multi-token prediction on the stage before the last one; on the last one they are the head's.
     """
 
     dense: StageParts
@@ -28,6 +29,7 @@ class UnitParts:
     embedding: StageParts
     head: StageParts
     action: StageParts
+    further: StageParts
 
 
 def unit_parts(run: TrainingRun, constants: Constants) -> UnitParts:
@@ -38,31 +40,46 @@ def unit_parts(run: TrainingRun, constants: Constants) -> UnitParts:
     head = compute.head_times(run, constants, rates)
     routed = dense if run.experts is None else layer_parts(run, constants, rates, experts=run.experts)
     head_parts = _end_parts(replace(head, gemm=Times())) | {"tp_comm": head_comm, "head": head.gemm}
+    further: StageParts = {}
     if run.mtp_layers:
-        head_parts = _with_mtp(run, rates, head=head_parts, layer=routed)
+        layer = routed if run.mtp_depth is None else _parts_of_depth(run, constants)
+        if run.is_mtp_before_last:
+            further = _with_mtp(run, rates, head={}, further=layer)
+            head_parts = {name: times.scaled(1 + run.mtp_layers) for name, times in head_parts.items()}
+        else:
+            head_parts = _with_mtp(run, rates, head=head_parts, further=layer)
     return UnitParts(
         dense=dense,
         routed=routed,
         embedding=_end_parts(compute.embedding_times(run, rates)) | {"tp_comm": embedding_comm},
         head=head_parts,
         action={"action": _action_times(run, constants)} if isinstance(constants, ClusterConstants) else {},
+        further=further,
     )
 
 
-def _with_mtp(run: TrainingRun, rates: Rates, *, head: StageParts, layer: StageParts) -> StageParts:
+def _with_mtp(run: TrainingRun, rates: Rates, *, head: StageParts, further: StageParts) -> StageParts:
     """The head's parts with the layers of multi-token prediction before it.
 
     Each embeds the tokens once more, is a transformer layer behind a product of two hidden states, and runs
-    the head once more (DeepSeek-V3, section 2.2).
+    the head once more (DeepSeek-V3, section 2.2). `further` are the parts of the transformer layer, in a
+    hybrid model of all layers of a depth.
     """
     joined = {"gemm": compute.joined_states_times(run, rates)}
     lookup = _end_parts(compute.embedding_times(run, rates))
     parts = dict(head)
-    for added in (lookup, layer, head, joined):
+    for added in (lookup, further, head, joined):
         for name, times in added.items():
             more = times.scaled(run.mtp_layers)
             parts[name] = parts[name].plus(more) if name in parts else more
     return parts
+
+
+def _parts_of_depth(run: TrainingRun, constants: Constants) -> StageParts:
+    """The parts of the layers of a hybrid model's depth of multi-token prediction together."""
+    further, count = run.further_layers
+    parts = layer_parts(further, constants, Rates(further, constants), experts=further.experts)
+    return {name: times.scaled(count) for name, times in parts.items()}
 
 
 def _end_parts(end: LayerTimes) -> StageParts:
@@ -83,23 +100,27 @@ def layer_counts(run: TrainingRun) -> list[tuple[int, int]]:
 def stage_parts(run: TrainingRun, constants: Constants) -> list[StageParts]:
     """The time of one microbatch on each stage, by cause; stages that hold the same share one table."""
     unit = unit_parts(run, constants)
-    kinds: dict[tuple[int, int, bool, bool], StageParts] = {}
+    kinds: dict[tuple[int, int, bool, bool, bool], StageParts] = {}
     stages: list[StageParts] = []
     last = len(run.layers_per_stage) - 1
     for stage, (plain, routed) in enumerate(layer_counts(run)):
-        kind = (plain, routed, stage == 0, stage == last)
+        has_further = run.is_mtp_before_last and stage == last - 1
+        kind = (plain, routed, stage == 0, has_further, stage == last)
         if kind not in kinds:
             kinds[kind] = _parts_of_kind(unit, *kind)
         stages.append(kinds[kind])
     return stages
 
 
-def _parts_of_kind(unit: UnitParts, plain: int, routed: int, is_first: bool, is_last: bool) -> StageParts:
+def _parts_of_kind(
+    unit: UnitParts, plain: int, routed: int, is_first: bool, has_further: bool, is_last: bool
+) -> StageParts:
     """The parts of a stage of `plain` dense layers and `routed` ones with experts."""
     parts = {
         name: times.scaled(plain).plus(unit.routed[name].scaled(routed)) for name, times in unit.dense.items()
     }
-    for added in (unit.embedding if is_first else {}, unit.head if is_last else {}, unit.action):
+    further = unit.further if has_further else {}
+    for added in (unit.embedding if is_first else {}, further, unit.head if is_last else {}, unit.action):
         for name, times in added.items():
             parts[name] = parts[name].plus(times) if name in parts else times
     return parts
@@ -129,8 +150,10 @@ def layer_parts(
     cut = None if partition is None else layer_partition.partition_products(run, rates, partition)
     layer = compute.layer_times(run, constants, rates, experts=experts, cut=cut)
     tensor, repeated = communication.tensor_parallel(run, constants)
-    share = _repeated_share(run, has_experts=experts is not None)
-    tensor = Times(tensor.forward_s, tensor.input_grad_s + repeated * share, tensor.weight_grad_s)
+    routed, shared = (1.0, 0.0) if experts is None else communication.ffn_pairs(run, experts)
+    tensor = tensor.scaled((1.0 + routed + shared) / 2.0)
+    again = repeated * _pairs_again(run, routed, shared, has_experts=experts is not None) / 2.0
+    tensor = Times(tensor.forward_s, tensor.input_grad_s + again, tensor.weight_grad_s)
     return {
         "gemm": layer.gemm,
         "attention": layer.attention,
@@ -143,11 +166,13 @@ def layer_parts(
     }
 
 
-def _repeated_share(run: TrainingRun, *, has_experts: bool) -> float:
-    """The share of a layer's tensor-parallel collectives that recompute repeats; the FFN has half of them."""
+def _pairs_again(run: TrainingRun, routed: float, shared: float, *, has_experts: bool) -> float:
+    """The tensor-parallel collectives that recompute repeats in a layer, in those of its attention."""
     if run.layout.recompute == "full":
-        return run.recomputed_share
-    return 0.5 if run.recomputes("moe" if has_experts else "mlp") else 0.0
+        return (1.0 + routed + shared) * run.recomputed_share
+    if run.recomputes("moe" if has_experts else "mlp"):
+        return routed + shared
+    return shared if run.recomputes("shared_experts") else 0.0
 
 
 def _exchanges(run: TrainingRun, constants: Constants, experts: Experts, layer: LayerTimes) -> Times:

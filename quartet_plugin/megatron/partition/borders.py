@@ -36,13 +36,13 @@ class Border:
 
 def gather_tokens(hidden: torch.Tensor, border: Border) -> torch.Tensor:
     """[s, b, h] with this device's tokens to [s * peers, b, h / peers] with its columns, peers in order."""
-    output: torch.Tensor = _GatherTokens.apply(hidden, border)
+    output: torch.Tensor = _MoveTokens.apply(hidden, border, _to_columns, _to_tokens)
     return output
 
 
 def scatter_tokens(hidden: torch.Tensor, border: Border) -> torch.Tensor:
     """The inverse: [s, b, h] with this device's columns to [s / peers, b, h * peers] with its tokens."""
-    output: torch.Tensor = _ScatterTokens.apply(hidden, border)
+    output: torch.Tensor = _MoveTokens.apply(hidden, border, _to_tokens, _to_columns)
     return output
 
 
@@ -52,26 +52,15 @@ def gather_vector(vector: torch.Tensor, border: Border) -> torch.Tensor:
     return output
 
 
-class _GatherTokens(torch.autograd.Function):  # type: ignore[misc]
+class _MoveTokens(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, border: Border) -> torch.Tensor:
-        ctx.border = border
-        return _to_columns(hidden, border)
+    def forward(ctx: Any, hidden: torch.Tensor, border: Border, there: Any, back: Any) -> torch.Tensor:
+        ctx.border, ctx.back = border, back
+        return there(hidden, border)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _to_tokens(grad, ctx.border), None
-
-
-class _ScatterTokens(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, border: Border) -> torch.Tensor:
-        ctx.border = border
-        return _to_tokens(hidden, border)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _to_columns(grad, ctx.border), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.back(grad, ctx.border), None, None, None
 
 
 class _GatherVector(torch.autograd.Function):  # type: ignore[misc]

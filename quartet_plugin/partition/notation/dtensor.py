@@ -3,25 +3,14 @@
 Weights are those of `torch.nn.Linear`, [K, N]: transposed beside the tables of this package.
 """
 
-import re
 from typing import Any
 
-from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import shown
 from quartet_plugin.partition.layer import Linear
 from quartet_plugin.partition.table import Partition, Tensor
-from quartet_plugin.partition.tiles import (
-    COPY,
-    SPLIT_COLUMNS,
-    SPLIT_ROWS,
-    TileAssignment,
-    mesh_placements,
-    tiles_of_placements,
-)
+from quartet_plugin.partition.tiles import COPY, SPLIT_COLUMNS, SPLIT_ROWS, mesh_placements
 
 _WORDS = {SPLIT_ROWS: "Shard(0)", SPLIT_COLUMNS: "Shard(1)", COPY: "Replicate()"}
 _TRANSPOSED = {SPLIT_ROWS: SPLIT_COLUMNS, SPLIT_COLUMNS: SPLIT_ROWS, COPY: COPY}
-_DEVICE_MESH = re.compile(r'DeviceMesh\("cuda", shape=\(([0-9]+(?:, [0-9]+)*),?\)\)', re.ASCII)
 
 
 def mesh_to_dtensor(partition: Partition) -> str:
@@ -36,19 +25,6 @@ def to_dtensor(partition: Partition, tensor: Tensor) -> list[str]:
     if tensor in (Tensor.WEIGHT, Tensor.WEIGHT_GRAD):
         placements = tuple(_TRANSPOSED[placement] for placement in placements)
     return [_WORDS[placement] for placement in placements]
-
-
-def from_dtensor(mesh: str, placements: list[str], tensor: Tensor) -> TileAssignment:
-    """The tiles that a mesh and placements say of a tensor. Raises ConfigError for other words."""
-    match = _DEVICE_MESH.fullmatch(mesh)
-    names = {word: placement for placement, word in _WORDS.items()}
-    if match is None or not set(placements) <= names.keys():
-        raise ConfigError(f"DTensor {shown(mesh)}, {shown(placements)}: must be a DeviceMesh and placements")
-    sizes = [int(word) for word in match[1].split(", ")]
-    known = [names[word] for word in placements]
-    if tensor in (Tensor.WEIGHT, Tensor.WEIGHT_GRAD):
-        known = [_TRANSPOSED[placement] for placement in known]
-    return tiles_of_placements(sizes, known)
 
 
 def layer_to_dtensor(linears: list[tuple[Linear, Partition]]) -> dict[str, Any]:

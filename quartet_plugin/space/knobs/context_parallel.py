@@ -1,6 +1,6 @@
 """Context parallelism: the devices that share each sequence. Tried on processors, elsewhere planned alone."""
 
-from quartet_plugin.space.features import Axis, batching_features, objective_axes
+from quartet_plugin.space.features import TOKENS_KEPT, Axis, batching_features, objective_axes
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
 
@@ -42,6 +42,8 @@ def _kept(rules: KnobRules) -> str | None:
     """Why trials keep the command's size; a plan that nothing launches has any."""
     if rules.is_planned:
         return None
+    if reason := next((TOKENS_KEPT[name] for name in rules.job.features if name in TOKENS_KEPT), None):
+        return reason
     if not rules.job.shares_sequences:
         return "trials keep it, since its attention needs Transformer Engine; `quartet plan` varies it"
     kinds, features = rules.job.shape.layer_kinds, rules.job.features

@@ -1,13 +1,36 @@
 """Expert tensor parallelism: whether tensor-parallel devices share each expert, or hold whole ones."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import STOCK
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault
 
 AS_LAYERS, WHOLE = 0, 1
+NAME = "expert_tensor_parallel"
+BIASED = "moe_linear_bias"
+# What Megatron asserts of experts with biases (megatron/core/transformer/transformer_config.py).
+BIASES_FAULT = "experts with linear biases are not shared by tensor-parallel devices"
+
+
+def shares_biased_experts(rules: KnobRules) -> bool:
+    """Whether tensor-parallel devices would share experts with biases: no plan of the job has whole ones."""
+    if BIASED not in rules.job.features:
+        return False
+    asked = rules.search.requested(NAME)
+    is_kept = Axis.OPTIONS in rules.locked or (asked is None and _kept(rules) is not None)
+    return not may_be_whole(rules.job.setting(NAME), (STOCK,) if is_kept else asked)
+
+
+def may_be_whole(command: Value | None, asked: Sequence[Value] | None) -> bool:
+    """Whether plans may have whole experts, by the values that a search asks for; None is all of them.
+
+    `command` is the command's own value, None where it is not known.
+    """
+    values = (AS_LAYERS, WHOLE) if asked is None else asked
+    return command is not None and WHOLE in (command if value == STOCK else value for value in values)
 
 
 def _offers(context: KnobContext) -> tuple[int, ...]:
@@ -15,9 +38,11 @@ def _offers(context: KnobContext) -> tuple[int, ...]:
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
-    layout, command = context.layout, context.rules.job.setting("expert_tensor_parallel")
+    layout, command = context.layout, context.rules.job.setting(NAME)
     if kept := kept_fault(value, command or AS_LAYERS, _kept(context.rules)):
         return kept
+    if value == AS_LAYERS and BIASED in context.rules.job.features:
+        return f"must be 1: {BIASES_FAULT}"
     copies = layout.data_parallel * layout.context_parallel
     if value == AS_LAYERS and copies % layout.expert_parallel:
         return f"must be 1: EP {layout.expert_parallel} does not divide DP x CP ({copies})"
@@ -28,7 +53,7 @@ def _kept(rules: KnobRules) -> str | None:
     if "moe" not in rules.job.features:
         return "the model has no experts"
     known = (None, AS_LAYERS, WHOLE)
-    other = rules.job.setting("expert_tensor_parallel") not in known
+    other = rules.job.setting(NAME) not in known
     return "the command has a size of its own" if other else None
 
 
@@ -43,14 +68,15 @@ def _in_groups(degrees: Mapping[str, int]) -> int | None:
 
 
 EXPERT_TENSOR_PARALLEL = SettingKnob(
-    name="expert_tensor_parallel",
+    name=NAME,
     label="ETP",
     meaning="devices that share each expert: 1, or 0 for as many as share each layer",
     kind="word",
     words=(AS_LAYERS, WHOLE),
     axis=Axis.OPTIONS,
     change_class="B",
-    rule="TP above 1, and 0 where EP divides DP x CP (megatron/core/parallel_state.py)",
+    rule="TP above 1, and 0 where EP divides DP x CP (megatron/core/parallel_state.py); 1 with linear biases "
+    "(megatron/core/transformer/transformer_config.py)",
     flag="--expert-tensor-parallel-size",
     destination="expert_tensor_parallel_size",
     unset=AS_LAYERS,

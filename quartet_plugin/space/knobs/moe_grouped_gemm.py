@@ -6,6 +6,8 @@ from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob,
 
 # Features that want grouped products in some of their forms, of which no rule here can tell.
 _BOUND = ("cuda_graphs", "cpu_offload", "moe_flex_dispatcher")
+# Features of which Transformer Engine's grouped products ask for one.
+_BIASES_TAKEN = frozenset({"no_linear_bias", "moe_unfused_bias"})
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
@@ -14,7 +16,11 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     if kept := kept_fault(value, command, _kept(rules)):
         return kept
     if value:
-        return None if "no_linear_bias" in rules.job.features else "needs --disable-bias-linear"
+        # A command that runs shows that its framework takes its own value.
+        is_accepted = command and not rules.is_planned
+        if is_accepted or not _BIASES_TAKEN.isdisjoint(rules.job.features):
+            return None
+        return "needs --disable-bias-linear, or --no-bias-dropout-fusion"
     is_recomputed = context.layout.recompute == "selective" and "moe_act" in context.recomputed_modules
     return "recompute of moe_act needs it" if is_recomputed else None
 
@@ -35,9 +41,9 @@ MOE_GROUPED_GEMM = SettingKnob(
     kind="switch",
     axis=Axis.OPTIONS,
     change_class="B",
-    rule="Transformer Engine's layers (megatron/core/models/backends.py), without linear biases "
-    "(megatron/core/transformer/moe/experts.py); must be on with recompute of moe_act "
-    "(megatron/core/transformer/transformer_config.py); kept with flex, CUDA graphs or offloading of "
+    rule="Transformer Engine's layers (megatron/core/models/backends.py), without linear biases or with "
+    "--no-bias-dropout-fusion (megatron/core/transformer/moe/experts.py); must be on with recompute of "
+    "moe_act (megatron/core/transformer/transformer_config.py); kept with flex, CUDA graphs or offloading of "
     "activations; needs a GPU",
     flag="--moe-grouped-gemm",
     destination="moe_grouped_gemm",

@@ -35,6 +35,9 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return kept
     if processes % ranks:
         return f"must divide the {processes} devices that TP leaves"
+    experts = context.rules.job.logged_expert_layers
+    if experts and ranks > len(experts):
+        return f"must be at most {len(experts)}: each device needs a layer with experts of logged losses"
     most = most_stages(context.shape)
     return f"must be at most {most} for {context.shape.num_layers} layers" if ranks > most else None
 
@@ -50,7 +53,8 @@ PIPELINE_PARALLEL = LayoutKnob(
     kind="degree",
     axis=Axis.DEGREES,
     change_class="A",
-    rule="TP x CP x PP divides the processes (megatron/core/parallel_state.py)",
+    rule="TP x CP x PP divides the processes (megatron/core/parallel_state.py); at most the layers with "
+    "experts of a hybrid model that logs their losses (megatron/training/training.py)",
     flag="--pipeline-model-parallel-size",
     offers=_offers,
     fault=_fault,

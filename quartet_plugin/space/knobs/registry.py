@@ -3,9 +3,11 @@
 from argparse import Namespace
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.model.hierarchical_context import SIZES, sizes_text
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.megatron_arguments import value_in_words
 from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
+from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE
 from quartet_plugin.space.knobs.cuda_graph_modules import CUDA_GRAPH_MODULES
 from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
 from quartet_plugin.space.knobs.ddp_bucket_size import DDP_BUCKET_SIZE
@@ -71,6 +73,7 @@ SETTINGS: tuple[SettingKnob, ...] = (
     OVERLAP_PARAM_GATHER,
     DDP_BUCKET_SIZE,
     OPTIMIZER_CPU_OFFLOAD,
+    CP_COMM_TYPE,
     RECOMPUTE_METHOD,
     RECOMPUTE_NUM_LAYERS,
     RECOMPUTE_MODULES,
@@ -89,8 +92,12 @@ def knobs_read_back(live: LiveJob, *, framework: str) -> dict[str, Value]:
 
 
 def settings_of(args: Namespace) -> list[Setting]:
-    """The values of the settings that a plan can change, as Megatron's arguments have them."""
+    """The values of the settings that a plan can change, as Megatron's arguments have them.
+
+    With the sizes of hierarchical context parallelism, which a value of one of them needs.
+    """
     values = {knob.name: knob.read(args) for knob in SETTINGS}
+    values[SIZES] = sizes_text(getattr(args, SIZES, None))
     return [Setting(name=name, value=value) for name, value in values.items() if value is not None]
 
 

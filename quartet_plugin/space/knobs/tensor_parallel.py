@@ -3,8 +3,9 @@
 from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.space.features import Axis
+from quartet_plugin.space.features import TOKENS_KEPT, Axis
 from quartet_plugin.space.knobs.divisors import divisors
+from quartet_plugin.space.knobs.expert_tensor_parallel import BIASES_FAULT, shares_biased_experts
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
 
 # Sizes of FP8 products are multiples of it.
@@ -42,6 +43,8 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return kept
     if size == 1 and "tp_comm_overlap" in context.rules.job.features:
         return "--tp-comm-overlap needs it above 1"
+    if size > 1 and shares_biased_experts(context.rules):
+        return f"must be 1 without --expert-tensor-parallel-size 1: {BIASES_FAULT}"
     if size != command and context.rules.slots_per_node % size:
         return f"must divide the {context.rules.slots_per_node} devices of a node"
     if processes % size:
@@ -76,6 +79,10 @@ def fits_fp8(size: int, shape: ModelShape, experts: Experts | None) -> bool:
 def _kept(rules: KnobRules) -> str | None:
     if not capabilities(rules.job.framework).changes_tensor_parallel:
         return "the framework's pipelines keep the script's tensor parallelism"
+    # A plan that nothing launches has the size to keep in its search (`planner.kept_axes`).
+    kept = next((TOKENS_KEPT[name] for name in rules.job.features if name in TOKENS_KEPT), None)
+    if kept is not None and not rules.is_planned:
+        return kept
     # Experts that no plan describes may not divide.
     return "moe" if "moe" in rules.job.features and rules.job.experts is None else None
 
@@ -87,8 +94,8 @@ TENSOR_PARALLEL = LayoutKnob(
     kind="degree",
     axis=Axis.DEGREES,
     change_class="B",
-    rule="divides heads, FFNs, vocabulary and a node's devices, and query groups or is a multiple of them "
-    "(megatron/core/transformer/transformer_config.py)",
+    rule="divides heads, FFNs, vocabulary and a node's devices, and query groups or is a multiple of them; "
+    "1 with linear biases of experts, unless ETP is 1 (megatron/core/transformer/transformer_config.py)",
     flag="--tensor-model-parallel-size",
     offers=_offers,
     fault=_fault,

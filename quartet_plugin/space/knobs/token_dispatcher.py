@@ -7,7 +7,14 @@ from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob,
 
 ALLGATHER, ALLTOALL, FLEX = "allgather", "alltoall", "flex"
 # Features that Megatron has with the other dispatchers alone, or of which a switch would undo a choice.
-_BOUND = ("overlap_moe", "moe_shared_expert_overlap", "moe_capacity", "moe_flex_dispatcher", "cuda_graphs")
+_BOUND = (
+    "overlap_moe",
+    "moe_shared_expert_overlap",
+    "moe_capacity",
+    "moe_flex_dispatcher",
+    "cuda_graphs",
+    "moe_router_padding",
+)
 
 
 def _offers(context: KnobContext) -> tuple[str, ...]:
@@ -42,7 +49,7 @@ TOKEN_DISPATCHER = SettingKnob(
     axis=Axis.OPTIONS,
     change_class="B",
     rule="several devices with experts; kept with flex, overlap of expert communication or of the shared "
-    "expert, capacity or CUDA graphs (megatron/core/transformer/transformer_config.py)",
+    "expert, capacity, a padded router or CUDA graphs (megatron/core/transformer/transformer_config.py)",
     flag="--moe-token-dispatcher-type",
     destination="moe_token_dispatcher_type",
     default="stock",

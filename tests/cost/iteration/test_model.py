@@ -11,19 +11,24 @@ from hypothesis import strategies as st
 from quartet_plugin.calibration.machine_prior import machine_model_of
 from quartet_plugin.cost.cluster import uniform_topology_of
 from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient, MachineModel
+from quartet_plugin.cost.communication import context_parallel, transfer_latency_s
+from quartet_plugin.cost.compute import Rates, head_times, layer_times
 from quartet_plugin.cost.constants import ClusterConstants
 from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.cost.iteration.plan_terms import run_of_plan
+from quartet_plugin.cost.iteration.step import transfers_s
 from quartet_plugin.cost.iteration.terms import stage_parts, stage_sums
-from quartet_plugin.cost.memory import weights_of_stages
+from quartet_plugin.cost.memory import stage_activations, weights_of_stages
 from quartet_plugin.cost.predict import predict
-from quartet_plugin.cost.run import ScheduleKind
+from quartet_plugin.cost.run import ScheduleKind, TrainingRun
 from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
+from quartet_plugin.model.shape import LayerKinds
+from quartet_plugin.planner.split_search import Pipeline
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import Offer, named
 from quartet_plugin.space.param_sources import RandomParams
@@ -181,6 +186,46 @@ def test_layers_of_multi_token_prediction_weigh_on_the_last_stage() -> None:
     assert weights[1][1].num_total > weights[0][1].num_total
 
 
+def test_multi_token_prediction_before_the_last_stage_weighs_there_and_its_head_on_the_last() -> None:
+    plan, counts = plan_of((4,), pipeline_parallel=4), (4, 4, 0, 0)
+    untied = replace(plan.shape, tied_embeddings=False)
+    plan = replace(
+        plan,
+        shape=untied,
+        made_for=replace(plan.made_for, shape=untied, mtp_layers=2),
+        split=Split(transformer_layers_per_stage=counts, mtp_before_last=True),
+    )
+    iteration_models = iteration_models_of(plan)
+    machine_model = iteration_models.machine_model
+    run, constants = run_of_plan(plan, machine_model), machine_model.constants
+    on_last = replace(run, is_mtp_before_last=False)
+    # What leaves the last stage is on the one before it; the two further heads stay.
+    here, there = (stage_sums(stage_parts(each, constants)) for each in (run, on_last))
+    assert here[:2] == there[:2]
+    moved = [a.total_s - b.total_s for a, b in zip(here[2:], there[2:], strict=True)]
+    assert moved[0] > 0.0 > moved[1]
+    assert sum(moved) == pytest.approx(0.0, abs=1e-12)
+    head = head_times(run, constants, Rates(run, constants))
+    assert here[3].forward_s > 3 * head.gemm.forward_s
+    weights = [[held.num_total for held in weights_of_stages(each)] for each in (run, on_last)]
+    assert weights[0][:2] == weights[1][:2]
+    assert sum(weights[0]) == pytest.approx(sum(weights[1]))
+    assert weights[0][3] == pytest.approx(untied.vocab_size * untied.hidden_size)
+    # Three states of each token go to the last stage, one to the others.
+    forward_s, backward_s = transfers_s(run, constants)
+    latency_s = transfer_latency_s(constants)
+    assert forward_s[2] - latency_s == pytest.approx(3 * (forward_s[1] - latency_s))
+    assert backward_s[3] == forward_s[2]
+    # The model of coefficients and the split model predict the same.
+    zeros = np.zeros(machine_model.num_coefficients)
+    model = iteration_models.of(plan)
+    assert model.evaluate(zeros)[0] == pytest.approx(predict(run, constants).iter_time_s)
+    assert model.predict(zeros).iter_time_s == pytest.approx(model.evaluate(zeros)[0])
+    splits = iteration_models.split_model(plan)
+    times = splits.times(zeros, range(4), plan.mapping)
+    assert Pipeline(times).seconds(counts) == pytest.approx(model.evaluate(zeros)[0])
+
+
 def test_the_models_norms_are_those_of_the_command() -> None:
     plan = plan_of((2, 2), pipeline_parallel=2, data_parallel=2)
     known = machine_model_of(plan.made_for.nodes, precision="fp32", normalization="RMSNorm")
@@ -276,6 +321,33 @@ def test_transfers_between_nodes_are_corrected_apart() -> None:
         assert slopes[INDEX[other]] == 0
 
 
+def test_neighbours_that_exchange_heads_stay_in_their_node() -> None:
+    """On two nodes of two devices heads change places inside each node, keys and values between nodes."""
+    nodes = tuple(replace(node, node_class="NVIDIA H100 80GB HBM3 x2") for node in make_nodes(2, 2))
+    sizes = Setting(name="hierarchical_context_parallel_sizes", value="2+2")
+    plan = plan_of((2, 2), pipeline_parallel=1, context_parallel=4)
+
+    def layer_s(comm: str) -> tuple[float, float, float]:
+        """Seconds of a layer's microbatch as a plan has them, by the nodes' links, and by slow ones alone."""
+        settings = (Setting(name="cp_comm_type", value=comm), sizes)
+        model = machine_model_of(nodes, precision="bf16", settings=settings)
+        run, constants = run_of_plan(plan, model), model.constants
+        attention = layer_times(run, constants, Rates(run, constants), experts=None).attention
+        of_nodes, slow = (
+            context_parallel(replace(run, cluster=cluster), constants, attention).total_s
+            for cluster in (replace(model.inter_node, scale_up_devices=2), model.inter_node)
+        )
+        terms = IterationModelCache(model).of(plan).predict(np.zeros(model.num_coefficients)).terms
+        return terms["cp_comm_s"] / run.num_microbatches / run.shape.num_layers, of_nodes, slow
+
+    planned, of_nodes, slow = layer_s("a2a+p2p")
+    assert planned == pytest.approx(of_nodes)
+    assert planned < 0.9 * slow
+    for comm in ("p2p", "a2a"):
+        planned, _, slow = layer_s(comm)
+        assert planned == pytest.approx(slow)
+
+
 def test_many_slots_share_the_slowdown_of_their_node_or_have_none() -> None:
     assert machine_model_of(make_nodes(8, 8, 8), precision="bf16").num_coefficients == len(COEFFICIENTS) + 3
     assert machine_model_of(make_nodes(64), precision="bf16").num_coefficients == len(COEFFICIENTS)
@@ -316,3 +388,35 @@ def test_custom_schedules_run_in_their_order() -> None:
         iteration_models.of(custom).evaluate(log_coefficients)[0]
         < iteration_models.of(stock).evaluate(log_coefficients)[0]
     )
+
+
+def test_a_depth_of_a_hybrid_models_prediction_has_all_layers_of_its_pattern() -> None:
+    """Of `*-*-*-*-/*-` a depth is two like layers; without its kinds it counts as one."""
+    shape = replace(plan_of().shape, layer_kinds=LayerKinds(attention=4, mlp=4, experts=0, state_space=0))
+    plan = plan_of((2, 2), pipeline_parallel=2, data_parallel=2)
+    plan = replace(plan, shape=shape, made_for=replace(plan.made_for, mtp_layers=1))
+    machine_model = iteration_models_of(plan).machine_model
+    kinds = LayerKinds(attention=1, mlp=1, experts=0, state_space=0)
+    one, two = (run_of_plan(plan, replace(machine_model, mtp_kinds=each)) for each in (None, kinds))
+    longer = replace(one, shape=replace(one.shape, num_layers=9), layers_per_stage=(4, 5))
+
+    def last(run: TrainingRun) -> tuple[float, float, float]:
+        """Seconds, weights and bytes of activations of the last stage."""
+        seconds = stage_sums(stage_parts(run, machine_model.constants))[-1].total_s
+        return seconds, weights_of_stages(run)[-1].num_total, float(stage_activations(run)[0][-1])
+
+    more = [with_two - with_one for with_two, with_one in zip(last(two), last(one), strict=True)]
+    layer = [with_layer - with_one for with_layer, with_one in zip(last(longer), last(one), strict=True)]
+    assert more == pytest.approx(layer)
+    assert weights_of_stages(two)[0] == weights_of_stages(one)[0]
+
+
+def test_layers_of_multi_token_prediction_exchange_tokens_between_nodes_too() -> None:
+    plan = plan_of((2, 2), pipeline_parallel=1, data_parallel=4, expert_parallel=4)
+    plan = replace(plan, made_for=replace(plan.made_for, mtp_layers=1))
+    machine_model = machine_model_of(plan.made_for.nodes, precision="fp32", experts=EXPERTS)
+    run = run_of_plan(plan, machine_model)
+    apart = replace(run, cluster=machine_model.inter_node)
+    expected = predict(apart, machine_model.constants).terms["ep_comm_s"]
+    predicted = IterationModelCache(machine_model).of(plan).predict(np.zeros(machine_model.num_coefficients))
+    assert predicted.terms["ep_comm_s"] == pytest.approx(expected)

@@ -138,3 +138,42 @@ def test_the_best_split_of_two_kinds_of_layers_is_the_iteration_models(num_dense
 
     slack = 1.002 if num_dense < 5 else 1.2
     assert seconds(best.split) <= slack * min(map(seconds, every_split(12, 3)))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layout", "schedule"),
+    [
+        (6, {"pipeline_parallel": 6}, "1f1b"),
+        (8, {"pipeline_parallel": 4, "virtual_stages": 2}, "zb-v"),
+        (2, {"pipeline_parallel": 2, "data_parallel": 2}, "1f1b"),
+    ],
+)
+def test_stages_of_one_layer_have_a_step_that_grows_with_their_layers(
+    num_layers: int, layout: dict[str, int], schedule: str
+) -> None:
+    """No stage can give a layer without being left empty."""
+    world = make_layout(**layout).world_size
+    nodes = make_nodes(world)
+    job = make_job(
+        layout=make_layout(micro_batch_size=2, **layout),
+        shape=make_shape(num_layers=num_layers),
+        global_batch_size=16,
+    )
+    search = parse_config({"search": {**layout, "schedule": schedule, "split": "even"}}, where="test").search
+    space = build_space(job, nodes=nodes, search=search, run="r", seed=0)
+    plan = space.decode(RandomParams(random.Random(0)), trial=0)
+    assert plan.split.transformer_layers_per_stage == (1,) * plan.layout.num_stages
+    truth = Truth(nodes, optimizer=300.0, head=2.0)
+    calibrated = CalibratedSplits(model=truth._iteration_models.split_model(plan), point=truth.theta)
+    times = calibrated.times(slot_indices(nodes, plan.mapping), plan.mapping)
+    assert times.step.per_layer_s > 0.0
+    last = plan.layout.num_stages - 1
+    for giver in (0, last):
+        for taker in range(last + 1):
+            if taker == giver:
+                continue
+            counts = [1] * (last + 1)
+            counts[giver], counts[taker] = 0, 2
+            other = replace(plan, split=Split(transformer_layers_per_stage=tuple(counts)))
+            seconds, _ = truth._iteration_models.of(other).evaluate(truth.theta)
+            assert Pipeline(times).seconds(counts) == pytest.approx(seconds, rel=1e-9), counts

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -17,12 +17,12 @@ from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.partition.layer import linears_of, planned_layer
 from quartet_plugin.partition.transfers import transfers_of
 from tests.megatron import support
+from tests.megatron.runtime.rank_server import RankServer
 from tests.space.jobs import make_layout
 
 _TOLERANCE = 1e-5
 _STEPS = 5
 _PRETRAIN = Path(__file__).with_name("partition_pretrain.py")
-_SCHEDULED = Path(__file__).parents[1] / "runtime" / "rank_with_schedule.py"
 _OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 _LLAMA = (
     "--num-layers 2 --swiglu --normalization RMSNorm --position-embedding-type rope "
@@ -81,6 +81,7 @@ class References:
     folder: Path
     _loading: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _runs: dict[str, support.Run] = field(default_factory=dict)
+    _server: RankServer | None = None
 
     def loading(self, model: str) -> tuple[str, ...]:
         """The flags that start from the model's weights."""
@@ -95,6 +96,18 @@ class References:
     def data(self) -> Path:
         """A small dataset."""
         return support.dataset(self.folder)
+
+    @property
+    def server(self) -> RankServer:
+        """What forks ranks with an order of ours: they prepare themselves before they import Megatron."""
+        if self._server is None:
+            self._server = RankServer([])
+        return self._server
+
+    def close(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            self._server.close()
 
     def run(self, model: str) -> support.Run:
         """The model on one process."""
@@ -118,28 +131,36 @@ class References:
         """A run with the test's data; `order` is a schedule. Without `is_loaded` weights come by `flags`."""
         folder = self.folder / name.replace(" ", "-")
         folder.mkdir()
-        rank = [str(_SCHEDULED), str(folder), order] if order else ["-m", support._RANK_PROGRAM, str(folder)]
         arguments = [
             *support.MODEL_FLAGS, *support.TRAINING_FLAGS, "--train-iters", str(steps),
             "--data-path", str(self.data),
             *(self.loading(model) if is_loaded else shlex.split(_MODELS[model])), *flags,
         ]  # fmt: skip
-        # Ranks with an order of ours prepare themselves before they import Megatron.
-        run = support.run_cold if order else support.run_forked
-        kept = support.rank_environment() if order else support.launch_environment()
-        code, output = run(
-            support.torchrun(num_processes, *rank, str(program), *arguments),
-            {**kept, **(environment or {})},
-            timeout_s=400,
-            log=folder / "log",
-        )
+        if order is None:
+            rank = ("-m", support._RANK_PROGRAM, str(folder), str(program))
+            code, output = support.run_forked(
+                support.torchrun(num_processes, *rank, *arguments),
+                {**support.launch_environment(), **(environment or {})},
+                timeout_s=400,
+                log=folder / "log",
+            )
+        else:
+            code, output = self.server.run(
+                [str(folder), order, str(program), *arguments],
+                num_processes=num_processes,
+                timeout_s=400,
+                log=folder / "log",
+                environment=environment,
+            )
         assert code == 0, output[-3000:]
         return support.Run(exit_code=code, output=output, steps=support.read_steps(folder))
 
 
 @pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References(tmp_path_factory.mktemp("partitions"))
+def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
+    references = References(tmp_path_factory.mktemp("partitions"))
+    yield references
+    references.close()
 
 
 def trained(

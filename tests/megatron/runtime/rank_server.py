@@ -46,11 +46,20 @@ class RankServer:
         )
 
     def run(
-        self, words: Sequence[str], *, num_processes: int, timeout_s: float, log: Path
+        self,
+        words: Sequence[str],
+        *,
+        num_processes: int,
+        timeout_s: float,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
     ) -> tuple[int, str]:
-        """Train in forked ranks: the first exit code that is not 0, TIMED_OUT, or 0, and their output."""
+        """Train in forked ranks, which get `environment` too: their exit code and output.
+
+        The code is the first that is not 0, TIMED_OUT, or 0.
+        """
         request = {"words": list(words), "ranks": num_processes, "port": free_port()}
-        request |= {"timeout_s": timeout_s, "log": str(log)}
+        request |= {"timeout_s": timeout_s, "log": str(log), "environment": dict(environment or {})}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -88,6 +97,7 @@ def _train(request: Mapping[str, Any]) -> int:
     ranks = {}
     for rank in range(size):
         environment = {
+            **request["environment"],
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(size),

@@ -28,6 +28,7 @@ from quartet_plugin.space.runtime_refusals import REFUSED, refusal
 from quartet_plugin.trial.as_planned import difference_from
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, Launch, launch, make_plan, write_trial
 from tests.megatron.native import native_flags
+from tests.megatron.same_training import train_alone
 from tests.runtime.pipelines import stage_costs
 
 STRICT_SCRIPT = Path(__file__).parents[1] / "nccl_pretrain.py"
@@ -187,24 +188,15 @@ def train(plan: Plan, folder: Path, weights: Path | None, *, script: Path = SCRI
     )
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the model's weights alone."""
-    folder = tmp_path_factory.mktemp("weights") / "weights"
-    flags = [*MEGATRON_FLAGS, "--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
-    done = launch(1, [*flags, "--no-save-optim", "--no-save-rng", "--quartet-device", "cpu"])
-    assert (folder / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
-    return folder
-
-
-def test_the_entry_applies_it_on_moved_ranks(weights: Path, tmp_path: Path) -> None:
+def test_the_entry_applies_it_on_moved_ranks(tmp_path: Path) -> None:
     """On groups as strict as NCCL: without a device, a moved rank's first barrier takes another's."""
-    reference = train(make_plan(split=(6,)), tmp_path / "one", weights)
+    alone = train_alone(make_plan(split=(6,)), folder=tmp_path / "one", command=MEGATRON_FLAGS)
+    reference = alone.launch
     mapping = make_plan(split=(2, 4), pipeline=2, order=(1, 0)).mapping
     planned = replace(custom_plan(), mapping=mapping)
-    done = train(planned, tmp_path / "v", weights, script=STRICT_SCRIPT)
+    done = train(planned, tmp_path / "v", alone.weights, script=STRICT_SCRIPT)
     assert any(line.startswith("quartet: mapping: rank 0 on ") for line in done.told)
-    assert (reference.code, done.code) == (0, 0), done.output[-3000:]
+    assert done.code == 0, done.output[-3000:]
     assert difference_of(planned, tmp_path / "v") is None
     assert difference_of(make_plan(split=(6,)), tmp_path / "one") is None
     assert difference_of(custom_plan(), tmp_path / "v") == (

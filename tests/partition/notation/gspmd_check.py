@@ -11,11 +11,11 @@ import numpy as np
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import GSPMDSharding
 
-from quartet_plugin.partition.lockstep import run_lockstep
 from quartet_plugin.partition.named import named_partition
 from quartet_plugin.partition.notation.gspmd import to_gspmd
 from quartet_plugin.partition.table import Partition, Tensor
 from quartet_plugin.partition.tiles import home_tiles
+from tests.partition.lockstep import run_lockstep
 from tests.partition.notation.test_notation import stacked
 from tests.partition.test_lockstep import factors, sizes_for
 

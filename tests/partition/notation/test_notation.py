@@ -8,22 +8,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quartet_plugin.errors import ConfigError, PlanError
+from quartet_plugin.errors import PlanError
 from quartet_plugin.partition.layer import LAYER_FORMS, linears_of, partition_of
-from quartet_plugin.partition.lockstep import Matrix, pieces_at_home, run_lockstep
 from quartet_plugin.partition.named import FAMILIES, named_partition
-from quartet_plugin.partition.notation.colossal import from_colossal, to_colossal
-from quartet_plugin.partition.notation.dtensor import from_dtensor, mesh_to_dtensor, to_dtensor
-from quartet_plugin.partition.notation.gspmd import from_gspmd, to_gspmd
+from quartet_plugin.partition.notation.colossal import to_colossal
+from quartet_plugin.partition.notation.dtensor import mesh_to_dtensor, to_dtensor
+from quartet_plugin.partition.notation.gspmd import to_gspmd
 from quartet_plugin.partition.notation.layer_notation import layer_notation
-from quartet_plugin.partition.notation.sbp import from_sbp, product_from_sbp, product_to_sbp, to_sbp
+from quartet_plugin.partition.notation.sbp import product_to_sbp, to_sbp
 from quartet_plugin.partition.table import Partition, Phase, Tensor
-from quartet_plugin.partition.tiles import (
-    TileAssignment,
+from quartet_plugin.partition.tiles import TileAssignment, home_tiles, signature
+from tests.partition.lockstep import Matrix, pieces_at_home, run_lockstep
+from tests.partition.notation.parsers import (
     as_plain_product,
-    home_tiles,
+    from_colossal,
+    from_dtensor,
+    from_gspmd,
+    from_sbp,
     is_legal_product,
-    signature,
+    product_from_sbp,
 )
 from tests.partition.test_lockstep import factors, sizes_for
 from tests.space.jobs import make_shape
@@ -164,30 +167,6 @@ def test_layers_divide_or_are_refused(form: str) -> None:
         else:
             with pytest.raises(PlanError, match=f"tensor_parallel {devices}: must be a"):
                 partition_of(form, linears[0], devices)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{devices=[2,2]0,1,2}", "{devices=[2,2]0,1,2,2}", "{devices=[2,1,2]0,1,2,3}", "{replicated}"]
-)
-def test_other_shardings_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="sharding"):
-        from_gspmd(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        'placement("cuda", ranks=[0,1]), sbp=(split(2),)',
-        'placement("cuda", ranks=[0,0]), sbp=(split(0),)',
-        'placement("cuda", ranks=[[0,1],[2]]), sbp=(split(0), split(1))',
-        'placement("cuda", ranks=[[[[), sbp=(split(0),)',
-        'placement("cuda", ranks=[0,1]), sbp=(partial_sum,)',
-    ],
-)
-def test_other_placements_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        from_sbp(text)
 
 
 def test_torch_places_shards_where_the_plan_says() -> None:

@@ -12,10 +12,11 @@ import torch
 from quartet_plugin.errors import PlanError
 from quartet_plugin.partition.named import named_partition
 from quartet_plugin.partition.table import Home, Partition, Tensor
-from quartet_plugin.partition.traffic import messages, sent_by_tensor
+from quartet_plugin.partition.traffic import messages
 from quartet_plugin.runtime.partition.device_steps import DeviceSteps
 from tests import warm_ranks
 from tests.megatron.support import run_ranks
+from tests.partition.counted import sent_by_tensor
 from tests.runtime.partition.blocks import SIZES, linear_error, mlp_error
 from tests.runtime.partition.thread_devices import run_devices
 

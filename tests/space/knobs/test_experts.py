@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.layout import Layout, Setting
 from quartet_plugin.space.knob_table import knob_rows
@@ -19,7 +20,12 @@ EXPERTS = Experts(num_experts=8, experts_per_token=2, ffn_hidden_size=96)
 
 
 def space_of(
-    *, experts: Experts | None = EXPERTS, shards: int = 0, features: tuple[str, ...] = (), **layout: Any
+    *,
+    experts: Experts | None = EXPERTS,
+    shards: int = 0,
+    features: tuple[str, ...] = (),
+    search: dict[str, Any] | None = None,
+    **layout: Any,
 ) -> Space:
     job = make_job(
         layout=make_layout(**{"data_parallel": 4, "pipeline_parallel": 1, **layout}),
@@ -30,9 +36,10 @@ def space_of(
         Setting(name="expert_tensor_parallel", value=shards),
         Setting(name="moe_token_dispatcher", value="alltoall"),
     )
-    search = parse_config({"search": {**KNOBS, "schedule": ["no-pipelining", "1f1b"]}}, where="q.yaml").search
+    asked = {**KNOBS, "schedule": ["no-pipelining", "1f1b"], **(search or {})}
+    config = parse_config({"search": asked}, where="q.yaml").search
     job = replace(job, settings=settings, layer_impl="transformer_engine")
-    return build_space(job, nodes=make_nodes(4), search=search, run="r", seed=0)
+    return build_space(job, nodes=make_nodes(4), search=config, run="r", seed=0)
 
 
 def layouts(space: Space) -> list[Layout]:
@@ -71,7 +78,49 @@ def test_a_command_with_whole_experts_may_share_them_as_layers() -> None:
     assert found == {(False, None), (True, None), (True, 0)}
 
 
-@pytest.mark.parametrize("feature", ["overlap_moe", "moe_flex_dispatcher", "moe_capacity"])
+@pytest.mark.parametrize(
+    "feature", ["overlap_moe", "moe_flex_dispatcher", "moe_capacity", "moe_router_padding"]
+)
 def test_what_has_a_dispatcher_of_its_own_keeps_it(feature: str) -> None:
     space = space_of(features=(feature,), expert_parallel=2)
     assert {layout.setting("moe_token_dispatcher") for layout in layouts(space)} == {None}
+
+
+BIASED = ("moe_linear_bias",)
+
+
+@pytest.mark.parametrize(
+    ("shards", "search", "found"),
+    [
+        (0, {}, {(False, None), (True, 1)}),
+        (0, {"expert_tensor_parallel": [0, 1]}, {(False, None), (True, 1)}),
+        (0, {"expert_tensor_parallel": "stock"}, {(False, None)}),
+        (0, {"expert_tensor_parallel": [0]}, {(False, None)}),
+        (1, {}, {(False, None), (True, None)}),
+        (1, {"expert_tensor_parallel": "stock"}, {(False, None), (True, None)}),
+    ],
+)
+def test_tensor_parallel_devices_share_no_experts_with_biases(
+    shards: int, search: dict[str, Any], found: set[tuple[bool, int | None]]
+) -> None:
+    """Megatron asserts it (megatron/core/transformer/transformer_config.py)."""
+    space = space_of(shards=shards, features=BIASED, search=search)
+    made = {
+        (layout.tensor_parallel > 1, layout.setting("expert_tensor_parallel")) for layout in layouts(space)
+    }
+    assert made == found
+    rows = {row.knob.name: row for row in knob_rows(space)}
+    assert (rows["tensor_parallel"].choices == ("1",)) == (len(found) == 1)
+
+
+def test_a_request_to_share_experts_with_biases_is_refused_with_the_rule() -> None:
+    reason = r"search\.tensor_parallel: 2; must be 1 without --expert-tensor-parallel-size 1: experts with"
+    with pytest.raises(ConfigError, match=reason):
+        space_of(features=BIASED, search={"expert_tensor_parallel": "stock", "tensor_parallel": [2]})
+    with pytest.raises(ConfigError, match=r"search\.expert_tensor_parallel: 0; must be 1: experts with"):
+        space_of(shards=1, features=BIASED, search={"expert_tensor_parallel": [0]})
+
+
+def test_experts_without_biases_are_shared_as_layers() -> None:
+    space = space_of(search={"expert_tensor_parallel": "stock"})
+    assert {layout.tensor_parallel for layout in layouts(space)} > {1}

@@ -13,6 +13,7 @@ from tests.space.knobs.test_expert_overlap import changes, plans, space_of, stat
 
 NAME = MOE_GROUPED_GEMM.name
 EXPERTS = ("moe", "no_linear_bias")
+BIASED = ("moe", "moe_linear_bias")
 
 
 @pytest.mark.parametrize("command", [False, True])
@@ -21,6 +22,22 @@ def test_it_is_searched_in_both_directions(command: bool) -> None:
     space = space_of(search={NAME: "auto"}, command={NAME: command}, features=features)
     assert {plan.layout.setting(NAME) for plan in plans(space)} == {None, not command}
     assert {changes(plan.layout) for plan in plans(space)} == {()}
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "found"),
+    [
+        (True, (), {None, False}),
+        (True, ("moe_unfused_bias",), {None, False}),
+        (False, ("moe_unfused_bias",), {None, True}),
+        (False, (), {None}),
+    ],
+)
+def test_the_commands_own_value_is_a_choice_beside_biases(
+    command: bool, more: tuple[str, ...], found: set[bool | None]
+) -> None:
+    space = space_of(search={NAME: "auto"}, command={NAME: command}, features=(*BIASED, *more))
+    assert {plan.layout.setting(NAME) for plan in plans(space)} == found
 
 
 @pytest.mark.parametrize(
@@ -44,8 +61,13 @@ def contexts(rules: LayoutRules, **settings: bool) -> KnobContext:
 
 
 def test_its_rules_are_megatrons() -> None:
-    biased = space_of(search={}, command={NAME: False}).rules()
-    assert MOE_GROUPED_GEMM.fault(True, contexts(biased)) == "needs --disable-bias-linear"
+    biased = space_of(search={}, command={NAME: False}, features=BIASED).rules()
+    needs = "needs --disable-bias-linear, or --no-bias-dropout-fusion"
+    assert MOE_GROUPED_GEMM.fault(True, contexts(biased)) == needs
+    on = space_of(search={}, command={NAME: True}, features=BIASED).rules()
+    assert MOE_GROUPED_GEMM.fault(True, contexts(on)) is None
+    # Of a command that nothing launches its flags alone say it.
+    assert MOE_GROUPED_GEMM.fault(True, contexts(replace(on, is_planned=True))) == needs
     command = {NAME: True, "recompute_modules": "moe_act"}
     recomputed = space_of(search={}, command=command, features=(*EXPERTS, "moe_grouped_gemm")).rules()
     assert MOE_GROUPED_GEMM.fault(False, contexts(recomputed)) == "recompute of moe_act needs it"

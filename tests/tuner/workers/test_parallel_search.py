@@ -21,7 +21,8 @@ from quartet_plugin.tuner.slow_nodes import MAX_UNCONFIRMED_CHECKS
 from quartet_plugin.tuner.tune_result import TuneResult
 from quartet_plugin.tuner.workers.parallel_search import ParallelSearch
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
-from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
+from tests.tuner.fakes import FakeMachine, Killed, Watching, resume, tune
+from tests.tuner.fakes import begin_with_journal as begin
 
 HOST = "node-0"  # the fake cluster's
 SLICES = tuple(DeviceSlice(device="cpu", index=index, count=4, cores=(index,)) for index in range(4))
@@ -142,9 +143,12 @@ class Hands:
 def run_shared(
     monkeypatch: pytest.MonkeyPatch, folder: Path, shop: Shop, *, is_resumed: bool = False, **config: Any
 ) -> TuneResult:
-    """Tune with workers. The sampler is left alone, which takes a fraction of the planner's time."""
+    """Tune with workers.
+
+    The sampler is left alone, which takes a fraction of the planner's time; a journal takes one of SQLite's.
+    """
     options = config.pop("options", {})
-    config["study"] = {"starts": "none", **config.get("study", {})}
+    config["study"] = {"starts": "none", "storage": "journal", **config.get("study", {})}
     with monkeypatch.context() as patch:
         patch.setattr(coordinator, "WorkerPool", lambda **given: Hands(shop, **given))
         patch.setattr(coordinator, "ParallelSearch", lambda **given: ParallelSearch(**given, sleep=shop.step))
@@ -153,12 +157,13 @@ def run_shared(
         return tune(run, shop, slices=SLICES, **options)
 
 
-def killed(monkeypatch: pytest.MonkeyPatch, folder: Path, shop: Shop) -> None:
+def killed(monkeypatch: pytest.MonkeyPatch, folder: Path, shop: Shop, *, storage: str = "journal") -> None:
     """A run whose coordinator is killed with several trials under way: nothing is cleaned up."""
     with monkeypatch.context() as patch:
         patch.setattr(ParallelSearch, "_close", lambda self: None)
+        study = {"trials": 8, "rounds": 3, "top_k": 1, "storage": storage}
         with pytest.raises(Killed):
-            run_shared(patch, folder, shop, study={"trials": 8, "rounds": 3, "top_k": 1})
+            run_shared(patch, folder, shop, study=study)
     assert len(shop.holding) > 1
 
 

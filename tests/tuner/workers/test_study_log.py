@@ -74,7 +74,7 @@ def test_what_was_under_way_when_the_study_was_lost_is_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shop = Shop(dies_after=4, seed=2)
-    killed(monkeypatch, tmp_path / "r", shop)
+    killed(monkeypatch, tmp_path / "r", shop, storage="sqlite")
     shop.holding.clear()
     shop.num_started, shop.dies_after = 0, None
     for worker in shop.workers():
@@ -116,7 +116,7 @@ def test_a_trial_that_the_log_does_not_name_is_left_out_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shop, watching = Shop(seed=4), Watching()
-    run_shared(monkeypatch, tmp_path / "r", shop, study=STUDY)
+    run_shared(monkeypatch, tmp_path / "r", shop, study={**STUDY, "storage": "sqlite"})
     run = resume(tmp_path / "r")
     lines = run.folder.events_file.read_text().splitlines()
     lines = [line for line in lines if json.loads(line)["trial"] != 2]

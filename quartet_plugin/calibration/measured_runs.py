@@ -1,0 +1,96 @@
+"""The run of a profile or a trial as the cost model prices it, with all that its report says of the job.
+
+A run that is priced as another one moves the constants towards what makes up for the difference. So jobs that
+the cost model takes for simpler ones, and reports without what a price needs, are refused in one line.
+"""
+
+from dataclasses import replace
+
+from quartet_plugin.cost.iteration.plan_terms import run_of_job
+from quartet_plugin.cost.run import TrainingRun, UniformCluster
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.training_job import TrainingJob
+
+# Features of a job that has no price, by name, and the reason.
+UNPRICED = {
+    "hybrid": "its layers are of several kinds, which the cost model takes for like ones",
+    "heterogeneous": "its layers have several sizes, which the cost model takes for like ones",
+    "attention_variant": "some of its layers have an attention that the cost model does not know",
+    "sliding_window": "the window of its attention is not in the report",
+    "packing": "the lengths of the documents in its sequences are not in the report",
+    "fp8": "the scales of its 8-bit products are not in the report",
+    "fp4": "the scales of its 4-bit products are not in the report",
+    "fsdp": "its parameters are sharded over replicas, which the report does not describe",
+    "torch_fsdp": "its parameters are sharded over replicas, which the report does not describe",
+    "weight_shards": "its weights are sharded over ranks, which the report does not describe",
+    "cpu_offload": "its activations move to the host, which the cost model does not know",
+    "optimizer_offload_part": "the part of the optimizer on the host is not in the report",
+    "rampup_batch_size": "its batch changes while it trains",
+    "cp_comm_by_layer": "its layers share sequences in several ways, which the cost model takes for one",
+    "moe_capacity": "the limit on an expert's tokens is not in the report",
+    "expert_tensor_parallel": "its experts are cut in other shares than the cost model knows",
+    "mtp_on_inner_stage": "it predicts further tokens where the cost model does not have them",
+}
+
+
+def measured_run(
+    job: TrainingJob,
+    plan: Plan | None,
+    *,
+    on_cpu: bool,
+    cluster: UniformCluster,
+    where: str,
+    is_single_rank: bool = False,
+) -> TrainingRun:
+    """The run of a reported job, under a plan or as the user wrote it, on its part of the cluster's devices.
+
+    `is_single_rank`: one rank was run alone, without communication. Raises ConfigError for a job that cannot
+    be priced as what it is; `where` names its report.
+    """
+    source = plan or job
+    layout = source.layout
+    if source.split is None:
+        raise ConfigError(f"{where}.split: null; only models that consist of equal layers can be calibrated")
+    _check_priced(job, where=where)
+    if is_single_rank and job.experts is not None and layout.tensor_parallel * layout.expert_parallel > 1:
+        raise ConfigError(
+            f"{where}.experts: {job.experts.label}; a rank that runs alone gets no other rank's tokens for "
+            "them; profile all ranks of a smaller job"
+        )
+    return run_of_job(
+        source,
+        job,
+        split=source.split,
+        global_batch_size=job.global_batch_size,
+        mtp_layers=job.mtp_layers or 0,
+        on_cpu=on_cpu,
+        cluster=replace(cluster, num_devices=layout.world_size),
+    )
+
+
+def _check_priced(job: TrainingJob, *, where: str) -> None:
+    """Raises ConfigError for the first feature without a price, and for the first part that is missing."""
+    features = frozenset(job.features)
+    unpriced = next((name for name in UNPRICED if name in features), None)
+    if unpriced is not None:
+        raise ConfigError(
+            f"{where}.features: {unpriced}; {UNPRICED[unpriced]}; calibrate with measurements of other jobs"
+        )
+    again = "measure again with this release, or calibrate with other jobs"
+    if "moe" in features and job.experts is None:
+        raise ConfigError(
+            f"{where}.experts: null; their number and sizes are missing: reports of older releases lack "
+            f"them, and those of models with dense layers behind experts; {again}"
+        )
+    if "multi_latent_attention" in features and job.latent is None:
+        raise ConfigError(
+            f"{where}.latent: null; the ranks and head sizes of latent attention are missing: reports of "
+            f"older releases lack them, and those of models without compressed queries; {again}"
+        )
+    if "mtp" in features and job.mtp_layers is None:
+        raise ConfigError(
+            f"{where}.mtp_layers: null; the number of layers of multi-token prediction is missing; {again}"
+        )
+    if job.experts is not None and job.settings is None:
+        raise ConfigError(f"{where}.settings: null; the experts' dispatcher and shares are missing; {again}")

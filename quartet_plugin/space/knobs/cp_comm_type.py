@@ -1,0 +1,139 @@
+"""How devices that share a sequence bring its keys and values to each other's queries."""
+
+import math
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.model.hierarchical_context import SIZES, sizes_of
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.space.features import Axis
+from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault
+
+NAME = "cp_comm_type"
+P2P, ALL_GATHER, A2A, A2A_P2P = WORDS = ("p2p", "all_gather", "a2a", "a2a+p2p")
+# Features with which a plan keeps the command's.
+_KEPT = {
+    "cp_comm_by_layer": "the command has a type for each layer",
+    "packing": "some releases of Transformer Engine have p2p alone for packed sequences",
+    "attention_variant": "its attention is none of Transformer Engine's",
+    "heterogeneous": "its layers have query groups of their own",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TypeKnob(SettingKnob):
+    """A word of Megatron's argument, which is a list of one word or of one for each layer."""
+
+    def read(self, args: Namespace) -> Value | None:
+        """The type of all layers; None where they have types of their own, or this release has none."""
+        return _type_in(args)
+
+
+def _type_in(owner: Any) -> str | None:
+    """The type of all layers in arguments, or in a model's configuration: without one Megatron's, p2p."""
+    if not hasattr(owner, NAME):
+        return None
+    value = getattr(owner, NAME)
+    types = value if isinstance(value, list | tuple) else (P2P if value is None else value,)
+    return str(types[0]) if len(types) == 1 and types[0] in WORDS else None
+
+
+def _offers(context: KnobContext) -> tuple[str, ...]:
+    return WORDS
+
+
+def _fault(value: Value, context: KnobContext) -> str | None:
+    rules = context.rules
+    if kept := kept_fault(value, rules.job.setting(NAME) or P2P, _kept(rules)):
+        return kept
+    return _attention_fault(value, rules) or _degrees_fault(value, context)
+
+
+def _kept(rules: KnobRules) -> str | None:
+    job = rules.job
+    kinds = job.shape.layer_kinds
+    if kinds is not None and not kinds.attention:
+        return "the model has no attention"
+    if "hierarchical_context_parallel" in job.features and job.setting(SIZES) is None:
+        return "--hybrid-context-parallel makes groups of its own for each sequence"
+    return next((reason for name, reason in _KEPT.items() if name in job.features), None)
+
+
+def _attention_fault(value: Value, rules: KnobRules) -> str | None:
+    """The kind of attention that Transformer Engine does not have with a type (`context_parallel.py`)."""
+    features = rules.job.features
+    if "attention_sink" in features and value != A2A:
+        return "must be a2a with --softmax-type"
+    if "sliding_window" in features and value in (P2P, A2A_P2P):
+        return "must be all_gather or a2a with --window-size"
+    if "multi_latent_attention" in features and value in (ALL_GATHER, A2A):
+        return "must be p2p or a2a+p2p with latent attention"
+    return None
+
+
+def _degrees_fault(value: Value, context: KnobContext) -> str | None:
+    """The rule that degrees break with a type: ranks that exchange heads have equal numbers of them."""
+    size, layout, shape = context.layout.context_parallel, context.layout, context.shape
+    if value == A2A_P2P:
+        sizes = sizes_of(context.rules.job.setting(SIZES))
+        if sizes is None or len(sizes) != 2 or math.prod(sizes) != size:
+            return f"needs two --hierarchical-context-parallel-sizes whose product is CP ({size})"
+        size = sizes[0]
+    elif value != A2A:
+        return None
+    tensor, heads, groups = layout.tensor_parallel, shape.num_attention_heads, shape.num_query_groups
+    # Several tensor-parallel ranks may hold one query group.
+    if heads % (tensor * size) or max(1, groups // tensor) % size:
+        return (
+            f"{size} x TP ({tensor}) ranks that exchange heads must divide {heads} heads and {groups} "
+            "query groups"
+        )
+    return None
+
+
+def has_no_type(context: KnobContext) -> bool:
+    """Whether the search leaves degrees the command's type alone, which they cannot have.
+
+    The command's own degrees have it.
+    """
+    layout, job = context.layout, context.rules.job
+    command, baseline = job.setting(NAME), job.layout
+    degrees = (layout.tensor_parallel, layout.context_parallel)
+    is_commands = degrees == (baseline.tensor_parallel, baseline.context_parallel)
+    if command is None or is_commands or not _shares(layout) or _degrees_fault(command, context) is None:
+        return False
+    return CP_COMM_TYPE.choices(context) == (None,)
+
+
+def _shares(layout: Layout) -> bool:
+    """Whether several devices share a sequence."""
+    return layout.context_parallel > 1
+
+
+CP_COMM_TYPE = _TypeKnob(
+    name=NAME,
+    label=NAME,
+    meaning="how devices that share a sequence exchange it: p2p (keys and values around a ring), all_gather "
+    "(all of them before attention), a2a (heads for sequence) or a2a+p2p (heads, then rings)",
+    kind="word",
+    words=WORDS,
+    axis=Axis.OPTIONS,
+    change_class="B",
+    rule="CP above 1; a2a where CP x TP divides heads and query groups, a2a+p2p with two "
+    "--hierarchical-context-parallel-sizes in the command whose product is CP and whose first divides them "
+    "(megatron/training/arguments.py); with a sliding window all_gather and a2a, with latent attention the "
+    "other two (megatron/core/extensions/transformer_engine.py); kept with types by layer, packed sequences, "
+    "other attention variants or heterogeneous layers",
+    flag="--cp-comm-type",
+    destination=NAME,
+    unset=P2P,
+    default="stock",
+    offers=_offers,
+    fault=_fault,
+    kept=_kept,
+    read_back=lambda live: _type_in(live.model),
+    framework=MEGATRON.framework,
+    applies=_shares,
+)
