@@ -161,4 +161,4 @@ def test_plans_are_proposed_by_one_path() -> None:
     ranked = importing("planner.order_search.planned_ranking") | importing("planner.ranking.best_plans")
     assert not {module for module in ranked if module.startswith(("tuner/", "study/"))}
     assert importing("space.layouts.choices_by_degrees") == {"planner/layout_table.py"}
-    assert importing("space.layouts.legal_layouts") == {"space/plan_space.py"}
+    assert importing("space.layouts.legal_layouts") == {"space/plan_space.py", "space/unsearched_layouts.py"}

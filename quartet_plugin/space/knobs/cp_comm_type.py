@@ -115,8 +115,7 @@ def _shares(layout: Layout) -> bool:
 CP_COMM_TYPE = _TypeKnob(
     name=NAME,
     label=NAME,
-    meaning="how devices that share a sequence exchange it: p2p (keys and values around a ring), all_gather "
-    "(all of them before attention), a2a (heads for sequence) or a2a+p2p (heads, then rings)",
+    meaning="how devices that share a sequence exchange it: p2p, all_gather, a2a or a2a+p2p",
     kind="word",
     words=WORDS,
     axis=Axis.OPTIONS,
