@@ -33,9 +33,10 @@ from quartet_plugin.space.param_sources import (
     layout_texts,
     param_prefix,
 )
-from quartet_plugin.space.plan_space import Space, num_unsearched_layouts
+from quartet_plugin.space.plan_space import Space
 from quartet_plugin.space.schedules import MAX_SEARCHED_ACTIONS
 from quartet_plugin.space.split_shifts import SHIFT
+from quartet_plugin.space.unsearched_layouts import num_unsearched_layouts
 from quartet_plugin.split.layers import flops_end_loads
 
 # Layouts that are predicted at all, also where none has a stock schedule; layouts whose other choices are

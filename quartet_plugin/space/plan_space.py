@@ -5,7 +5,6 @@ never change, so a parameter whose choices depend on earlier ones has them, or t
 its name. A parameter with one choice is not a parameter.
 """
 
-import math
 from collections.abc import Mapping as MappingABC
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -75,13 +74,7 @@ from quartet_plugin.space.param_sources import (
     param_text,
 )
 from quartet_plugin.space.rules import LayoutRules
-from quartet_plugin.space.schedules import (
-    MAX_SEARCHED_ACTIONS,
-    CustomOrder,
-    custom_order,
-    num_actions_of,
-    placement_of,
-)
+from quartet_plugin.space.schedules import CustomOrder, custom_order, placement_of
 from quartet_plugin.space.searched_orders import ORDER, stored_order
 from quartet_plugin.space.split_shifts import choose_split, decoded_end_loads, stated_split
 from quartet_plugin.space.written_schedules import WrittenSchedule, written_order
@@ -533,25 +526,6 @@ def build_space(
     if unused is not None:
         raise ConfigError(unused)
     return replace(draft, shapes=tuple(layouts), layouts=layouts, _groups={})
-
-
-def num_unsearched_layouts(space: Space) -> int:
-    """The layouts that have no searched order for the number of a step's actions alone.
-
-    They include those that the space does not hold, because no other schedule is left to them.
-    """
-    rules, layouts = space.rules(), space.layouts
-    if space.search.schedule is not None and SEARCHED in space.search.schedule:
-        free = replace(rules, search=space.search.model_copy(update={"schedule": None}))
-        layouts = {shape: legal_layouts(shape, rules=free) for shape in space.shapes}
-    return sum(_is_unsearched(layout, shape, rules) for shape, kept in layouts.items() for layout in kept)
-
-
-def _is_unsearched(layout: Layout, shape: ModelShape, rules: LayoutRules) -> bool:
-    num_microbatches = layout.num_microbatches(rules.job.global_batch_size)
-    if num_actions_of(layout, num_microbatches=num_microbatches) <= MAX_SEARCHED_ACTIONS:
-        return False
-    return SEARCHED in schedules_of(layout, shape=shape, rules=rules, most_actions=math.inf)
 
 
 def check_written(space: Space, layouts: MappingABC[ModelShape, Sequence[Layout]]) -> None:

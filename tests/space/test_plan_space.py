@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan, Split
-from quartet_plugin.space.config import SEARCHED, ScalingConfig, SearchConfig
+from quartet_plugin.space.config import ScalingConfig, SearchConfig
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.layouts import is_legal_group, legal_groups, legal_layouts
 from quartet_plugin.space.param_sources import FixedParams, RandomParams, degree_label
-from quartet_plugin.space.plan_space import Space, build_space, num_unsearched_layouts
+from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.space.rules import LayoutRules
-from quartet_plugin.space.schedules import MAX_SEARCHED_ACTIONS, num_actions_of
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
 
@@ -311,35 +310,3 @@ def test_overlap_of_tensor_parallel_transfers_keeps_what_it_needs() -> None:
     offered = space.layouts[space.job.shape]
     assert {one.tensor_parallel for one in offered} == {2, 4}
     assert all(one.sequence_parallel for one in offered)
-
-
-def space_of_four(batch: int, schedule: object) -> Space:
-    """Pipelines of four ranks, with as many microbatches as sequences or an eighth of them."""
-    search = {"pipeline_parallel": 4, "micro_batch_size": [1, 8], "recompute": ["none", "full"]}
-    job = make_job(layout=make_layout(pipeline_parallel=4, micro_batch_size=8), global_batch_size=batch)
-    config = parse_config({"search": {**search, "schedule": schedule}}, where="test").search
-    return build_space(job, nodes=make_nodes(4), search=config, run="r", seed=0)
-
-
-@pytest.mark.parametrize("schedule", ["auto", "searched", ["1f1b", "searched"]])
-def test_layouts_of_too_many_actions_count_where_an_order_could_be_searched(schedule: object) -> None:
-    """3 x 4 stages x 256 microbatches are too many actions, and 3 x 4 x 32 are not."""
-
-    def num_searched(space: Space) -> int:
-        return sum(
-            SEARCHED in space.schedules_of(layout, shape=shape)
-            for shape, layouts in space.layouts.items()
-            for layout in layouts
-        )
-
-    long, short = space_of_four(256, schedule), space_of_four(64, schedule)
-    for layout in long.layouts[long.job.shape]:
-        if SEARCHED in long.schedules_of(layout, shape=long.job.shape):
-            num_microbatches = 256 // layout.micro_batch_size
-            assert num_actions_of(layout, num_microbatches=num_microbatches) <= MAX_SEARCHED_ACTIONS
-    assert num_unsearched_layouts(short) == 0
-    assert num_unsearched_layouts(long) == num_searched(short) - num_searched(long) > 0
-
-
-def test_no_layout_counts_where_no_order_is_searched() -> None:
-    assert num_unsearched_layouts(space_of_four(256, ["1f1b", "zb-h1"])) == 0
