@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from typing import Any
 import yaml
 
 from benchmarks.scenarios.catalogue import SCENARIOS, Scenario
+from benchmarks.scenarios.hosts import launcher_of, probe, sections
 from benchmarks.scenarios.network import address, joined_namespaces
 from benchmarks.scenarios.result_files import (
     OURS,
@@ -55,6 +57,7 @@ from quartet_plugin.cli.runs import read_whole
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
 from quartet_plugin.model.plan import Plan, read_plan
+from tests.launchers.linked_hosts import LinkedHosts, linked_hosts
 
 WARMUP, MEASURE = 2, 6
 
@@ -87,29 +90,38 @@ def main() -> int:
     os.chdir(ROOT)
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     options.folder.mkdir(parents=True, exist_ok=True)
-    with _place(SCENARIOS[options.scenario]):
-        result = search(options) if options.command == "run" else measure_in_turns(options)
+    with _place(options) as hosts:
+        result = search(options, hosts) if options.command == "run" else measure_in_turns(options, hosts)
     print(f"wrote {write_result(result)}")
     return 0
 
 
 @contextlib.contextmanager
-def _place(scenario: Scenario) -> Iterator[None]:
-    """The scenario's environment around whatever is started inside."""
+def _place(options: argparse.Namespace) -> Iterator[LinkedHosts | None]:
+    """The scenario's environment around whatever is started inside; its hosts, None where all runs here."""
+    scenario: Scenario = SCENARIOS[options.scenario]
     before = dict(os.environ)
     os.environ["SCENARIO_CORES"] = scenario.cores
     os.environ["SCENARIO_NAMESPACES"] = scenario.namespaces
     os.environ["SCENARIO_SLOWDOWN"] = scenario.slowdown
     os.environ["SCENARIO_ADDRESS"] = address(0)
     try:
-        with joined_namespaces(scenario.rates) if scenario.rates else contextlib.nullcontext():
-            yield
+        if scenario.num_hosts > 1:
+            folder = options.folder / f"{options.scenario}-hosts"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            number, slow = scenario.num_hosts, scenario.slow_pairs
+            with linked_hosts(folder, number=number, slow=slow, rate=scenario.slow_rate) as hosts:
+                yield hosts
+        else:
+            with joined_namespaces(scenario.rates) if scenario.rates else contextlib.nullcontext():
+                yield None
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
-def search(options: argparse.Namespace) -> SearchRun:
+def search(options: argparse.Namespace, hosts: LinkedHosts | None) -> SearchRun:
     """One `quartet tune`, to its end; one that was stopped goes on."""
     scenario: Scenario = SCENARIOS[options.scenario]
     commit = commit_of(ROOT)
@@ -119,22 +131,7 @@ def search(options: argparse.Namespace) -> SearchRun:
         side, section = (STOCK, scenario.stock_search) if options.stock else (OURS, scenario.search)
     name = f"{options.scenario}-{side}-{options.seed}"
     folder, config = options.folder / name, options.folder / f"{name}.yaml"
-    content: dict[str, Any] = {
-        "run": name,
-        "search": section,
-        "trial": {"warmup": WARMUP, "measure": MEASURE, "deadline_s": 120},
-        # `top_k` and `rounds` keep their defaults, as in a user's search.
-        "study": {
-            "trials": options.trials,
-            "seed": options.seed,
-            "starts": "none" if side == STOCK else "auto",
-        },
-        "device": "cpu",
-    }
-    if scenario.cluster is not None:
-        cluster = options.folder / f"{name}-cluster.json"
-        write_json_atomic(cluster, scenario.cluster)
-        content["machine"] = {"cluster": str(cluster)}
+    content = _config_of(options, hosts, name=name, side=side, section=section)
     config.write_text(yaml.safe_dump(content))
     words = ["quartet", "tune", "--config", str(config), "--run-dir", str(options.folder)]
     words += ["--resume"] if folder.exists() else []
@@ -158,6 +155,38 @@ def search(options: argparse.Namespace) -> SearchRun:
         chosen_words="the default" if plan is None else _words(read_plan(plan)),
         note=history.baseline_note,
     )
+
+
+def _config_of(
+    options: argparse.Namespace, hosts: LinkedHosts | None, *, name: str, side: str, section: dict[str, Any]
+) -> dict[str, Any]:
+    """The q.yaml of a search; cluster files are written beside it."""
+    scenario: Scenario = SCENARIOS[options.scenario]
+    cluster = options.folder / f"{name}-cluster.json"
+    content: dict[str, Any] = {
+        "run": name,
+        "search": section,
+        "trial": {"warmup": WARMUP, "measure": MEASURE, "deadline_s": 120},
+        # `top_k` and `rounds` keep their defaults, as in a user's search.
+        "study": {
+            "trials": options.trials,
+            "seed": options.seed,
+            "starts": "none" if side == STOCK else "auto",
+        },
+        "device": "cpu",
+    }
+    if scenario.cluster is not None:
+        write_json_atomic(cluster, scenario.cluster)
+        content["machine"] = {"cluster": str(cluster)}
+    if hosts is not None:
+        content |= sections(hosts)
+        content["trial"]["nodes"] = scenario.num_hosts
+        if side != STOCK:
+            # Plain TPE knows nothing of a cluster.
+            if not cluster.exists():
+                probe(hosts, cluster, processes_per_host=scenario.processes_per_host)
+            content["machine"] = {"cluster": str(cluster)}
+    return content
 
 
 def trial_of(row: TrialRow) -> dict[str, Any]:
@@ -188,7 +217,7 @@ def fastest_finalist(folder: Path, history: RunHistory) -> Path | None:
     return next((folder / "final" / f"{best.number:06d}-round-1").glob("attempt-*/plan.json"))
 
 
-def measure_in_turns(options: argparse.Namespace) -> TurnRounds:
+def measure_in_turns(options: argparse.Namespace, hosts: LinkedHosts | None) -> TurnRounds:
     """Work a second of every side in every round; sides with one plan are launched once."""
     name, scenario = options.scenario, SCENARIOS[options.scenario]
     sides = {run.name: _plan_of(run) for run in read_runs(name)}
@@ -205,6 +234,7 @@ def measure_in_turns(options: argparse.Namespace) -> TurnRounds:
             plans=plans,
             folder=options.folder / f"{name}-turns" / f"launch-{number}",
             cwd=ROOT,
+            launcher=None if hosts is None else launcher_of(hosts),
         )
         print(f"{name}: launch {number + 1} of {options.launches}", file=sys.stderr, flush=True)
         for found in measured_in_turns(launch, rounds=options.rounds, seed=number):

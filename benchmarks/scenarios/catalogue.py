@@ -38,8 +38,10 @@ class Scenario:
 
     `search` is the search section of both searches: what it leaves free is free in both, layouts too. The
     stock one keeps schedule and mapping to stock flags and the shape as it is. `cores`, `namespaces` and
-    `slowdown` (how many times slower a process is than its core) are a process each; `rates` are a namespace
-    each, as tc writes them. A cluster file gives every device `memory_limit_bytes`.
+    `slowdown` (how many times slower a process is than its core) are a process of a host each; `rates` are a
+    namespace each, as tc writes them. A cluster file gives every device `memory_limit_bytes`. Of several
+    hosts those at each two indices of `slow_pairs` are joined by `slow_rate`, and the search of ours has the
+    cluster file that `quartet probe` writes there.
     """
 
     about: str
@@ -51,6 +53,14 @@ class Scenario:
     rates: tuple[str, ...] = ()
     slowdown: str = ""
     memory_limit_bytes: int | None = None
+    num_hosts: int = 1
+    slow_pairs: tuple[tuple[int, int], ...] = ()
+    slow_rate: str = ""
+
+    @property
+    def processes_per_host(self) -> int:
+        """The training processes on each host."""
+        return self.num_processes // self.num_hosts
 
     @property
     def cluster(self) -> dict[str, Any] | None:
@@ -101,7 +111,7 @@ class Scenario:
     @property
     def command(self) -> list[str]:
         """The training command."""
-        words = ["torchrun", "--nproc-per-node", str(self.num_processes), SCRIPT]
+        words = ["torchrun", "--nproc-per-node", str(self.processes_per_host), SCRIPT]
         return [*words, *shlex.split(_COMMON + self.flags)]
 
     @property
@@ -195,14 +205,20 @@ SCENARIOS: dict[str, Scenario] = {
         search={**_ONE_PIPELINE, "pipeline_parallel": 2, "micro_batch_size": "auto", "recompute": "auto"},
     ),
     "i-unequal-links": Scenario(
-        about="8 processes in 4 namespaces, two behind 40 Mbit/s: the best mapping has no name, PP4 x DP2",
+        about="8 processes on 4 hosts, PP4 x DP2; the launcher's order has each host joined to the next by "
+        "50 Mbit/s, and no order of ranks with a name avoids these links",
         num_processes=8,
-        cores="0,0,0,0,1,1,1,1",
-        namespaces="quartet-a,quartet-a,quartet-b,quartet-b,quartet-c,quartet-c,quartet-d,quartet-d",
-        rates=("400mbit", "40mbit", "400mbit", "40mbit"),
-        flags="--num-layers 8 --hidden-size 128 --vocab-size 4096 --pipeline-model-parallel-size 4 "
-        "--micro-batch-size 2 --global-batch-size 16",
-        search={"tensor_parallel": 1, "pipeline_parallel": 4, "data_parallel": 2, "micro_batch_size": 2},
+        num_hosts=4,
+        slow_pairs=((0, 1), (1, 2), (2, 3)),
+        slow_rate="50mbit",
+        cores="0,1",
+        # Many short sequences through narrow layers: slow links have a microbatch for longer than the cores.
+        flags="--num-layers 4 --hidden-size 64 --ffn-hidden-size 32 --num-attention-heads 1 "
+        "--seq-length 16 --max-position-embeddings 16 --vocab-size 15 --make-vocab-size-divisible-by 16 "
+        "--pipeline-model-parallel-size 4 --micro-batch-size 256 --global-batch-size 4096 "
+        # The first rank indexes all samples of the training.
+        "--train-iters 1000",
+        search={"tensor_parallel": 1, "pipeline_parallel": 4, "data_parallel": 2, "micro_batch_size": 256},
     ),
     "j-experts-slow-link": Scenario(
         about="8 narrow experts over two namespaces joined by 200 Mbit/s, 4 processes; the default is EP 4",

@@ -25,6 +25,7 @@ import psutil
 
 from benchmarks.scenarios.script import STEPS
 from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.launchers.protocol import Launcher
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.trial.request import Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
@@ -37,13 +38,17 @@ _DEADLINE_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What is launched: the training command, its number of processes, and the plan of each job."""
+    """What is launched: the training command, its number of processes, and the plan of each job.
+
+    `launcher` starts the command on several hosts; None: here.
+    """
 
     command: Sequence[str]
     num_processes: int
     plans: Mapping[str, Plan | None]
     folder: Path
     cwd: Path
+    launcher: Launcher | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +105,13 @@ def _started(launch: Launch, address: str, *, rounds: int) -> Iterator[dict[str,
     with ThreadPoolExecutor(max_workers=len(launch.plans)) as pool:
         try:
             yield {
-                name: pool.submit(run_trial, _request(launch, name, address, rounds), stop=stop, poll_s=1.0)
+                name: pool.submit(
+                    run_trial,
+                    _request(launch, name, address, rounds),
+                    launcher=launch.launcher,
+                    stop=stop,
+                    poll_s=1.0,
+                )
                 for name in launch.plans
             }
         except BaseException:

@@ -78,14 +78,17 @@ class LinkedHosts:
 
 
 @contextmanager
-def linked_hosts(folder: Path, *, number: int, slow: Sequence[tuple[int, int]]) -> Iterator[LinkedHosts]:
-    """Hosts in network namespaces, of which those at each two indices of `slow` are joined by `RATE`."""
+def linked_hosts(
+    folder: Path, *, number: int, slow: Sequence[tuple[int, int]], rate: str = RATE
+) -> Iterator[LinkedHosts]:
+    """Hosts in network namespaces, of which those at each two indices of `slow` are joined by `rate`."""
     namespaces.require()
     (folder / "hosts").mkdir()
     networks = [(namespace(index, prefix=_PREFIX), address(index)) for index in range(number)]
     with joined_namespaces(["4gbit"] * number, prefix=_PREFIX, burst="2mb"):
         for host in range(number):
-            _slow_down(host, [there for pair in slow for there in pair if host in pair and there != host])
+            others = [there for pair in slow for there in pair if host in pair and there != host]
+            _slow_down(host, others, rate)
         with ssh_hosts(folder / "hosts", number=number, networks=networks) as hosts:
             site = folder / "site.yaml"
             site.write_text(hosts.site.model_dump_json(exclude_defaults=True))
@@ -95,8 +98,8 @@ def linked_hosts(folder: Path, *, number: int, slow: Sequence[tuple[int, int]]) 
             assert not living(folder / "runs")
 
 
-def _slow_down(host: int, others: Sequence[int]) -> None:
-    """Let only `RATE` through from a host to each of the others; its other links stay as they are."""
+def _slow_down(host: int, others: Sequence[int], rate: str) -> None:
+    """Let only `rate` through from a host to each of the others; its other links stay as they are."""
     if not others:
         return
     device = interface(host, prefix=_PREFIX)
@@ -107,7 +110,7 @@ def _slow_down(host: int, others: Sequence[int]) -> None:
     for there in others:
         flow, target = f"1:{20 + there}", f"{address(there)}/32"
         rows += [
-            f"class add dev {device} parent 1: classid {flow} htb rate {RATE} burst 128kb",
+            f"class add dev {device} parent 1: classid {flow} htb rate {rate} burst 128kb",
             f"filter add dev {device} parent 1: protocol ip u32 match ip dst {target} flowid {flow}",
         ]
     tc = ["ip", "netns", "exec", namespace(host, prefix=_PREFIX), "tc"]
