@@ -13,6 +13,7 @@ from benchmarks.scenarios.network import address
 from benchmarks.scenarios.result_files import ROOT
 from quartet_plugin.launchers.site import read_site
 from quartet_plugin.launchers.ssh import SshLauncher
+from quartet_plugin.model.files import read_json, write_json_atomic
 from tests.launchers.linked_hosts import LinkedHosts
 
 _PORT = 29_400
@@ -31,7 +32,8 @@ def launcher_of(hosts: LinkedHosts) -> SshLauncher:
 def probe(hosts: LinkedHosts, output: Path, *, processes_per_host: int) -> None:
     """Run `quartet probe` on all hosts at once; the first one writes the cluster file `output`.
 
-    Raises CalledProcessError where it fails on a host.
+    The file's slowdowns are left out: the hosts share this machine's cores, so that they say which processes
+    shared one when it measured. Raises CalledProcessError where it fails on a host.
     """
     settings = read_site(hosts.site).ssh
     assert settings is not None
@@ -52,3 +54,6 @@ def probe(hosts: LinkedHosts, output: Path, *, processes_per_host: int) -> None:
     for process, code in zip(running, codes, strict=True):
         if code:
             raise subprocess.CalledProcessError(code, process.args)
+    content = read_json(output)
+    nodes = [{**node, "slowdown": None} for node in content["nodes"]]
+    write_json_atomic(output, {**content, "nodes": nodes})
