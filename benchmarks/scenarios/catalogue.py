@@ -206,16 +206,16 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "i-unequal-links": Scenario(
         about="8 processes on 4 hosts, PP4 x DP2; the launcher's order has each host joined to the next by "
-        "50 Mbit/s, and no order of ranks with a name avoids these links",
+        "100 Mbit/s, and no order of ranks with a name avoids these links",
         num_processes=8,
         num_hosts=4,
         slow_pairs=((0, 1), (1, 2), (2, 3)),
-        slow_rate="50mbit",
+        slow_rate="100mbit",
         cores="0,1",
         # Many short sequences through narrow layers: slow links have a microbatch for longer than the cores.
         flags="--num-layers 4 --hidden-size 64 --ffn-hidden-size 32 --num-attention-heads 1 "
         "--seq-length 16 --max-position-embeddings 16 --vocab-size 15 --make-vocab-size-divisible-by 16 "
-        "--pipeline-model-parallel-size 4 --micro-batch-size 256 --global-batch-size 4096 "
+        "--pipeline-model-parallel-size 4 --micro-batch-size 256 --global-batch-size 2048 "
         # The first rank indexes all samples of the training.
         "--train-iters 1000",
         search={"tensor_parallel": 1, "pipeline_parallel": 4, "data_parallel": 2, "micro_batch_size": 256},

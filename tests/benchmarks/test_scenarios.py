@@ -200,7 +200,9 @@ def test_every_search_of_a_scenario_is_one_that_the_tuner_takes(name: str) -> No
     assert "scaling" not in scenario.stock_search
     assert scenario.stock_search["schedule"] == ["no-pipelining", "1f1b", "interleaved"]
     per_process = (scenario.cores, scenario.namespaces, scenario.slowdown)
-    assert {len(words.split(",")) for words in per_process if words} == {scenario.num_processes}
+    assert {len(words.split(",")) for words in per_process if words} == {scenario.processes_per_host}
+    assert scenario.processes_per_host * scenario.num_hosts == scenario.num_processes
+    assert all(0 <= host < scenario.num_hosts for pair in scenario.slow_pairs for host in pair)
     if scenario.namespaces:
         assert len(set(scenario.namespaces.split(","))) == len(scenario.rates)
 
