@@ -9,7 +9,7 @@ import typer
 
 from quartet_plugin.cli.command import RUNS, JsonSwitch, RunName, RunsFolder, find_run, invocation
 from quartet_plugin.cli.output import show
-from quartet_plugin.errors import ConfigError
+from quartet_plugin.errors import ConfigError, InfeasibleError
 
 if TYPE_CHECKING:
     from quartet_plugin.space.knob_table import KnobRow
@@ -23,7 +23,8 @@ def knobs_command(
     """List every knob: what it sets, its class of change, its flag, and its legal values.
 
     With a RUN the list also has the value in that run's command, the values that its search may choose, and
-    the reason where a value is kept. With a command after -- it has the same by the command's flags.
+    the reason where a value is kept. With a command after -- the list has
+    these three by the command's flags alone.
     """
     from quartet_plugin.space.knob_table import NOT_ASKED, knob_rows
 
@@ -64,7 +65,7 @@ def _rows_of_command(words: tuple[str, ...]) -> "tuple[list[KnobRow], str | None
 
     try:
         return knob_rows(space_of_command(parse_command(words))), None
-    except ConfigError as error:
+    except (ConfigError, InfeasibleError) as error:
         return _stated(knob_rows(), words), str(error)
 
 

@@ -202,9 +202,16 @@ def _ring_of_keys(
 
 
 def _bytes_of_keys(run: TrainingRun, *, size: int) -> float:
-    """Bytes of a microbatch's keys and values on `size` ranks together."""
-    width = run.shape.num_query_groups * run.shape.kv_channels / run.layout.tensor_parallel
-    return 2.0 * run.element_bytes * run.tokens_per_microbatch * width * size
+    """Bytes of a microbatch's keys and values on `size` ranks together.
+
+    A tensor-parallel rank holds one query group at least; latent attention has keys and values of every head.
+    """
+    shape, latent, tp = run.shape, run.latent, run.layout.tensor_parallel
+    width = 2.0 * max(1.0, shape.num_query_groups / tp) * shape.kv_channels
+    if latent is not None:
+        each = latent.qk_head_dim + latent.qk_pos_emb_head_dim + latent.v_head_dim
+        width = shape.num_attention_heads / tp * each
+    return run.element_bytes * run.tokens_per_microbatch * width * size
 
 
 def _gathered_keys(run: TrainingRun, constants: Constants) -> Times:

@@ -341,12 +341,14 @@ def _experts(
         shared = ffn_products(h, experts.shared_ffn_hidden_size / tp, is_gated=shape.gated_ffn)
         shared_into, shared_out = (_gemms(rates, t, [product]) for product in shared)
     width = (experts.ffn_hidden_size * experts.experts_per_token + experts.shared_ffn_hidden_size) / tp
-    # Permute before and after the exchange and back: four copies of every routed token, or two where the
-    # dispatcher brings tokens into the order of experts by itself. Where all tokens are gathered it is two,
-    # and one of all of them: outputs are added into a cleared tensor of their size.
-    copied = arriving * (2.0 if run.software.sends_once_a_domain else 4.0)
+    # Permute before and after the exchange and back: two copies of every routed token of the rank itself, and
+    # two of those that it holds for its experts. A dispatcher that brings tokens into the order of experts by
+    # itself leaves the latter. Where all tokens are gathered it is these, and one of all of them: outputs are
+    # added into a cleared tensor of their size.
+    held = arriving * run.expert_shards / tp
+    copied = 2.0 * held + (0.0 if run.software.sends_once_a_domain else 2.0 * arriving / tp)
     if run.software.gathers_tokens:
-        copied = 2.0 * arriving + t * ep * run.expert_shards / tp
+        copied = 2.0 * held + t * ep * run.expert_shards / tp
     return (routed, shared_into, shared_out), width, 2.0 * copied * h * 2
 
 

@@ -1,9 +1,9 @@
 """Refuses to load a checkpoint where it would silently give layers each other's state.
 
-The stages of a run (split and placement) are kept with every checkpoint: among its arguments, where every
-format of Megatron's has room, and readable beside it as `quartet.json`. Megatron's default form of the
-distributed optimizer keys its state by rank and buffer, its old format by rank and local layer number, and
-both check sizes only; a checkpoint of either is loaded only onto the same stages.
+The stages of a run (split, placement, experts of a rank, tensor partition) are kept with every checkpoint:
+among its arguments, where every format of Megatron's has room, and readable beside it as `quartet.json`.
+Megatron's default form of the distributed optimizer keys its state by rank and buffer, its old format by rank
+and local layer number, and both check sizes only; a checkpoint of either is loaded only onto the same stages.
 """
 
 from argparse import Namespace
@@ -28,10 +28,11 @@ _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """The layers of every pipeline rank, and the slots of the ranks.
+    """The layers of every pipeline rank, what a rank has of them, and the slots of the ranks.
 
     `layers` counts each stage's transformer layers (or is a hybrid model's own pattern), `placement` is the
-    pipeline rank of each stage. `slots` is the mapping, None for the launcher's order.
+    pipeline rank of each stage. `slots` is the mapping, None for the launcher's order. `experts` are EP and
+    expert TP, None without experts; `partition` is the label of the tensor partition, None for stock.
     """
 
     tensor_parallel: int
@@ -39,12 +40,14 @@ class Stages:
     layers: tuple[int, ...] | str
     placement: tuple[int, ...]
     slots: tuple[tuple[int, int], ...] | None = None
+    experts: tuple[int, int] | None = None
+    partition: str | None = None
 
     @property
     def digest(self) -> str:
-        """sha256 of split and placement, with the degrees they are spread over."""
-        content = asdict(self)
-        del content["slots"]
+        """sha256 of all but the slots, with the degrees that the layers are spread over."""
+        content = {name: value for name, value in asdict(self).items() if value is not None}
+        content.pop("slots", None)
         return digest(content)
 
     @property
@@ -54,7 +57,9 @@ class Stages:
         text = f"TP{self.tensor_parallel} PP{self.pipeline_parallel} split {layers}"
         if self.placement != loop(len(self.placement), self.pipeline_parallel):
             text += f" placed on {','.join(map(str, self.placement))}"
-        return text
+        if self.experts is not None:
+            text += " EP{} expert TP{}".format(*self.experts)
+        return text if self.partition is None else f"{text} partition {self.partition}"
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object that is kept with a checkpoint."""
@@ -80,6 +85,7 @@ def stages_of(args: Namespace) -> Stages | None:
             pipeline_parallel=pipeline,
             layers=layers,
             placement=loop(num_stages, pipeline),
+            experts=_experts_of(args),
         )
     except (AttributeError, TypeError, ValueError, QuartetError):
         return None
@@ -99,15 +105,27 @@ def stages_kept(saved: Namespace) -> Stages | None:
             layers=layers if isinstance(layers, str) else tuple(int(count) for count in layers),
             placement=tuple(int(rank) for rank in kept["placement"]),
             slots=None if slots is None else tuple((int(node), int(local)) for node, local in slots),
+            # Kept by later versions alone; the arguments have always said the experts.
+            experts=_experts_of(saved),
+            partition=kept.get("partition"),
         )
     except (KeyError, TypeError, ValueError):
         return None
 
 
+def _experts_of(args: Namespace) -> tuple[int, int] | None:
+    """EP and expert TP, by which ranks have other experts at equal sizes; None without experts."""
+    if not getattr(args, "num_experts", None):
+        return None
+    tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    return int(getattr(args, "expert_model_parallel_size", None) or 1), int(tensor)
+
+
 class CheckpointGuard:
     """Keeps and checks the stages of one run. `placement` is the rank of each stage, None for stock.
 
-    `slots` is the mapping of the plan, None for the launcher's order.
+    `slots` is the mapping of the plan, None for the launcher's order, `partition` the label of its tensor
+    partition, None for stock.
     """
 
     def __init__(
@@ -115,10 +133,12 @@ class CheckpointGuard:
         *,
         placement: Sequence[int] | None = None,
         slots: Sequence[tuple[int, int]] | None = None,
+        partition: str | None = None,
         has_plan: bool = False,
     ) -> None:
         self._placement = None if placement is None else tuple(placement)
         self._slots = None if slots is None else tuple(slots)
+        self._partition = partition
         self._has_plan = has_plan
 
     @property
@@ -131,7 +151,8 @@ class CheckpointGuard:
         stock = stages_of(args)
         if stock is None:
             return None
-        return replace(stock, placement=self._placement or stock.placement, slots=self._slots)
+        placement = self._placement or stock.placement
+        return replace(stock, placement=placement, slots=self._slots, partition=self._partition)
 
     def _wrap_save(self, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def save_with_stages(iteration: int, *args: Any, **kwargs: Any) -> Any:

@@ -98,7 +98,7 @@ def describe_job(
         "full_backward": layers_need_full_backwards(args),
         "layer_impl": getattr(args, "transformer_impl", None),
         "normalization": getattr(args, "normalization", None),
-        **({"shares_sequences": True} if shares_sequences(written) else {}),
+        **({"shares_sequences": True} if shares_sequences() else {}),
         **({"mtp_layers": num_mtp_layers_of(args)} if num_mtp_layers_of(args) else {}),
         **({"mtp_kinds": dump(kinds)} if (kinds := mtp_kinds_of(args)) else {}),
         **({"logged_expert_layers": list(logged)} if (logged := logged_expert_layers_of(args)) else {}),

@@ -329,10 +329,11 @@ def _guard(
         return {}
     if plan is None:
         return CheckpointGuard().wrappers
-    mapping = plan.mapping
+    mapping, partition = plan.mapping, plan.layout.tensor_partition
     return CheckpointGuard(
         placement=plan.schedule.placement if is_custom else None,
         slots=None if mapping.is_stock else [(slot.node, slot.local) for slot in mapping.slots],
+        partition=None if partition is None else partition.label,
         has_plan=True,
     ).wrappers
 

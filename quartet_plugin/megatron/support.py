@@ -94,13 +94,9 @@ def require_known_sources(seams: Iterable[Seam] = CUSTOM_SCHEDULE) -> None:
     )
 
 
-def shares_sequences(args: Namespace) -> bool:
-    """Whether trials of this job may have another context-parallel size: on the CPU device's attention.
-
-    A sinkhorn router balances the tokens of one rank, which are others then.
-    """
-    kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
-    return cpu_device.is_installed() and "sinkhorn" not in kinds
+def shares_sequences() -> bool:
+    """Whether trials may have another context-parallel size: on the CPU device's attention."""
+    return cpu_device.is_installed()
 
 
 def tensor_partition_reason(args: Namespace) -> str | None:

@@ -41,6 +41,10 @@ _NOT_SPLIT = {
         f"--use-transformer-engine-op-fuser: {_FULL_BACKWARD}, because fused layers have no store for weight "
         "gradients"
     ),
+    "mtp_use_repeated_layer": (
+        f"--mtp-use-repeated-layer: {_FULL_BACKWARD}, because a layer then stores several gradients a "
+        "microbatch"
+    ),
 }
 
 
@@ -109,6 +113,11 @@ def obstacle(args: Namespace, *, version: str | None = None) -> str | None:
     for dest, line in _NOT_SPLIT.items():
         if getattr(args, dest, None):
             return line
+    if getattr(args, "experimental_attention_variant", None) == "dsa":
+        return (
+            f"--experimental-attention-variant dsa: {_FULL_BACKWARD}, because its indexer may store no "
+            "gradients"
+        )
     version = version or _installed()
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _OLDEST:

@@ -482,7 +482,7 @@ def _layer_seconds(
     """Compute of one microbatch in the embedding, a transformer layer and the head, in seconds."""
     alike = None if job.experts is None else replace(job.experts, num_dense_layers=0)
     three = replace(layout, pipeline_parallel=3, virtual_stages=1)
-    run = small_run(replace(job, experts=alike), replace(shape, num_layers=3), three)
+    run = small_run(replace(job, experts=alike), shape, three)
     first, layer, last = (
         sum(times.total_s for name, times in part.items() if name not in COLLECTIVES)
         for part in stage_parts(run, constants)

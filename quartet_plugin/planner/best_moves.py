@@ -80,7 +80,8 @@ class _MovesSearch[M: Move]:
             if only_fitting and not fits:
                 continue
             made = moved(self.space, best.params, plan, split=split.split, mapping=split.mapping)
-            if made is None:
+            # The time of a plan that is refused may not rule out slower ones.
+            if made is None or self.space.refusal_of(made[1]) is not None:
                 continue
             self.moves.plans.append((best, *made))
             if fits:
@@ -127,7 +128,11 @@ def best_moves[M: Move](
                 result = _search(space, calibrated, [present], best, num_splits=NUM_SPLITS)
                 may_one_fit = search.keep(best, result)
                 splits += result.splits
-            every = [present, *orders.of(plan, calibrated)]
+            every = [
+                (slots, order)
+                for slots, order in (present, *orders.of(plan, calibrated))
+                if space.refusal_of(replace(plan, mapping=order)) is None
+            ]
             result = _search(space, calibrated, every, best, incumbent_s=search.limit_s(shape))
             may_one_fit |= search.keep(best, result)
             splits += result.splits

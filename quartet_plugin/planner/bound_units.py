@@ -224,7 +224,7 @@ def _unit(
     """A row of `UnitRows` without recompute where all layers are alike, with weights for bytes."""
     tp, cp, size, ep = key
     layout = layout_of(tp, cp, 3, ep, size, 1, 0, 0, ep=ep, partition=partition)
-    run = small_run(job, replace(shape, num_layers=3), layout)
+    run = small_run(job, shape, layout)
     # A stage's time beside its layers is left out, multi-token prediction before the last stage, too.
     unit = unit_parts(replace(run, is_mtp_before_last=job.is_mtp_before_last), constants)
     parts = unit.dense if run.experts is None else unit.routed
@@ -259,14 +259,16 @@ def _both_ways(times: Times) -> tuple[float, float]:
     return times.forward_s, times.input_grad_s + times.weight_grad_s
 
 
-def small_run(job: PlanRequest, shape: ModelShape, layout: Layout) -> TrainingRun:
-    """A small run on as many devices as `layout` needs, its layers split evenly."""
+def small_run(
+    job: PlanRequest, shape: ModelShape, layout: Layout, *, layers_per_stage: int = 1
+) -> TrainingRun:
+    """A small run on as many devices as `layout` needs, with as many layers on each stage."""
     small = replace(
         job,
         machines=replace(job.machines, num_devices=layout.world_size),
         global_batch_size=layout.micro_batch_size * layout.data_parallel * layout.pipeline_parallel,
     )
-    return small.run(shape, layout, (shape.num_layers // layout.num_stages,) * layout.num_stages)
+    return small.run(shape, layout, (layers_per_stage,) * layout.num_stages)
 
 
 def transfers_s(job: PlanRequest, shape: ModelShape, columns: IntArray, constants: Constants) -> FloatArray:
@@ -284,7 +286,7 @@ def _transfer(job: PlanRequest, shape: ModelShape, key: list[int], constants: Co
     """Seconds a sequence, without latency; neighbours that may share a domain count as sharing it."""
     tp, cp, apart, looped = key
     layout = layout_of(tp, cp, 2, 1, 1, 1 + looped, 0, 0)
-    run = small_run(job, replace(shape, num_layers=layout.num_stages), layout)
+    run = small_run(job, shape, layout)
     inter = communication.transfer_s(run, constants, sender=0, receiver=job.machines.scale_up_devices)
     intra = communication.transfer_s(run, constants, sender=0, receiver=0)
     return (inter if apart else min(intra, inter)) - communication.transfer_latency_s(constants)
@@ -305,7 +307,8 @@ def once_s(
     for (tp, cp, pp, dp, sharded, ep), row in zip(keys.tolist(), index.tolist(), strict=True):
         most = -(-shape.num_layers // pp)
         held, routed = most * float(dense[row]), most * float(expert[row])
-        run = small_run(job, shape, layout_of(tp, cp, 1, dp, 1, 1, 0, sharded, ep=ep))
+        layout = layout_of(tp, cp, 1, dp, 1, 1, 0, sharded, ep=ep)
+        run = small_run(job, shape, layout, layers_per_stage=shape.num_layers)
         # All traffic that compute can hide is hidden: the exposed share is what is left.
         traffic = communication.data_parallel_s(
             run, constants, num_dense=held, num_expert=routed, forward_s=math.inf, backward_s=math.inf

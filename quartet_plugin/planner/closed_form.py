@@ -61,9 +61,8 @@ class StepCosts:
     `tensor`, `context`, `expert`: one microbatch's exposed collectives; those of experts whose groups stay in
     a block count with `tensor`. `has_whole_experts`: ranks of a block share none of them. `boundary_bytes`: a
     boundary tensor, its latency counted once; `peer_share`: the share of a collective's bandwidth inside a
-    domain that one sender reaches; `is_blocking`: ranks wait for their own sends. `gradients`,
-    `expert_gradients`: once a step; compute hides `hidden_s` of them, but at least the part `exposed_share`
-    stays exposed.
+    domain that one sender reaches; `is_blocking`: ranks wait for their own sends. `gradients`: once a step;
+    compute hides `hidden_s` of them, but at least the part `exposed_share` stays exposed.
     """
 
     layout: Layout
@@ -73,7 +72,6 @@ class StepCosts:
     context: Collective | Exchanges
     expert: Collective | Exchanges
     gradients: Collective
-    expert_gradients: Collective
     boundary_bytes: float
     hidden_s: FloatArray
     exposed_share: float = 1.0
@@ -126,11 +124,9 @@ class StepTime:
         """Seconds a step on any links, whatever crosses segments; many times slower than the kernel."""
         return float(self.column_times(arrangement).max()) + self._gradients(self._blocks.domain[arrangement])
 
-    def _of_equal_links(self) -> Callable[[IntArray, FloatArray], float] | None:
-        """The step by domains and slowdowns in compiled code; None where gradients of experts are apart."""
+    def _of_equal_links(self) -> Callable[[IntArray, FloatArray], float]:
+        """The step by domains and slowdowns in compiled code."""
         costs, topology, layout = self._costs, self._topology, self._costs.layout
-        if costs.expert_gradients.volume_bytes.any():
-            return None
         num_domains = len(topology.between_bytes_per_s)
         other = 1 if num_domains > 1 else 0
         none = no_collective(layout.pipeline_parallel)
@@ -230,13 +226,8 @@ class StepTime:
         return seconds
 
     def _gradients(self, domains: IntArray) -> float:
-        costs, experts = self._costs, self._degrees.expert_parallel
+        costs = self._costs
         traffic = self._once(domains, costs.gradients)
-        if costs.expert_gradients.volume_bytes.any():
-            groups = [
-                self._once(domains[:, first::experts], costs.expert_gradients) for first in range(experts)
-            ]
-            traffic = traffic + np.max(groups, axis=0)
         return max(0.0, float(np.maximum(traffic * costs.exposed_share, traffic - costs.hidden_s).max()))
 
     def _once(self, domains: IntArray, collective: Collective) -> FloatArray:
@@ -344,7 +335,6 @@ def step_costs(assigned: AssignedRun) -> StepCosts:
         else _collective(assigned, "cp_comm", degrees.context_parallel, layout.tensor_parallel),
         expert=_exchanges(assigned, "ep_comm", degrees.expert_parallel),
         gradients=_gradients(assigned),
-        expert_gradients=no_collective(p),
         boundary_bytes=intra_node * peer,
         hidden_s=hides,
         exposed_share=share,

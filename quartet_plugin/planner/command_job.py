@@ -58,17 +58,17 @@ _READ = (
     "precision_aware",
     "moe_forced",
     "moe_linear_bias",
+    "moe_unfused_bias",
     "overlap_moe",
     "cuda_graphs",
     "graphed_",
+    "sliding_window",
+    "attention_sink",
 )
 # And those by which values of settings are legal.
 _READ_FOR_SETTINGS = (
     "no_linear_bias",
-    "moe_unfused_bias",
     "moe_router_padding",
-    "sliding_window",
-    "attention_sink",
     "cp_comm_by_layer",
 )
 _OF_EXPERTS = (
@@ -161,7 +161,7 @@ def job_of_command(
     if has_mtp_on_inner_stage(args):
         raise ConfigError(
             "--pipeline-model-parallel-layout: multi-token prediction before the last stage; a plan has its "
-            "layers on the last one (Ett|tmL), or before a head alone (Ett|tm|L)"
+            "layers on the last one (Ett|tmL), or on the one before the head's (Ett|tm|L)"
         )
     batch = args.global_batch_size or layout.micro_batch_size * layout.data_parallel
     if "tokens" not in cost:
@@ -202,8 +202,7 @@ def _settings(args: Namespace, search: SearchConfig) -> tuple[Setting, ...]:
     is_searched = bool(searched_settings(search))
     experts = _OF_EXPERTS if args.num_experts else ()
     offload = (OPTIMIZER_CPU_OFFLOAD.name,) if args.optimizer_cpu_offload else ()
-    shares = args.context_parallel_size > 1 and CP_COMM_TYPE.read(args) != P2P
-    context = (CP_COMM_TYPE.name, SIZES) if shares else ()
+    context = (CP_COMM_TYPE.name, SIZES) if CP_COMM_TYPE.read(args) != P2P else ()
     read = (*experts, *offload, *context)
     return tuple(setting for setting in settings_of(args) if is_searched or setting.name in read)
 
@@ -213,7 +212,7 @@ def _unread_flags(flags: tuple[str, ...], search: SearchConfig, *, has_experts: 
 
     Whether layers have biases decides about the degrees of a model with experts.
     """
-    biases = ("disable_bias_linear",) if has_experts else ()
+    biases = ("disable_bias_linear", "no_bias_dropout_fusion") if has_experts else ()
     read = {*READ_FOR_KEPT_AXES, *biases, *(FOR_SETTINGS if searched_settings(search) else ())}
     return tuple(flag for flag in flags if flag[2:].replace("-", "_") not in read)
 

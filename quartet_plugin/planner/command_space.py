@@ -11,8 +11,6 @@ from quartet_plugin.model.megatron_arguments import (
     experts_of,
     latent_attention_of,
     layout_of,
-    logged_expert_layers_of,
-    mtp_kinds_of,
     num_mtp_layers_of,
     precision_of,
     schedule_of,
@@ -35,7 +33,8 @@ _ANY_VOCABULARY = 32_768
 def space_of_command(command: Command) -> Space:
     """The space that a search of the command opens, without a section `search`.
 
-    Raises ConfigError for a command whose flags do not say its model or its processes.
+    Raises ConfigError for a command whose flags do not say its model or its processes, InfeasibleError for
+    one whose layers or batch its stages or processes do not divide.
     """
     if command.starter == "other" or command.entry in (DEEPSPEED_MODULE, BRIDGE_MODULE):
         raise ConfigError("its model is not in flags that can be read without starting it")
@@ -76,6 +75,4 @@ def _reported_job(command: Command, args: Namespace, *, num_processes: int) -> T
         experts=experts_of(args),
         latent=latent_attention_of(args),
         mtp_layers=num_mtp_layers_of(args) or None,
-        mtp_kinds=mtp_kinds_of(args),
-        logged_expert_layers=logged_expert_layers_of(args) or None,
     )

@@ -253,8 +253,14 @@ class PlanRequest:
         schedule: ScheduleKind | None = None,
         group: int | None = None,
     ) -> TrainingRun:
-        """The run that a planned layout stands for; `schedule` None is the stock one."""
+        """The run that a planned layout stands for; `schedule` None is the stock one.
+
+        `split` may have another number of layers than the shape: each is then like the mean of its layers.
+        """
         mean, experts = mean_layers(shape, self.experts)
+        latent = self.latent if mean == shape else None
+        if sum(split) != shape.num_layers:
+            shape, mean = (replace(one, num_layers=sum(split)) for one in (shape, mean))
         values = self.values_in(layout.settings)
         run = run_of(
             mean,
@@ -271,7 +277,7 @@ class PlanRequest:
             with_recompute(run, values) if values else run,
             matmul=self.precision,
             experts=experts,
-            latent=self.latent if mean == shape else None,
+            latent=latent,
             normalization=self.normalization,
             mtp_layers=self.mtp_layers,
             mtp_depth=mtp_depth_of(shape, self.experts, self.mtp_kinds),

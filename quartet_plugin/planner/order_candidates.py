@@ -162,7 +162,6 @@ class OrderCandidates:
             context=none,
             expert=none,
             gradients=Collective(volume_bytes=np.full(ranks, volume), rounds=np.zeros(ranks)),
-            expert_gradients=none,
             boundary_bytes=1.0,
             hidden_s=np.zeros(ranks),
             is_blocking=times.is_blocking,

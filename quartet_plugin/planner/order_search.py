@@ -37,6 +37,7 @@ from quartet_plugin.schedule.search.engine import search
 from quartet_plugin.schedule.search.limits import FREE, FamilyLimits
 from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.space.layouts import runs_custom_schedules
+from quartet_plugin.space.schedules import num_actions_of
 
 # Layouts whose orders are searched, the most actions of a step, and the work on each: evaluations x actions.
 MAX_SEARCHED, MAX_ACTIONS, WORK = 10, 24_000, 400_000
@@ -102,8 +103,8 @@ def _has_free_order(job: PlanRequest, ranked: Ranked) -> bool:
 
 
 def _is_too_long(job: PlanRequest, ranked: Ranked) -> bool:
-    num_actions = 3 * ranked.layout.num_stages * ranked.layout.num_microbatches(job.global_batch_size)
-    return num_actions > MAX_ACTIONS
+    num_microbatches = ranked.layout.num_microbatches(job.global_batch_size)
+    return num_actions_of(ranked.layout, num_microbatches=num_microbatches) > MAX_ACTIONS
 
 
 def _searched_key(ranked: Ranked) -> object:

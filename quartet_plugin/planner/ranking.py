@@ -460,8 +460,7 @@ def _planned_otherwise(
 
     def planned(group: int | None) -> Ranked | NoPlan:
         def run_of(counts: tuple[int, ...]) -> TrainingRun:
-            of_size = replace(shape, num_layers=sum(counts))
-            return job.run(of_size, layout, counts, schedule=schedule, group=group)
+            return job.run(shape, layout, counts, schedule=schedule, group=group)
 
         moved = fitting_split(split, run_of=run_of, end_loads=end_loads)
         if moved is None:

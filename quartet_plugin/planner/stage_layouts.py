@@ -1,7 +1,7 @@
 """The layout of one pipeline by itself: how many layers each stage holds, with stage times and memory."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from quartet_plugin.cost.constants import Constants
@@ -93,12 +93,12 @@ def best_and_even(
 
     def score(split: Counts) -> tuple[bool, float]:
         if split not in known:
-            run = request.run(request.shape, layout, split)
+            run = run_of(split)
             known[split] = not peak_memory(run).fits, predict(run, constants).iter_time_s
         return known[split]
 
     def run_of(split: Counts) -> TrainingRun:
-        return request.run(replace(request.shape, num_layers=sum(split)), layout, split)
+        return request.run(request.shape, layout, split)
 
     even = even_split(request.shape.num_layers, num_stages=layout.num_stages)
     end_loads = _end_loads(request, layout, even, constants)

@@ -396,10 +396,14 @@ class Space:
                 counts = even_split(shape.num_layers, num_stages=layout.num_stages)
             else:
                 counts = tuple(int(count) for count in name.split("+"))
-            fault = fault_of_counts(counts, self._expert_layers, num_ranks=layout.pipeline_parallel)
-            if is_legal(counts) and fault is None:
+            num_ranks = layout.pipeline_parallel
+            if is_legal(counts) and fault_of_counts(counts, self._expert_layers, num_ranks=num_ranks) is None:
                 splits.append(counts)
         return tuple(dict.fromkeys(splits))
+
+    def has_split(self, shape: ModelShape, layout: Layout) -> bool:
+        """Whether a requested split fits the layout, or none is needed."""
+        return layout.num_stages == 1 or self.fixed_splits(shape, layout) != ()
 
     def _stock_schedule(self, source: ParamSource, layout: Layout) -> ScheduleChoice:
         if stock_schedule(layout) != "interleaved":
@@ -429,7 +433,7 @@ def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed
     if job.mtp_layers and 0 in job.split.transformer_layers_per_stage[1 : job.split.mtp_stage]:
         raise ConfigError(
             "--pipeline-model-parallel-layout: a stage has no layers beside multi-token prediction; put its "
-            "layers on the last stage (Ett|tmL), or on the stage before a head alone (Ett|tm|L)"
+            "layers on the last stage (Ett|tmL), or on the stage before the head's (Ett|tm|L)"
         )
     baseline = Baseline(layout=job.layout, split=job.split, schedule=job.schedule)
     return Plan(
@@ -504,8 +508,7 @@ def build_space(
         kept = tuple(
             layout
             for layout in legal_layouts(shape, rules=rules)
-            if (draft.fixed_splits(shape, layout) != () or layout.num_stages == 1)
-            and draft.schedules_of(layout, shape=shape)
+            if draft.has_split(shape, layout) and draft.schedules_of(layout, shape=shape)
         )
         if kept:
             layouts[shape] = kept

@@ -17,7 +17,10 @@ def num_unsearched_layouts(space: Space) -> int:
     rules, layouts = space.rules(), dict(space.layouts)
     if space.search.schedule is not None and SEARCHED in space.search.schedule:
         free = replace(rules, search=space.search.model_copy(update={"schedule": None}))
-        layouts = {shape: legal_layouts(shape, rules=free) for shape in space.shapes}
+        layouts = {
+            shape: tuple(one for one in legal_layouts(shape, rules=free) if space.has_split(shape, one))
+            for shape in space.shapes
+        }
     return sum(_is_unsearched(layout, shape, rules) for shape, kept in layouts.items() for layout in kept)
 
 

@@ -45,6 +45,8 @@ _VERDICTS: dict[TrialState, Verdict] = {
 
 def suggest_plan(trial: Any, space: Space) -> Plan:
     """The plan that an Optuna trial proposes; its parameters are suggested under the space's names."""
+    if isinstance(trial, optuna.trial.Trial):
+        _ = trial.relative_params  # drawn first: an order of actions is a text, which draws nothing
     return space.decode(TrialParams(trial), trial=trial.number)
 
 
@@ -101,7 +103,8 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         self._begins_with_baseline = job is None
         self._request = request_of_space(space, machine=known) if job is None else job
         self._constants = known.constants
-        self._states: WeakKeyDictionary[Study, _StudyState] = WeakKeyDictionary()
+        # By storage and id: a pruner may wrap the same study in a new object for every call.
+        self._states: WeakKeyDictionary[Any, dict[int, _StudyState]] = WeakKeyDictionary()
         self._lock = Lock()
 
     def reseed_rng(self) -> None:
@@ -122,7 +125,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """The proposed plan's values, or the explorer's."""
-        state = self._states.get(study)
+        state = self._states.get(study._storage, {}).get(study._study_id)
         point = None if state is None else state.proposed.get(trial.number)
         if point is None:
             return dict(self._explorer.sample_relative(study, trial, search_space))
@@ -150,7 +153,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
     ) -> None:
         """The explorer's; the planner reads the finished trials when it is asked."""
-        if (known := self._states.get(study)) is not None:
+        if (known := self._states.get(study._storage, {}).get(study._study_id)) is not None:
             known.proposed.pop(trial.number, None)
         self._explorer.after_trial(study, trial, state, values)
 
@@ -178,7 +181,8 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
 
     def _state_of(self, study: Study) -> _StudyState:
         """The sampler's state for one study."""
-        if study not in self._states:
+        states = self._states.setdefault(study._storage, {})
+        if study._study_id not in states:
             objective = "tokens_per_s" if self._objective == "iteration_s" else self._objective
             scorer = PlanScorer(
                 self._space,
@@ -187,8 +191,8 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
                 request=self._request,
                 constants=self._constants,
             )
-            self._states[study] = _StudyState(scorer)
-        return self._states[study]
+            states[study._study_id] = _StudyState(scorer)
+        return states[study._study_id]
 
     def _pending_plan(self, state: _StudyState, trial: FrozenTrial) -> Plan | None:
         """The plan of a running trial: the proposed one, or that of its parameters."""

@@ -12,10 +12,12 @@ from quartet_plugin.space import knob_table
 from quartet_plugin.space.knobs.registry import KNOBS
 from tests.space.knobs.made_up import ROPE_FUSION
 
-EXPERTS = """
+DENSE = """
     --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
     --vocab-size 512 --micro-batch-size 2 --global-batch-size 16
-    --num-experts 8 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+"""
+EXPERTS = f"""
+    {DENSE} --num-experts 8 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
 """
 RUN = Path(__file__).parents[1] / "golden" / "run_0.1.0"
 
@@ -65,6 +67,17 @@ def test_a_command_has_its_choices_and_why_a_value_is_kept(capsys: pytest.Captur
     assert main(["knobs", "--", *command, "--hybrid-layer-pattern", "M*"]) == 0
     shown = capsys.readouterr().out
     assert "known after the baseline of a run (`quartet knobs RUN`): --hybrid-layer-pattern" in shown
+
+
+def test_a_command_that_its_stages_do_not_divide_has_its_flags_values_and_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = shlex.split(DENSE.replace("--num-layers 8", "--num-layers 7"))
+    command = ["torchrun", "--nproc-per-node", "4", "none.py", *flags, "--pipeline-model-parallel-size", "2"]
+    assert main(["knobs", "--", *command]) == 0
+    shown = capsys.readouterr().out
+    assert "shape, now 7 (class D; " in shown
+    assert "(`quartet knobs RUN`): 7 layers cannot be divided evenly over 2 stages" in shown
 
 
 def test_a_run_has_its_values_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,6 @@ def make_costs(layout: Layout, *, seed: int) -> StepCosts:
         context=collective(1e9),
         expert=collective(1e9),
         gradients=collective(1e10),
-        expert_gradients=collective(1e9),
         boundary_bytes=draw.choice([1e6, 1e8, 1e9]),
         hidden_s=np.full(ranks, 0.1),
         exposed_share=0.3,

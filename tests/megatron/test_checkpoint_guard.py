@@ -157,6 +157,42 @@ def test_state_of_experts_in_another_order_is_refused() -> None:
         check(saved, Namespace(**{**vars(now), "no_load_optim": True}))
 
 
+PARALLEL = ("--tensor-model-parallel-size", "2", "--num-experts", "8", "--expert-model-parallel-size")
+
+
+def test_ranks_with_other_experts_are_refused_where_state_is_by_rank() -> None:
+    """Four half experts a rank and two whole ones are of one size: Megatron itself would load them."""
+    shared, whole = (
+        arguments(*PARALLEL, "2"),
+        arguments(*PARALLEL, "4", "--expert-tensor-parallel-size", "1"),
+    )
+    words = r"EP2 expert TP2.*EP4 expert TP1.*--dist-ckpt-optim-fully-reshardable"
+    with pytest.raises(PlanError, match=words):
+        check(shared, whole)
+    check(shared, whole, sharding="fully_reshardable")
+    check(shared, arguments(*PARALLEL, "2", "--expert-tensor-parallel-size", "2"))
+    kept_before = kept(shared, placement=(0,))
+    getattr(kept_before, ATTRIBUTE).pop("experts")
+    with pytest.raises(PlanError, match="EP4 expert TP1"):
+        check(kept_before, whole)
+
+
+def test_another_tensor_partition_is_refused_where_state_is_by_rank() -> None:
+    """A block of a grid has as many weights as one of stock's."""
+    stock = arguments("--tensor-model-parallel-size", "4", "--sequence-parallel")
+    of_grid = CheckpointGuard(partition="grid", has_plan=True)
+    stages = of_grid.stages(stock)
+    assert stages is not None
+    grid = Namespace(**{**vars(stock), ATTRIBUTE: stages.to_json()})
+    with pytest.raises(PlanError, match="this run has TP4 PP1 split 6 partition grid"):
+        check(stock, stock, guard=of_grid)
+    with pytest.raises(PlanError, match=r"partition grid\); this run has TP4 PP1 split 6, "):
+        check(grid, stock, guard=CheckpointGuard())
+    check(grid, stock, guard=of_grid)
+    check(grid, stock, sharding="fully_reshardable")
+    check(grid, Namespace(**{**vars(stock), "no_load_optim": True}))
+
+
 def test_stages_that_nobody_knows_stop_a_plan_and_not_a_user() -> None:
     saved = Namespace(use_distributed_optimizer=True)
     check(saved, arguments(*EVEN), guard=CheckpointGuard())

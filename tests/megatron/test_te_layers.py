@@ -243,6 +243,9 @@ def test_other_layers_are_left_alone(linear: Any) -> None:
         ({"fp8": "hybrid"}, "2.9.0", "--fp8-format"),
         ({"tp_comm_overlap": True}, "2.9.0", "--tp-comm-overlap"),
         ({"use_transformer_engine_op_fuser": True}, "2.9.0", "--use-transformer-engine-op-fuser"),
+        ({"mtp_use_repeated_layer": True}, "2.9.0", "--mtp-use-repeated-layer"),
+        ({"experimental_attention_variant": "dsa"}, "2.9.0", "--experimental-attention-variant dsa"),
+        ({"experimental_attention_variant": "gated_delta_net"}, "2.9.0", None),
     ],
 )
 def test_what_keeps_backwards_whole_is_said(changes: dict[str, Any], version: str, words: str | None) -> None:

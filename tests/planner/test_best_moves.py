@@ -202,6 +202,25 @@ def assert_exhaustive(space: Space, truth: Truth, *, least: int = 100) -> None:
     assert candidates.limits == ()
 
 
+@pytest.mark.parametrize("part", ["mapping", "split"])
+def test_a_forbidden_plan_hides_no_slower_one(part: str) -> None:
+    search: dict[str, Any] = {"pipeline_parallel": 3, "micro_batch_size": 2, "schedule": ["1f1b"]}
+    search |= {"tensor_parallel": 1, "recompute": ["none", "full"]}
+    free = space_of(3, num_layers=6, batch=12, search=search)
+    truth = truth_of(free, 0)
+    fastest = candidates_of(free, truth)[1]
+    if part == "mapping":
+        value = ",".join(str(slot.local) for slot in fastest.mapping.slots)
+    else:
+        value = fastest.split.label
+    space = space_of(3, num_layers=6, batch=12, search={**search, "forbid": [{part: value}]})
+    assert space.refusal_of(fastest) is not None
+    allowed = [plan for plan in every_plan(space) if space.refusal_of(plan) is None]
+    found_s, found, _ = candidates_of(space, truth)
+    assert space.refusal_of(found) is None
+    assert found_s == pytest.approx(min(map(truth, allowed)), rel=1e-9)
+
+
 def test_a_slow_device_in_the_middle_gets_fewer_layers() -> None:
     search = {"pipeline_parallel": 4, "schedule": ["1f1b"], "mapping": "stock", "virtual_stages": 1}
     space = space_of(4, num_layers=24, search=search)

@@ -12,6 +12,7 @@ from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.memory import Memory, peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import Software, TrainingRun
+from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.planner import ranking
 from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
@@ -40,6 +41,16 @@ def job_of_two_kinds(seed: int) -> PlanRequest:
     if draw.random() < 0.3:
         search["split"] = "even"
     return parse_job(job_data(model=model, cluster=cluster, search=search), where="job")
+
+
+def test_a_layer_of_a_hybrid_model_counts_as_the_mean_of_its_layers() -> None:
+    """The bounds look at a few layers, and the counts of kinds are of all."""
+    job = parse_job(job_data(model={"num_layers": 12}, search={"micro_batch_size": [1, 2]}), where="job")
+    shape = replace(job.shape, layer_kinds=LayerKinds(attention=3, mlp=9, experts=0, state_space=0))
+    table = layout_table_of(job, shape)
+    hybrid, mean = (bounds_of(job, one, table, constants=fitted()) for one in (shape, shape.mean))
+    np.testing.assert_array_equal(hybrid.time_s, mean.time_s)
+    np.testing.assert_array_equal(hybrid.memory_bytes, mean.memory_bytes)
 
 
 @pytest.mark.parametrize("seed", range(8))

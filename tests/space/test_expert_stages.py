@@ -115,6 +115,12 @@ def test_an_even_split_is_taken_where_it_is_legal() -> None:
     assert {plan.split.label for plan in made} == {"6", "4+2"}
 
 
+def test_a_written_split_of_fewer_stages_than_there_are_ranks_leaves_pipelines_of_its_own_stages() -> None:
+    """Four ranks could have a layer with experts each, and the split has but two stages."""
+    space = space_of(layers=(0, 1, 3, 5), split="3+3", schedule=["1f1b"])
+    assert {plan.layout.pipeline_parallel for plan in plans(space)} == {2}
+
+
 def test_more_ranks_than_expert_layers_are_refused_with_the_number() -> None:
     with pytest.raises(ConfigError, match="nearest: pipeline_parallel 2"):
         space_of(pipeline_parallel=[4])

@@ -205,8 +205,10 @@ def test_trials_that_are_asked_for_at_once_have_different_plans() -> None:
     sampler = PlanSampler(space, explorer=tpe(), explore=0)
     study = study_of(sampler)
     study.optimize(objective_of(space), n_trials=1)
-    # Optuna draws a trial's relative parameters when it is asked, and stores each when it is suggested.
+    # Optuna draws a trial's relative parameters at once, and stores each when it is suggested.
     trials = [study.ask() for _ in range(3)]
+    for trial in trials:
+        _ = trial.relative_params
     assert len({suggest_plan(trial, space).key for trial in trials}) == 3
 
 
@@ -222,6 +224,14 @@ def test_a_sampler_has_a_state_for_each_study() -> None:
     alone.optimize(objective_of(space_of()), n_trials=1)
     assert second.trials[0].params == alone.trials[0].params
     assert len(sampler._state_of(second).plans) <= 1
+
+
+def test_a_pruner_that_wraps_the_study_leaves_the_sampler_its_state() -> None:
+    space = space_of()
+    sampler = PlanSampler(space, explorer=tpe(), explore=0)
+    study = optuna.create_study(sampler=sampler, pruner=optuna.pruners.HyperbandPruner(max_resource=9))
+    study.optimize(objective_of(space), n_trials=3)
+    assert list(sampler._states[study._storage]) == [study._study_id]
 
 
 def test_a_study_that_optimizes_the_other_way_is_refused() -> None:

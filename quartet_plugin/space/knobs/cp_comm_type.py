@@ -96,13 +96,15 @@ def _degrees_fault(value: Value, context: KnobContext) -> str | None:
 def has_no_type(context: KnobContext) -> bool:
     """Whether the search leaves degrees the command's type alone, which they cannot have.
 
-    The command's own degrees have it.
+    The command's own degrees have it, with its own shape.
     """
     layout, job = context.layout, context.rules.job
-    command, baseline = job.setting(NAME), job.layout
+    command, baseline = job.setting(NAME) or P2P, job.layout
     degrees = (layout.tensor_parallel, layout.context_parallel)
     is_commands = degrees == (baseline.tensor_parallel, baseline.context_parallel)
-    if command is None or is_commands or not _shares(layout) or _degrees_fault(command, context) is None:
+    if (is_commands and context.shape == job.shape) or not _shares(layout):
+        return False
+    if (_attention_fault(command, context.rules) or _degrees_fault(command, context)) is None:
         return False
     return CP_COMM_TYPE.choices(context) == (None,)
 
@@ -122,9 +124,10 @@ CP_COMM_TYPE = _TypeKnob(
     change_class="B",
     rule="CP above 1; a2a where CP x TP divides heads and query groups, a2a+p2p with two "
     "--hierarchical-context-parallel-sizes in the command whose product is CP and whose first divides them "
-    "(megatron/training/arguments.py); with a sliding window all_gather and a2a, with latent attention the "
-    "other two (megatron/core/extensions/transformer_engine.py); kept with types by layer, packed sequences, "
-    "other attention variants or heterogeneous layers",
+    "(megatron/training/arguments.py); with a sliding window all_gather and a2a, with --softmax-type a2a, "
+    "with latent attention p2p and a2a+p2p (megatron/core/extensions/transformer_engine.py); kept with types "
+    "by layer, packed sequences, --hybrid-context-parallel, other attention variants, heterogeneous layers, "
+    "or no attention",
     flag="--cp-comm-type",
     destination=NAME,
     unset=P2P,

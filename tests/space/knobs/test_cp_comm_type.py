@@ -8,7 +8,7 @@ import pytest
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.shape import LayerKinds
-from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE
+from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE, has_no_type
 from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
@@ -84,6 +84,22 @@ def test_a_command_that_exchanges_heads_has_only_degrees_that_divide_them() -> N
     assert searched == {
         *((1, value) for value in (None, "p2p", "all_gather")),
         *((2, value) for value in ("p2p", "all_gather")),
+    }
+
+
+def test_a_command_that_exchanges_heads_has_only_shapes_that_have_equal_numbers_of_them() -> None:
+    space = space_of({}, command="a2a")
+    own = KnobContext(layout=space.job.layout, shape=space.job.shape, rules=space.rules())
+    assert not has_no_type(own)
+    assert has_no_type(replace(own, shape=replace(own.shape, num_attention_heads=3, num_query_groups=3)))
+
+
+def test_other_degrees_than_the_commands_need_a_type_that_the_attention_has() -> None:
+    """A ring has no sliding window, and the command may be one that shares no sequences."""
+    features = ("context_parallel", "sliding_window")
+    assert found(space_of({}, features=features)) == {(1, None)}
+    assert found(space_of(AUTO, features=features)) == {
+        (tp, value) for tp in (1, 2) for value in ("all_gather", "a2a")
     }
 
 
