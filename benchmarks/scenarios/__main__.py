@@ -14,7 +14,8 @@ everywhere. A row has three sides:
             the best of its final rounds by the median, where `quartet tune` asks for certainty
   ours      what `quartet tune` found
 
-All are launched together and train in turns of a second or two (`turns.py`), several times over. The table
+All are launched together and train in turns of a second or two (`turns.py`), several times over; where
+memory does not hold all, ours is launched with some of the others, then with the rest. The table
 has winner over the best stock search (the median over the rounds of all launches, with a 95 % bootstrap
 interval; the best is the seed over which that median is least), over the geometric mean of the three, and
 over the default, and what each axis gave (`--without`). The runs of a row have to be of one commit, or of
@@ -30,7 +31,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,8 @@ from quartet_plugin.model.plan import Plan, read_plan
 from tests.launchers.linked_hosts import LinkedHosts, linked_hosts
 
 WARMUP, MEASURE = 2, 6
+# Waiting processes of launches in turns that 24 GB of memory hold at once.
+MAX_PROCESSES = 24
 
 
 def main() -> int:
@@ -226,19 +230,26 @@ def measure_in_turns(options: argparse.Namespace, hosts: LinkedHosts | None) -> 
     if scenario.memory_limit_bytes is None:
         sides[DEFAULT] = None
     plans = {_key(plan): plan for plan in sides.values()}
+    reference = _key(next(plan for side, plan in sides.items() if side.startswith(OURS)))
+    groups = launch_groups(list(plans), reference=reference, num_processes=scenario.num_processes)
     rounds = []
     for number in range(options.launches):
-        launch = Launch(
-            command=scenario.command,
-            num_processes=scenario.num_processes,
-            plans=plans,
-            folder=options.folder / f"{name}-turns" / f"launch-{number}",
-            cwd=ROOT,
-            launcher=None if hosts is None else launcher_of(hosts),
-        )
-        print(f"{name}: launch {number + 1} of {options.launches}", file=sys.stderr, flush=True)
-        for found in measured_in_turns(launch, rounds=options.rounds, seed=number):
-            values = {key: _flops(plans[key]) / seconds for key, seconds in found.items()}
+        by_group = []
+        for place, group in enumerate(groups):
+            launch = Launch(
+                command=scenario.command,
+                num_processes=scenario.num_processes,
+                plans={key: plans[key] for key in group},
+                folder=options.folder / f"{name}-turns" / f"launch-{number}" / f"group-{place}",
+                cwd=ROOT,
+                launcher=None if hosts is None else launcher_of(hosts),
+            )
+            said = f"{name}: launch {number + 1} of {options.launches}, group {place + 1} of {len(groups)}"
+            print(said, file=sys.stderr, flush=True)
+            by_group.append(measured_in_turns(launch, rounds=options.rounds, seed=number))
+        for found in zip(*by_group, strict=True):
+            speeds = [{key: _flops(plans[key]) / one[key] for key in one} for one in found]
+            values = speeds[0] if len(speeds) == 1 else joined_round(speeds, reference=reference)
             rounds.append({side: values[_key(plan)] for side, plan in sides.items()})
     return TurnRounds(
         scenario=name,
@@ -247,6 +258,20 @@ def measure_in_turns(options: argparse.Namespace, hosts: LinkedHosts | None) -> 
         num_launches=options.launches,
         rounds=tuple(rounds),
     )
+
+
+def launch_groups(keys: Sequence[str], *, reference: str, num_processes: int) -> list[tuple[str, ...]]:
+    """The plans that are launched together: all, or the reference beside as many others as memory holds."""
+    most = max(2, MAX_PROCESSES // num_processes)
+    if len(keys) <= most:
+        return [tuple(keys)]
+    others = [key for key in keys if key != reference]
+    return [(reference, *group) for group in batched(others, most - 1)]
+
+
+def joined_round(groups: Sequence[Mapping[str, float]], *, reference: str) -> dict[str, float]:
+    """One round of all groups: each speed relative to the reference's in the same group."""
+    return {key: speed / speeds[reference] for speeds in groups for key, speed in speeds.items()}
 
 
 def _plan_of(run: SearchRun) -> Plan | None:

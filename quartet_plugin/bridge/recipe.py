@@ -59,15 +59,18 @@ def override(config: Any, words: Sequence[str]) -> None:
         except yaml.YAMLError as error:
             raise ConfigError(f"{word[:100]!r}: its value cannot be read as YAML") from error
         except ValueError as error:
-            raise ConfigError(f"{word[:100]!r}: must be a number, as the recipe's value is") from error
+            kind = "true or false" if isinstance(getattr(section, field), bool) else "a number"
+            raise ConfigError(f"{word[:100]!r}: must be {kind}, as the recipe's value is") from error
         setattr(section, field, value)
 
 
 def _number(value: Any, *, present: Any) -> Any:
     """The value; of a field that holds a number a text such as `1e-4`, which YAML 1.1 reads as text, is one.
 
-    Raises ValueError where it is another text.
+    Raises ValueError where it is another text, and for a switch that gets anything but true, false or null.
     """
+    if isinstance(present, bool) and not (value is None or isinstance(value, bool)):
+        raise ValueError(value)
     is_number = isinstance(present, int | float) and not isinstance(present, bool)
     if not isinstance(value, str) or not is_number:
         return value

@@ -113,6 +113,8 @@ def parity_gate(
                 on_progress=_show if sys.stderr.isatty() else None,
             )
     finally:
+        if sys.stderr.isatty():
+            print(f"\r{'':<60}\r", end="", file=sys.stderr, flush=True)
         shutil.rmtree(weights, ignore_errors=True)
 
 

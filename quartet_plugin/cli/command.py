@@ -1,6 +1,7 @@
 """What commands share: options, the user's command, run folders."""
 
 import os
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -202,6 +203,11 @@ def _no_winner_words(run: Path) -> str:
 def all_runs(run_dir: Path) -> list[Path]:
     """Every run in a folder, by name."""
     return sorted(path.parent for path in run_dir.glob("*/config.json"))
+
+
+def train_words(script: Path) -> str:
+    """The words that start a script, as one would type them here."""
+    return shlex.join(["sh", path_here(script)])
 
 
 def path_here(path: Path) -> str:

@@ -52,7 +52,10 @@ def convert_command(
 
     training = parse_command(user_command(ctx))
     if training.entry != ENTRY_MODULE:
-        raise ConfigError("convert: DeepSpeed's checkpoints cannot be converted, only Megatron's")
+        raise ConfigError(
+            f"command {training.target!r}: only checkpoints of Megatron's own training scripts can be "
+            "converted, not DeepSpeed's or Megatron-Bridge's"
+        )
     folder, step = checkpoint_of(checkpoint, tracker=TRACKER)
     if output.exists() or output.is_symlink():
         raise ConfigError(f"{output}: exists; name a new folder")

@@ -149,6 +149,8 @@ def show_command(
 
 
 NATIVE_FILE = "native.sh"
+# Programs that give the training all words behind its script; a script of the shell may not.
+_GIVES_WORDS_ON = ("srun", "mpirun", "mpiexec", "accelerate")
 # A flag is for copying: not even one with a thousand stages is cut.
 MAX_FLAG_LINE = 100_000
 
@@ -392,11 +394,26 @@ def write_native(plan: "Plan | None", *, run: "TuningRun") -> str:
     if plan is None:
         return ""
     try:
+        _check_words_behind(run)
         text = native_text(plan, command=run.command, cwd=run.cwd)
     except QuartetError as error:
         return f"no {NATIVE_FILE}: {error}"
     write_text_atomic(path, text)
-    return f"sh {path}"
+    return shlex.join(["sh", str(path)])
+
+
+def _check_words_behind(run: "TuningRun") -> None:
+    """Raise PlanError where the command with words behind it is not known to be the plan's training."""
+    from quartet_plugin.launchers.command import BRIDGE_MODULE, parse_command
+    from quartet_plugin.launchers.engines import LOCAL
+
+    if run.config.launcher != LOCAL:
+        raise PlanError("its trials ran on a launcher's nodes, which the command alone does not start")
+    training = parse_command(run.command, cwd=run.cwd)
+    if training.entry == BRIDGE_MODULE:
+        raise PlanError("a Megatron-Bridge script takes no flags of Megatron")
+    if training.starter == "other" and Path(training.program).name not in _GIVES_WORDS_ON:
+        raise PlanError(f"{training.program} may not give the words behind it to the training")
 
 
 def native_path(run_folder: Path) -> Path:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quartet_plugin.cli.command import path_here
+from quartet_plugin.cli.command import path_here, train_words
 from quartet_plugin.errors import QuartetError
 
 if TYPE_CHECKING:
@@ -59,5 +59,5 @@ def full_size_lines(result: "FullSize", *, run: "TuningRun") -> list[str]:
     return [
         *lines,
         f"full plan {path_here(run.folder.full_plan)}",
-        f"train     sh {path_here(run.folder.full_command)}",
+        f"train     {train_words(run.folder.full_command)}",
     ]

@@ -83,12 +83,13 @@ def lines(steps: list[dict[str, Any]], simulation: "Simulation", *, time_scale: 
     expected_s = simulation.makespan_s * time_scale
     walls = [float(step["wall_s"]) for step in steps]
     rows = [f"simulated makespan {expected_s:.4f} s"]
-    rows += [
-        f"step {number:>3}: {wall_s:.4f} s  {wall_s / expected_s - 1:+.1%}"
-        for number, wall_s in enumerate(walls, 1)
-    ]
+
+    def beside(wall_s: float) -> str:
+        return f"  {wall_s / expected_s - 1:+.1%}" if expected_s > 0.0 else ""
+
+    rows += [f"step {number:>3}: {wall_s:.4f} s{beside(wall_s)}" for number, wall_s in enumerate(walls, 1)]
     median_s = statistics.median(walls)
-    rows.append(f"median   : {median_s:.4f} s  {median_s / expected_s - 1:+.1%}")
+    rows.append(f"median   : {median_s:.4f} s{beside(median_s)}")
     step = min(steps, key=lambda step: abs(step["wall_s"] - median_s))
     late = [
         max((m - time_scale * s for m, s in zip(measured, ends, strict=True)), default=0.0)

@@ -1,5 +1,6 @@
 """`quartet report`: a run as one HTML file, which needs no network and runs no script."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -195,7 +196,7 @@ def flag_lines(plan: "Plan", *, path: Path) -> list[str]:
         if full_plan.is_file():
             plan = read_plan(full_plan)
         elif script.is_file():
-            begin = [f"sh {script}", "", "# which adds to your command:"]
+            begin = [shlex.join(["sh", str(script)]), "", "# which adds to your command:"]
         return [*begin, *lines(export(plan))]
     except QuartetError as error:
         return [f"# {error}"]

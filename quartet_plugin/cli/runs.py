@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import RUNS, JsonSwitch, RunName, RunsFolder, all_runs, find_run, path_here
-from quartet_plugin.cli.output import say, show
+from quartet_plugin.cli.command import RUNS, JsonSwitch, RunName, RunsFolder, all_runs, find_run, train_words
+from quartet_plugin.cli.output import say, show, tell
 from quartet_plugin.errors import QuartetError, StorageError
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def _show_status(run: str | None, *, run_dir: Path, as_json: bool) -> None:
                 faults.append(f"{path.name}: {clean(str(error))}")
         if as_json:
             typer.echo(json.dumps([status_record(history) for history in histories], indent=1))
+            tell(*faults)
         else:
             show(*map(status_line, histories), *faults)
         return
@@ -89,7 +90,7 @@ def _show_run(path: Path, *, as_json: bool) -> "RunState":
         typer.echo(json.dumps(status_record(history), indent=1))
     else:
         script = run.folder.train_command
-        train = [f"train     sh {path_here(script)}"] if script.is_file() else []
+        train = [f"train     {train_words(script)}"] if script.is_file() else []
         show(*status_lines(history), *train)
     return history.state
 

@@ -226,7 +226,7 @@ def _search(request: TuneRequest, *, run: TuningRun, lease: Lease, kept: DiskRes
 
         def stops() -> bool:
             # Trials ask this all the time, also while they show no progress: the lease must not expire.
-            lease.keep()
+            lease.keep_if_writable()
             return should_stop()
 
         observer: Observer = shown

@@ -3,7 +3,7 @@
 import shlex
 from collections import Counter
 
-from quartet_plugin.cli.command import path_here
+from quartet_plugin.cli.command import path_here, train_words
 from quartet_plugin.cli.full_size import full_size_lines
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import receipt_path
@@ -24,7 +24,7 @@ def summary_lines(result: TuneResult, *, plan: Plan | None, run: TuningRun) -> l
     """The result of the search, and how to train with it."""
     baseline = _baseline_words(result)
     best = f"plan      {path_here(run.folder.best_plan)}"
-    train = f"train     sh {path_here(run.folder.best_command)}"
+    train = f"train     {train_words(run.folder.best_command)}"
     if plan is None or result.winner is None:
         tried = [trial for trial in result.trials if trial.record.repeats is None][1:]
         failed = sum(trial.record.verdict != "measured" for trial in tried)

@@ -81,7 +81,10 @@ def decide(
         check_zero(config)
         check_precision(config, has_fp16=bool(get_accelerator().is_fp16_supported()))
         if plan is None:
-            agreed = _of_schedule(settings, specs=specs, config=config, rank_env=rank_env)
+            own_copies = max(1, rank_env.world_size // max(1, script_stages))
+            agreed = _of_schedule(
+                settings, specs=specs, config=config, rank_env=rank_env, own_copies=own_copies
+            )
         else:
             num_ranks = len(processes)
             _check_fit(plan, specs=specs, config=config, script_stages=script_stages, world_size=num_ranks)
@@ -123,8 +126,17 @@ def _of_plan(
 
 
 def _of_schedule(
-    settings: Settings, *, specs: Sequence[Any], config: Mapping[str, Any], rank_env: RankEnv
+    settings: Settings,
+    *,
+    specs: Sequence[Any],
+    config: Mapping[str, Any],
+    rank_env: RankEnv,
+    own_copies: int,
 ) -> AgreedPlan:
+    """The stages of a schedule file. `own_copies` is the script's own data-parallel size.
+
+    Raises PlanError where another size would change a global batch that follows from it.
+    """
     assert settings.schedule is not None
     schedule = read_schedule(settings.schedule)
     if rank_env.world_size % schedule.num_devices:
@@ -132,7 +144,14 @@ def _of_schedule(
             f"{settings.schedule}: num_devices: {schedule.num_devices}; must divide the "
             f"{rank_env.world_size} processes"
         )
-    sizes = batch_sizes(config, data_parallel=rank_env.world_size // schedule.num_devices)
+    copies = rank_env.world_size // schedule.num_devices
+    sizes = batch_sizes(config, data_parallel=copies)
+    if copies != own_copies and config.get("train_batch_size") in (None, "auto"):
+        own = sizes.global_batch_size // copies * own_copies
+        raise PlanError(
+            f"{settings.schedule}: num_devices: {schedule.num_devices}; the global batch would be "
+            f"{sizes.global_batch_size} and not {own}; set train_batch_size"
+        )
     num_microbatches = sizes.num_microbatches
     pipeline = pipeline_of_schedule(schedule, layers=layer_list(specs), num_microbatches=num_microbatches)
     return AgreedPlan(specs=specs, pipeline=pipeline, plan=None, notes=())

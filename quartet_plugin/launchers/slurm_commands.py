@@ -160,8 +160,8 @@ def _asked(
             fault = lines[-1]
             if not any(text in result.stderr for text in _AWAY):
                 raise InfrastructureError(f"{argv[0]}: {fault}")
-        if time.monotonic() >= end:
-            raise InfrastructureError(f"{argv[0]}: {fault} for {PATIENCE_S:g} s; is slurmctld up?")
         time.sleep(_PAUSE_S)
         if is_done():
             return ""
+        if time.monotonic() >= end:
+            raise InfrastructureError(f"{argv[0]}: {fault} for {PATIENCE_S:g} s; is slurmctld up?")

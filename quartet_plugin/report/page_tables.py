@@ -1,5 +1,6 @@
 """The report's tables: every trial, trials without a time, features left out in trials, and the sources."""
 
+import shlex
 from collections.abc import Sequence, Set
 
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
@@ -138,7 +139,7 @@ def provenance(history: RunHistory, fault: str | None) -> str:
     nodes = ", ".join(f"{node.host} ({node.node_class})" for node in history.nodes[:8])
     more = f" and {len(history.nodes) - 8} more" if len(history.nodes) > 8 else ""
     facts = [
-        ("command", " ".join(history.command)),
+        ("command", shlex.join(history.command)),
         ("started in", history.cwd),
         ("run folder", history.path),
         ("study", history.storage),

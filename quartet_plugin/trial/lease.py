@@ -91,6 +91,18 @@ class Lease:
         if self._clock() - self._renewed_s >= self._renew_s:
             self.renew()
 
+    def keep_if_writable(self) -> None:
+        """As `keep` during a trial, whose own watch limits how long its files may be away.
+
+        What cannot be recorded now is tried again at the next call. Raises LeaseLostError alone.
+        """
+        try:
+            self.keep()
+        except LeaseLostError:
+            raise
+        except StorageError:
+            pass
+
     def renew(self) -> None:
         """Record that this tuner lives.
 

@@ -108,12 +108,14 @@ def _finish(folder: Path, *, stop: Stop | None, clock: Callable[[], float], poll
         registry.identities, key=lambda process: (process.process_start, process.pid), default=None
     )
     ran_s = _ran_s(attempt, launcher)
+    # How long an engine's attempt waited in a queue is not known here: it has its whole deadline again.
+    spent_s = 0.0 if attempt.command.engine is not None else ran_s
     monitor = AttemptMonitor(
         attempt=attempt,
         handle=_adopted(attempt, launcher),
         registry=registry,
         timeouts=_timeouts(attempt),
-        deadline_s=max(attempt.command.deadline_s - ran_s, 0.0),
+        deadline_s=max(attempt.command.deadline_s - spent_s, 0.0),
         should_stop=lambda: should_stop(stop),
         clock=clock,
         poll_s=poll_s,

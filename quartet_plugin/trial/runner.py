@@ -98,7 +98,8 @@ def run_trial(
             can_move_port=request.command.port_flag is not None,
         )
         attempt = launch.attempt
-        if request.command.starter == "other":
+        # A node that was lost may have started nothing yet.
+        if request.command.starter == "other" and verdict.cause is not Cause.DEVICE:
             _check_training(attempt.folder, request, end)
         start = launcher.latest if isinstance(launcher, WarmLauncher) else StartRecord(is_warm=False)
         result = write_result(

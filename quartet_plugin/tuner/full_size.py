@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from quartet_plugin.calibration.feasibility import OVER
 from quartet_plugin.calibration.full_size import FullSizePrediction, FullSizePredictor, MeasuredPlan
 from quartet_plugin.calibration.predictor import PlanPredictor
-from quartet_plugin.errors import ConfigError, QuartetError
+from quartet_plugin.errors import ConfigError, InfrastructureError, QuartetError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.full_size import Confirmation, FullSize
 from quartet_plugin.model.measurement import FinalChoice, Interval, Objective, Prediction
@@ -238,7 +238,11 @@ class FullSizeStudy:
                     baseline=replace(baseline, plan=self._full(baseline.plan), launched_plan=None),
                     judge=lambda _, result: result,
                 )
-                result = at_full.launch(launch, num_left=2 * ROUNDS - sum(map(len, times.values())))
+                try:
+                    result = at_full.launch(launch, num_left=2 * ROUNDS - sum(map(len, times.values())))
+                except InfrastructureError as error:
+                    # The winner is proven without it.
+                    return f"{launch.label} was not measured: {error}"[:1_000]
                 if not result.is_measured:
                     return f"{launch.label} was not measured: {result.reason}"[:1_000]
                 times[number].append(statistics.median(result.iteration_s))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scenarios import result_files
-from benchmarks.scenarios.__main__ import trial_of
+from benchmarks.scenarios.__main__ import joined_round, launch_groups, trial_of
 from benchmarks.scenarios.catalogue import SCENARIOS, Scenario
 from benchmarks.scenarios.result_files import (
     SearchRun,
@@ -224,6 +224,19 @@ def test_a_memory_limit_is_a_cluster_file() -> None:
     assert cluster.num_slots == scenario.num_processes
     assert cluster.devices["core"].memory_bytes == scenario.memory_limit_bytes
     assert Scenario(about="", num_processes=1, flags="", cores="0").cluster is None
+
+
+def test_sides_that_memory_does_not_hold_at_once_meet_the_winner_in_groups() -> None:
+    keys = ["default", "ours", "stock-0", "stock-1", "stock-2"]
+    assert launch_groups(keys, reference="ours", num_processes=4) == [tuple(keys)]
+    groups = launch_groups(keys, reference="ours", num_processes=8)
+    assert groups == [("ours", "default", "stock-0"), ("ours", "stock-1", "stock-2")]
+    # The machine is at half speed in the second group.
+    speeds = [{"ours": 3.0, "default": 1.5, "stock-0": 2.0}, {"ours": 1.5, "stock-1": 1.0, "stock-2": 0.5}]
+    joined = joined_round(speeds, reference="ours")
+    assert joined == pytest.approx(
+        {"ours": 1.0, "default": 0.5, "stock-0": 2 / 3, "stock-1": 2 / 3, "stock-2": 1 / 3}
+    )
 
 
 def test_an_axis_that_there_is_not_is_refused() -> None:

@@ -63,6 +63,16 @@ def test_a_field_of_a_number_takes_no_other_text() -> None:
         override(make_config(), ["train.train_iters=many"])
 
 
+@pytest.mark.parametrize("text", ["flase", "1", "0.5"])
+def test_a_switch_takes_true_false_and_null_alone(text: str) -> None:
+    config = make_config()
+    with pytest.raises(ConfigError, match=f"={text}': must be true or false, as the recipe's value is"):
+        override(config, [f"ddp.overlap_grad_reduce={text}"])
+    assert config.ddp.overlap_grad_reduce is False
+    override(config, ["ddp.overlap_grad_reduce=yes"])
+    assert config.ddp.overlap_grad_reduce is True
+
+
 def test_a_value_is_data() -> None:
     config = make_config()
     with pytest.raises(ConfigError, match="cannot be read as YAML"):

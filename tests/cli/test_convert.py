@@ -97,7 +97,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
         ),
         ((str(source), "-o", str(source), "--to", "stock", *COMMAND), "exists; name a new folder"),
         ((str(source), "-o", new, "--to", str(plan), *one_process), "made for 2 processes"),
-        ((str(source), "-o", new, "--to", "stock", *ds), "DeepSpeed's checkpoints cannot be converted"),
+        ((str(source), "-o", new, "--to", "stock", *ds), "not DeepSpeed's or Megatron-Bridge's"),
         ((str(source), "-o", new, "--to", "stock", "--device", "tpu", *COMMAND), "--device tpu"),
     ):
         assert main(["convert", *words]) == 2

@@ -170,6 +170,24 @@ def test_nodes_are_one_table_with_an_exit_code(
     assert (states["framework"], states["disk"], states["clock"]) == ("fail", "fail", "ok")
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--plan", "p.json", "-f", "json"], "--plan: takes no -f"),
+        (["--plan", "p.json", "--nodes"], "--plan: takes no --nodes"),
+        (["--plan", "p.json", "--launcher", "slurm"], "--plan: takes no --launcher"),
+        (["--nodes", "--against", "."], "--nodes and --against are two checks"),
+    ],
+)
+def test_no_option_is_left_out_without_a_word(
+    words: list[str], names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *words]) == 2
+    error = capsys.readouterr().err
+    assert names in error
+    assert error.count("\n") == 1
+
+
 def test_nodes_are_those_that_a_launcher_has_at_once(
     found: dict[str, Any], node: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -296,6 +296,35 @@ def test_what_flags_cannot_say_has_no_script(plan: Plan, command: tuple[str, ...
         native_text(plan, command=command, cwd=Path("/"))
 
 
+@pytest.mark.parametrize(
+    ("command", "launcher", "says"),
+    [
+        (("bash", "train.sh"), "local", "bash may not give the words behind it to the training"),
+        (("torchrun", "--nproc-per-node", "2", "bridged.py"), "local", "a Megatron-Bridge script takes no"),
+        (("torchrun", "--nproc-per-node", "2", "x.py"), "slurm", "its trials ran on a launcher's nodes"),
+    ],
+)
+def test_a_command_that_words_behind_it_do_not_reach_has_no_script(
+    tmp_path: Path, command: tuple[str, ...], launcher: str, says: str
+) -> None:
+    (tmp_path / "bridged.py").write_text("import megatron.bridge\n")
+    run = begin(tmp_path / "r")
+    path = native_path(run.folder.path)
+    path.parent.mkdir()
+    path.touch()  # of an earlier version
+    config = run.config.model_copy(update={"launcher": launcher})
+    said = write_native(NATIVE_PLAN, run=replace(run, command=command, cwd=tmp_path, config=config))
+    assert said.startswith(f"no native.sh: {says}")
+    assert not path.exists()
+
+
+def test_a_launcher_of_processes_gives_them_the_words(tmp_path: Path) -> None:
+    run = begin(tmp_path / "r")
+    native_path(run.folder.path).parent.mkdir()
+    srun = replace(run, command=("srun", "python", "pretrain_gpt.py"))
+    assert write_native(NATIVE_PLAN, run=srun) == f"sh {native_path(run.folder.path)}"
+
+
 def test_a_script_is_written_replaced_and_removed(tmp_path: Path) -> None:
     run = begin(tmp_path / "r")
     path = native_path(run.folder.path)

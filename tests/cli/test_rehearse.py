@@ -68,6 +68,16 @@ def test_what_the_processes_say_keeps_its_exit_code(
     assert "two copies" in capfd.readouterr().err
 
 
+def test_costs_of_nothing_have_no_percentages(files: tuple[str, str]) -> None:
+    from quartet_plugin.schedule.files import read_schedule
+
+    schedule = read_schedule(Path(files[0]))
+    simulation = simulate_costs(schedule, read_costs(files[1]))
+    ends = [list(row) for row in simulation.end_s]
+    shown = command.lines([{"wall_s": 1.0, "end_s": ends}], simulation, time_scale=0.0)
+    assert shown[:3] == ["simulated makespan 0.0000 s", "step   1: 1.0000 s", "median   : 1.0000 s"]
+
+
 def test_lines_name_the_latest_device(files: tuple[str, str]) -> None:
     from quartet_plugin.schedule.files import read_schedule
 

@@ -6,6 +6,7 @@ import sys
 import warnings
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,13 +27,15 @@ from quartet_plugin.deepspeed.config import (
 from quartet_plugin.deepspeed.describe import shape_of
 from quartet_plugin.deepspeed.layers import layer_list
 from quartet_plugin.deepspeed.parity import part_name
+from quartet_plugin.deepspeed.planning import AgreedPlan, _of_schedule
 from quartet_plugin.deepspeed.stages import WeightGradients, defer_weight_gradients
 from quartet_plugin.deepspeed.transport import ValueSpec
 from quartet_plugin.errors import ConfigError, PlanError
+from quartet_plugin.protocol.ds_config import Settings
 from quartet_plugin.rank.rendezvous import RankEnv
 from quartet_plugin.runtime.process_groups import Channels
 from quartet_plugin.schedule.instruction import Message, Side, Transfer
-from tests.deepspeed.support import environment, layout
+from tests.deepspeed.support import environment, layout, schedule, schedule_file
 
 
 class Block(torch.nn.Module):  # type: ignore[misc]
@@ -329,3 +332,22 @@ def test_a_described_run_lets_go_of_what_has_left(monkeypatch: pytest.MonkeyPatc
     assert kept() == [1, 2]
     described.end()
     assert kept() == []
+
+
+@pytest.mark.parametrize("batch", [{}, {"train_batch_size": "auto"}, {"train_batch_size": 4}])
+def test_a_schedule_leaves_the_global_batch_as_it_is(tmp_path: Path, batch: dict[str, Any]) -> None:
+    """Four stages on four processes, where the script has two copies of two."""
+    made = Settings(schedule=Path(schedule_file(tmp_path, schedule("gpipe", 4, 4, (2, 1, 1, 2)))))
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, **batch}
+    here = RankEnv(launch_rank=0, world_size=4, local_rank=0, local_world_size=4, group_rank=0, host="here")
+    layers = [Other(), *(Block() for _ in range(4)), Other()]
+
+    def agreed(own_copies: int) -> AgreedPlan:
+        return _of_schedule(made, specs=layers, config=config, rank_env=here, own_copies=own_copies)
+
+    assert agreed(1).plan is None
+    if batch == {"train_batch_size": 4}:
+        assert agreed(2).plan is None
+        return
+    with pytest.raises(PlanError, match="the global batch would be 4 and not 8; set train_batch_size"):
+        agreed(2)

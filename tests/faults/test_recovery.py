@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from quartet_plugin.errors import ConfigError
+from quartet_plugin.errors import ConfigError, InfrastructureError
+from quartet_plugin.trial import recover as recovery
 from quartet_plugin.trial.attempt import read_result
 from quartet_plugin.trial.processes import marked_processes
 from quartet_plugin.trial.recover import recover
@@ -100,6 +102,27 @@ def test_row_34_a_clock_that_was_set_meanwhile_ends_no_trial(
     results = recover(tmp_path, stop=lambda: release(attempt), poll_s=0.02)
     assert [one.outcome for one in results] == [Outcome.OK]
     assert results[0].wall_s < DEADLINE_S
+
+
+def test_an_engines_attempt_has_its_whole_deadline_again(
+    fake_torchrun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have waited in a queue until now, and that time counts for no deadline."""
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000003", when=measuring)
+    until_all_ended(attempt)
+    content = json.loads((attempt / "command.json").read_text())
+    day_ago = {**content, "engine": "slurm", "time": content["time"] - 86_400}
+    (attempt / "command.json").write_text(json.dumps(day_ago))
+    given = {}
+
+    def monitor(**options: Any) -> None:
+        given.update(options)
+        raise InfrastructureError("this is what the test asks for")
+
+    monkeypatch.setattr(recovery, "AttemptMonitor", monitor)
+    with pytest.raises(InfrastructureError, match="what the test asks for"):
+        recover(tmp_path, poll_s=0.02)
+    assert given["deadline_s"] == content["deadline_s"] > 0.0
 
 
 def test_a_trial_that_has_ended_meanwhile_is_adopted(fake_torchrun: Path, tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from quartet_plugin.errors import ExitCode, InfrastructureError
+from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.launchers.protocol import Handle
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.trial import devices
 from quartet_plugin.trial.devices import DeviceGuard, DeviceState, read_devices
-from quartet_plugin.trial.request import TrialRequest
+from quartet_plugin.trial.request import Outcome, TrialRequest
 from quartet_plugin.trial.runner import run_trial
 
 GPUS = """\
@@ -64,6 +64,49 @@ def test_nodes_of_an_engine_are_not_this_machine(tmp_path: Path) -> None:
     )
     with pytest.raises(InfrastructureError, match="no node"):
         run_trial(request, launcher=OnANode(), devices=DeviceGuard(read=read))
+
+
+class Ended:
+    """A job on nodes that has ended before any of its processes started Python."""
+
+    pid, is_pending = 0, False
+
+    def __init__(self, fault: str | None) -> None:
+        self.fault = fault
+
+    def poll(self) -> int:
+        return 1
+
+    def terminate(self) -> None:
+        raise AssertionError("it has ended")
+
+    kill = terminate
+
+    def end_on_nodes(self) -> tuple[str, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("fault", ["NODE_FAIL: node-7", None])
+def test_a_lost_node_is_no_fault_of_a_command_that_started_nothing(tmp_path: Path, fault: str | None) -> None:
+    class Queue:
+        num_nodes = 2
+        engine = "slurm"
+
+        def start(self, argv: Sequence[str], *, stdout: Path, **more: object) -> Handle:
+            stdout.write_text("")
+            return Ended(fault)
+
+    request = TrialRequest(
+        folder=tmp_path / "trials" / "000000", command=parse_command(["bash", "train.sh"]), device="cpu"
+    )
+    if fault is None:
+        with pytest.raises(ConfigError, match="no Python process with quartet-plugin was started"):
+            run_trial(request, launcher=Queue())
+        return
+    result = run_trial(request, launcher=Queue())
+    assert result.outcome is Outcome.INFRA
+    assert result.reason.startswith("NODE_FAIL: node-7; ")
+    assert len(list(request.folder.glob("attempt-*"))) == request.max_attempts > 1
 
 
 def test_the_tools_table_is_read(tool: Callable[..., dict[str, str]]) -> None:

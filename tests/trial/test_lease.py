@@ -67,6 +67,27 @@ def test_it_is_renewed_for_whoever_asks_often(tmp_path: Path) -> None:
         assert renewal_of(tmp_path) != 0
 
 
+def test_row_28_a_trial_goes_on_while_the_lease_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise StorageError("lock.json: cannot be written: Input/output error")
+
+    with Lease.acquire(tmp_path, renew_s=0.0) as lease:
+        with monkeypatch.context() as failing:
+            failing.setattr("quartet_plugin.trial.lease.write_json_atomic", fail)
+            lease.keep_if_writable()
+            with pytest.raises(StorageError, match="Input/output error"):
+                lease.keep()
+        os.utime(tmp_path / "lock.json", (0, 0))
+        lease.keep_if_writable()
+        assert renewal_of(tmp_path) != 0
+        change_lock(tmp_path, generation=2)
+        with pytest.raises(StorageError, match="writes nothing more"):
+            lease.keep_if_writable()
+        change_lock(tmp_path, generation=1)
+
+
 def test_it_is_given_back_and_taken_again(tmp_path: Path) -> None:
     with Lease.acquire(tmp_path) as lease:
         lease.check()

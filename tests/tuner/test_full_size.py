@@ -11,7 +11,7 @@ import pytest
 
 from quartet_plugin.calibration.feasibility import FeasibilityModel
 from quartet_plugin.cli.full_size import full_size_lines, full_size_nodes
-from quartet_plugin.errors import ConfigError, PlanError
+from quartet_plugin.errors import ConfigError, InfrastructureError, PlanError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.launchers.slurm_batch import SlurmBatchEngine
 from quartet_plugin.model.full_size import Confirmation, FullSize
@@ -167,6 +167,25 @@ def test_the_winner_is_compared_once_where_there_are_nodes(tmp_path: Path) -> No
     assert any("measured there" in line for line in _lines_of(result, run))
     # The comparison is not the study's: it measures the winner alone, and no trial is at full size.
     assert all(len(trial.plan.made_for.nodes) == 2 for trial in result.trials)
+
+
+class OtherDevices(FakeMachine):
+    """Nodes of which the last has another device."""
+
+    def run(self, *_: Any, **__: Any) -> Any:
+        raise InfrastructureError("node-7: other devices than in the first launch")
+
+
+def test_a_comparison_that_cannot_be_launched_leaves_the_winner(tmp_path: Path) -> None:
+    machine = OtherDevices(job=make_job(), cluster=full_nodes(NODES, factor=FACTOR), seconds=seconds)
+    run, result, _ = run_and_tune(tmp_path / "a", full_size=FullNodes(machine=machine).nodes)
+    assert result.winner is not None
+    assert result.full_size is not None
+    assert result.full_size.result.confirmation is None
+    reason = "0 at full size 1 was not measured: node-7: other devices than in the first launch"
+    assert result.full_size.result.unconfirmed == reason
+    assert write_best(result, run=run) is not None
+    assert run.folder.full_plan.is_file()
 
 
 def test_of_a_replica_that_is_larger_all_stages_are_handed_over(tmp_path: Path) -> None:
