@@ -25,6 +25,7 @@ class JobFile:
 
     Every process of the job inherits `mark`. `process` is its tuner's, None before that was started; `state`
     is written before a process is started and after it has ended. `num_lost` tuners were killed by a signal.
+    `is_shortened`: its tuner got less time than the job allows, because the session had no more.
     `started_from` is the job whose measurements this one began with, `result` what an ended job came to.
     Times are seconds since 1970.
     """
@@ -36,6 +37,7 @@ class JobFile:
     state: JobState = "waiting"
     process: Identity | None = None
     num_lost: _Count = 0
+    is_shortened: bool = False
     started_from: JobName | None = None
     began_at: _Time | None = None
     ended_at: _Time | None = None

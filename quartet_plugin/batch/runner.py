@@ -90,7 +90,6 @@ class BatchRunner:
         self._running: dict[str, JobProcess] = {}
         self._stopped: set[str] = set()
         # Jobs whose tuner got the session's remaining minutes, fewer than their own limit leaves.
-        self._shortened: set[str] = set()
         self._began_s = time.monotonic()
         self._next_shown_s = 0.0
 
@@ -160,7 +159,7 @@ class BatchRunner:
             process = find_tuner(file, paths=self._paths)
             if process is None:
                 if self._is_finished(name):
-                    self._finish(name, "done", exit_code=0, reason="")
+                    self._note_end(name, None)
                 continue
             self._running[name] = process
             self._save(replace(file, process=process.identity))
@@ -251,8 +250,15 @@ class BatchRunner:
             end_left_behind(file.mark)
         if not is_begun and (earlier := self._earlier_job_of(job)) is not None:
             file = replace(file, started_from=earlier.name)
-        began_at = file.began_at or time.time()
-        file = replace(file, state="running", process=None, began_at=began_at, exit_code=None, reason="")
+        file = replace(
+            file,
+            state="running",
+            process=None,
+            is_shortened=self._is_shortened(job),
+            began_at=file.began_at or time.time(),
+            exit_code=None,
+            reason="",
+        )
         self._save(file)
         output = self._paths.job(job.name) / OUTPUT_NAME
         try:
@@ -283,20 +289,31 @@ class BatchRunner:
         """Whether a tuner has begun the job's run."""
         return (self._paths.runs / job.name / "config.json").is_file()
 
+    def _minutes_spent(self, job: Job) -> float:
+        """The minutes that the job's run has searched; 0 where nothing limits them."""
+        history = history_of(self._paths.runs / job.name) if job.max_minutes and self._is_begun(job) else None
+        return 0.0 if history is None else history.search_s / 60.0
+
+    def _is_shortened(self, job: Job) -> bool:
+        """Whether the session has less time left than the job's own limit."""
+        left = self._minutes_left
+        return left is not None and (
+            job.max_minutes is None or left < job.max_minutes - self._minutes_spent(job)
+        )
+
+    def _was_cut_short(self, name: str) -> bool:
+        """Whether the job's run ended because the session gave its tuner too little time."""
+        return self._files[name].is_shortened and is_out_of_time(self._paths.runs / name)
+
     def _words(self, job: Job, file: JobFile) -> list[str]:
-        is_begun = self._is_begun(job)
-        history = history_of(self._paths.runs / job.name) if is_begun and job.max_minutes else None
-        spent, left = 0.0 if history is None else history.search_s / 60.0, self._minutes_left
-        if left is not None and (job.max_minutes is None or left < job.max_minutes - spent):
-            self._shortened.add(job.name)
         words = tune_words(
             job,
             config=self._configs[job.name],
             runs=self._paths.runs,
             max_trials=self._batch.max_trials,
-            minutes=minutes_of(job, spent=spent, left=left),
+            minutes=minutes_of(job, spent=self._minutes_spent(job), left=self._minutes_left),
             started_from=file.started_from,
-            is_begun=is_begun,
+            is_begun=self._is_begun(job),
             takes_over=self._takes_over,
         )
         return [*self._program, *words]
@@ -307,8 +324,8 @@ class BatchRunner:
         """Note the end of a tuner by its exit code, None where it was an earlier session's."""
         file = self._files[name]
         if code is None:
-            if not self._is_finished(name):
-                # Its reasons are not known: started again, it ends at once where it had ended.
+            if not self._is_finished(name) or self._was_cut_short(name):
+                # It goes on. If its reasons are not known, it ends at once where it had ended.
                 self._save(replace(file, state="stopped", process=None))
                 return
             code = 0
@@ -318,7 +335,7 @@ class BatchRunner:
             )
             self._save(replace(file, state="stopped", process=None, num_lost=file.num_lost + 1))
             return
-        if code == ExitCode.DONE and name in self._shortened and is_out_of_time(self._paths.runs / name):
+        if code == ExitCode.DONE and self._was_cut_short(name):
             self._finish(name, "stopped", exit_code=code, reason="the session's minutes were over")
             return
         reason = "" if code == ExitCode.DONE else last_line(self._paths.job(name) / OUTPUT_NAME)
@@ -356,7 +373,8 @@ class BatchRunner:
             for name in running:
                 end_left_behind(self._files[name].mark)
         for name, process in running.items():
-            if process.exit_code == 0 or self._is_finished(name):
+            is_finished = process.exit_code == 0 or self._is_finished(name)
+            if is_finished and not self._was_cut_short(name):
                 self._finish(name, "done", exit_code=0, reason="")
             else:
                 self._save(replace(self._files[name], state="stopped", process=None))

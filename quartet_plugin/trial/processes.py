@@ -83,6 +83,7 @@ class ProcessRegistry:
         self._attempt_id = attempt_id
         self._fence = fence
         self._known: set[Identity] = set()
+        self._written: frozenset[Identity] = frozenset()
 
     @classmethod
     def read(cls, path: Path, *, attempt_id: str) -> "ProcessRegistry":
@@ -92,6 +93,7 @@ class ProcessRegistry:
             content = read_shared(_ProcessesFile, path)
             if content.attempt_id == attempt_id:
                 registry._known = set(content.processes)
+                registry._written = frozenset(content.processes)
         return registry
 
     @property
@@ -126,15 +128,18 @@ class ProcessRegistry:
         self.add(marked_processes(self._attempt_id))
 
     def add(self, identities: Iterable[Identity]) -> None:
-        """Add processes; `rescan` adds their descendants."""
+        """Add processes; `rescan` adds their descendants.
+
+        They are known, and so can be ended, also where the file cannot be written. It is tried again then.
+        """
         known = {(process.pid, process.boot_id): process for process in self._known}
-        new = {new for new in identities if not new.is_same(known.get((new.pid, new.boot_id)))}
-        if new:
-            known_now = self._known | new
+        self._known |= {new for new in identities if not new.is_same(known.get((new.pid, new.boot_id)))}
+        if self._known != self._written:
+            known_now = frozenset(self._known)
             content = _ProcessesFile(attempt_id=self._attempt_id, processes=tuple(sorted(known_now)))
             self._fence()
             write_json_atomic(self._path, dump(content))
-            self._known = known_now  # after the file: what could not be written is added again
+            self._written = known_now
 
 
 def reap(

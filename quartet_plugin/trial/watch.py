@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from quartet_plugin.errors import StorageError
+from quartet_plugin.errors import QuartetError, StorageError
 from quartet_plugin.launchers.protocol import Handle, NodesHandle
 from quartet_plugin.launchers.running_process import boot_id, is_running
 from quartet_plugin.model.files import remove_torn, write_text_atomic
@@ -316,12 +316,12 @@ class AttemptMonitor:
 
     def _remaining(self) -> frozenset[Identity]:
         """Every process of the attempt that still runs, also where the registry's file cannot be written."""
-        with contextlib.suppress(StorageError):
+        with contextlib.suppress(QuartetError):
             self.registry.rescan(self._launcher_pid)
-        with contextlib.suppress(StorageError):
+        with contextlib.suppress(QuartetError):
             self.registry.search()
         # Last, and stopped at once: an orphan may be another process before the others are looked through.
-        with contextlib.suppress(StorageError):
+        with contextlib.suppress(QuartetError):
             self._add_orphans(stop_them=True)
         return self.registry.alive
 

@@ -177,6 +177,22 @@ def test_a_job_that_the_sessions_minutes_cut_short_goes_on_later(
     assert "--resume" in log()[2]
 
 
+def test_a_job_that_was_cut_short_goes_on_after_the_batch_was_killed(
+    tmp_path: Path, log: Callable[[], list[list[str]]]
+) -> None:
+    """Its tuner has ended, and nobody has noted that."""
+    cut = batch_of(tmp_path, {"name": "a", "words": ["--out-of-time"]}, limits={"minutes": 5})
+    runner_of(cut, tmp_path).run()
+    path = BatchPaths(tmp_path / cut.name).job("a") / "job.json"
+    content = json.loads(path.read_text())
+    assert content["is_shortened"] is True
+    path.write_text(json.dumps({**content, "state": "running", "exit_code": None}))
+    results = runner_of(replace(cut, max_minutes=None), tmp_path).run()
+    assert states(results) == {"a": "done"}
+    assert len(log()) == 4
+    assert "--resume" in log()[2]
+
+
 def test_a_jobs_own_limit_ends_it_for_good(tmp_path: Path) -> None:
     job = {"name": "a", "words": ["--out-of-time"], "max_minutes": 3}
     assert states(runner_of(batch_of(tmp_path, job, limits={"minutes": 5}), tmp_path).run()) == {"a": "done"}
