@@ -147,10 +147,10 @@ def _of_schedule(
     copies = rank_env.world_size // schedule.num_devices
     sizes = batch_sizes(config, data_parallel=copies)
     if copies != own_copies and config.get("train_batch_size") in (None, "auto"):
-        own = sizes.global_batch_size // copies * own_copies
+        before = sizes.global_batch_size // copies * own_copies
         raise PlanError(
             f"{settings.schedule}: num_devices: {schedule.num_devices}; the global batch would be "
-            f"{sizes.global_batch_size} and not {own}; set train_batch_size"
+            f"{sizes.global_batch_size} and not {before}; set train_batch_size"
         )
     num_microbatches = sizes.num_microbatches
     pipeline = pipeline_of_schedule(schedule, layers=layer_list(specs), num_microbatches=num_microbatches)

@@ -260,7 +260,7 @@ class PlanRequest:
         mean, experts = mean_layers(shape, self.experts)
         latent = self.latent if mean == shape else None
         if sum(split) != shape.num_layers:
-            shape, mean = (replace(one, num_layers=sum(split)) for one in (shape, mean))
+            shape, mean = (replace(like, num_layers=sum(split)) for like in (shape, mean))
         values = self.values_in(layout.settings)
         run = run_of(
             mean,

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
@@ -18,7 +19,7 @@ def num_unsearched_layouts(space: Space) -> int:
     if space.search.schedule is not None and SEARCHED in space.search.schedule:
         free = replace(rules, search=space.search.model_copy(update={"schedule": None}))
         layouts = {
-            shape: tuple(one for one in legal_layouts(shape, rules=free) if space.has_split(shape, one))
+            shape: tuple(filter(partial(space.has_split, shape), legal_layouts(shape, rules=free)))
             for shape in space.shapes
         }
     return sum(_is_unsearched(layout, shape, rules) for shape, kept in layouts.items() for layout in kept)

@@ -107,8 +107,14 @@ def test_a_script_that_fails_by_itself_is_shown(tmp_path: Path, capfd: pytest.Ca
     ],
 )
 def test_refusals_are_one_line(
-    words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    code: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(words) == code
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
