@@ -1,7 +1,7 @@
 """job.json: the state of one job of a batch, and batch.json: what the batch was begun with."""
 
 import secrets
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,7 +9,7 @@ from quartet_plugin.batch.config import Batch, Job
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.batch import MAX_JOBS, BatchPaths, JobKind, JobName, JobResult, JobState
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.schema import Bounds, Length, Matches, dump, read_record, record
+from quartet_plugin.model.schema import ADDED, Bounds, Length, Matches, dump, read_record, record
 from quartet_plugin.protocol.masking import is_same_command, masked_argv
 from quartet_plugin.protocol.process_identity import Identity
 
@@ -37,7 +37,7 @@ class JobFile:
     state: JobState = "waiting"
     process: Identity | None = None
     num_lost: _Count = 0
-    is_shortened: bool = False
+    is_shortened: bool | None = field(default=None, metadata=ADDED)
     started_from: JobName | None = None
     began_at: _Time | None = None
     ended_at: _Time | None = None

@@ -254,7 +254,7 @@ class BatchRunner:
             file,
             state="running",
             process=None,
-            is_shortened=self._is_shortened(job),
+            is_shortened=self._is_shortened(job) or None,
             began_at=file.began_at or time.time(),
             exit_code=None,
             reason="",
@@ -303,7 +303,7 @@ class BatchRunner:
 
     def _was_cut_short(self, name: str) -> bool:
         """Whether the job's run ended because the session gave its tuner too little time."""
-        return self._files[name].is_shortened and is_out_of_time(self._paths.runs / name)
+        return bool(self._files[name].is_shortened) and is_out_of_time(self._paths.runs / name)
 
     def _words(self, job: Job, file: JobFile) -> list[str]:
         words = tune_words(

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Sequence, Set
 
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
+from quartet_plugin.protocol.masking import MASK
 from quartet_plugin.report import markup
 from quartet_plugin.report.formatting import SECONDS_HEAD, SPEEDUP_HEAD, clean, size
 from quartet_plugin.report.tables import OBJECTIVE_WORDS
@@ -139,7 +140,8 @@ def provenance(history: RunHistory, fault: str | None) -> str:
     nodes = ", ".join(f"{node.host} ({node.node_class})" for node in history.nodes[:8])
     more = f" and {len(history.nodes) - 8} more" if len(history.nodes) > 8 else ""
     facts = [
-        ("command", shlex.join(history.command)),
+        # A masked value needs no quotes: it is not one to copy.
+        ("command", " ".join(word if MASK in word else shlex.quote(word) for word in history.command)),
         ("started in", history.cwd),
         ("run folder", history.path),
         ("study", history.storage),
