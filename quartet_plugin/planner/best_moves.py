@@ -80,8 +80,7 @@ class _MovesSearch[M: Move]:
             if only_fitting and not fits:
                 continue
             made = moved(self.space, best.params, plan, split=split.split, mapping=split.mapping)
-            # The time of a plan that is refused may not rule out slower ones.
-            if made is None or self.space.refusal_of(made[1]) is not None:
+            if made is None:
                 continue
             self.moves.plans.append((best, *made))
             if fits:
@@ -105,7 +104,7 @@ def best_moves[M: Move](
 ) -> Moves[M]:
     """The best splits and mappings of `ranked`: plans that `may_fit` come first, and the fastest of these."""
     search: _MovesSearch[M] = _MovesSearch(space=space, may_fit=may_fit)
-    orders = OrderCandidates(space)
+    orders, prohibitions = OrderCandidates(space), space.rules().prohibitions
     num_left = num_unfit = 0
     for number, best in enumerate(_choices(ranked)):
         plan, shape = best.plan, best.plan.shape
@@ -131,7 +130,7 @@ def best_moves[M: Move](
             every = [
                 (slots, order)
                 for slots, order in (present, *orders.of(plan, calibrated))
-                if space.refusal_of(replace(plan, mapping=order)) is None
+                if prohibitions.of_mapping(replace(plan, mapping=order)) is None
             ]
             result = _search(space, calibrated, every, best, incumbent_s=search.limit_s(shape))
             may_one_fit |= search.keep(best, result)
@@ -164,6 +163,10 @@ def _search(
     splits = space.fixed_splits(plan.shape, plan.layout)
     if splits is None and SPLIT_HEAD not in best.params:
         splits = (plan.split.transformer_layers_per_stage,)  # a file says the split
+
+    def may_have(split: tuple[int, ...], mapping: Mapping) -> bool:
+        return space.refusal_of(replace(plan, split=space.split_of(split), mapping=mapping)) is None
+
     return best_splits(
         calibrated,
         mappings,
@@ -172,6 +175,7 @@ def _search(
         allowed=splits,
         least_of_end_stages=space.least_of_end_stages,
         num_splits=num_splits,
+        may_have=may_have,
     )
 
 

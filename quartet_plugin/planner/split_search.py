@@ -5,7 +5,7 @@ see `split_kernel`. Where it extrapolates from fewer microbatches, bounds hold f
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +20,10 @@ from quartet_plugin.planner import split_kernel
 # 40 nanoseconds each).
 MAX_WORK = 200_000
 WORK_OF_MAPPING = 4_000
-# The best splits that one search returns.
+# The best splits that one search returns; how many times as many are asked for where all are refused, and how
+# many at most.
 NUM_SPLITS = 5
+MORE_SPLITS, MOST_SPLITS = 4, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,12 @@ class SplitsFound:
     num_cut_off: int
 
 
+def _any_split(split: tuple[int, ...], mapping: Mapping) -> bool:
+    """No split is refused under any mapping."""
+    del split, mapping
+    return True
+
+
 def best_splits(
     calibrated: CalibratedSplits,
     mappings: Sequence[tuple[SlotOrder, Mapping]],
@@ -55,11 +63,13 @@ def best_splits(
     least_of_end_stages: tuple[int, int] = (0, 0),
     max_work: int = MAX_WORK,
     num_splits: int = NUM_SPLITS,
+    may_have: Callable[[tuple[int, ...], Mapping], bool] = _any_split,
 ) -> SplitsFound:
     """The best splits of the mappings, the fastest first, without those proven no better than `incumbent_s`.
 
     Each mapping is given with the indices of its slots; those that take the same time count once. `allowed`
-    are the splits to choose from, None for all.
+    are the splits to choose from, None for all. Those that a mapping may not have are left out, and rule out
+    no slower ones.
     """
     first: dict[object, tuple[SlotOrder, Mapping]] = {}
     for slots, mapping in mappings:
@@ -75,26 +85,27 @@ def best_splits(
     limit = incumbent_s
     for _, _, pipeline, start, mapping in sorted(started, key=lambda entry: entry[:2]):
         if allowed is not None:
-            timed = sorted((pipeline.seconds(split), split) for split in allowed)[:num_splits]
+            given = [split for split in allowed if may_have(split, mapping)]
+            timed = sorted((pipeline.seconds(split), split) for split in given)[:num_splits]
             timed_splits += [
                 FoundSplit(split=split, mapping=mapping, seconds=seconds)
                 for seconds, split in timed
                 if seconds < incumbent_s
             ]
             continue
-        done, splits = pipeline.search(
-            start,
-            least_layers(pipeline.times, least_of_end_stages),
-            incumbent_s=limit,
-            max_work=max_work,
-            num_splits=num_splits,
-        )
-        work += abs(done)
-        num_cut_off += done < 0
-        timed_splits += [
-            FoundSplit(split=split, mapping=mapping, seconds=seconds) for split, seconds in splits
-        ]
-        limit = min([limit, *(seconds for _, seconds in splits)])
+        least, asked = least_layers(pipeline.times, least_of_end_stages), num_splits
+        while True:
+            done, splits = pipeline.search(
+                start, least, incumbent_s=limit, max_work=max_work, num_splits=asked
+            )
+            work += abs(done)
+            kept = [(split, seconds) for split, seconds in splits if may_have(split, mapping)]
+            if kept or len(splits) < asked or asked >= MOST_SPLITS:
+                break
+            asked *= MORE_SPLITS
+        num_cut_off += done < 0 or (not kept and len(splits) == asked)
+        timed_splits += [FoundSplit(split=split, mapping=mapping, seconds=seconds) for split, seconds in kept]
+        limit = min([limit, *(seconds for _, seconds in kept)])
     ranked = heapq.nsmallest(num_splits, timed_splits, key=lambda split: split.seconds)
     return SplitsFound(splits=tuple(ranked), work=work, num_cut_off=num_cut_off)
 

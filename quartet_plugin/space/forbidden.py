@@ -58,6 +58,12 @@ class Prohibitions:
         """The first of all rules. The baseline is measured whatever they say; ask about other plans."""
         return self._first(lambda: self._facts(plan))
 
+    def of_mapping(self, plan: Plan) -> Forbidden | None:
+        """The first rule that the plan meets with any split."""
+        return self._first(
+            lambda: {axis: fact for axis, fact in self._facts(plan).items() if axis != "split"}
+        )
+
     def _first(self, facts_of: Callable[[], _Facts]) -> Forbidden | None:
         """Called for every choice of a study; most studies have no rules, and then no facts are computed."""
         if not self.rules:

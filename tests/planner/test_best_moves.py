@@ -202,18 +202,21 @@ def assert_exhaustive(space: Space, truth: Truth, *, least: int = 100) -> None:
     assert candidates.limits == ()
 
 
-@pytest.mark.parametrize("part", ["mapping", "split"])
-def test_a_forbidden_plan_hides_no_slower_one(part: str) -> None:
-    search: dict[str, Any] = {"pipeline_parallel": 3, "micro_batch_size": 2, "schedule": ["1f1b"]}
-    search |= {"tensor_parallel": 1, "recompute": ["none", "full"]}
-    free = space_of(3, num_layers=6, batch=12, search=search)
-    truth = truth_of(free, 0)
-    fastest = candidates_of(free, truth)[1]
-    if part == "mapping":
-        value = ",".join(str(slot.local) for slot in fastest.mapping.slots)
-    else:
-        value = fastest.split.label
-    space = space_of(3, num_layers=6, batch=12, search={**search, "forbid": [{part: value}]})
+@pytest.mark.parametrize("parts", [["mapping"], ["split"], ["split", "mapping"]])
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_forbidden_plan_hides_no_slower_one(parts: list[str], seed: int) -> None:
+    search = {"pipeline_parallel": 4, "micro_batch_size": 2, "schedule": ["1f1b"], "tensor_parallel": 1}
+
+    def space_with(rules: list[dict[str, str]]) -> Space:
+        return space_of(4, num_layers=5, batch=12, search={**search, "forbid": rules})
+
+    truth = truth_of(space_with([]), seed)
+    fastest = candidates_of(space_with([]), truth)[1]
+    texts = {
+        "split": fastest.split.label,
+        "mapping": ",".join(str(slot.local) for slot in fastest.mapping.slots),
+    }
+    space = space_with([{part: texts[part] for part in parts}])
     assert space.refusal_of(fastest) is not None
     allowed = [plan for plan in every_plan(space) if space.refusal_of(plan) is None]
     found_s, found, _ = candidates_of(space, truth)
