@@ -230,7 +230,7 @@ def measure_in_turns(options: argparse.Namespace, hosts: LinkedHosts | None) -> 
     if scenario.memory_limit_bytes is None:
         sides[DEFAULT] = None
     plans = {_key(plan): plan for plan in sides.values()}
-    reference = _key(next(plan for side, plan in sides.items() if side.startswith(OURS)))
+    reference = next(iter(plans))  # ours, the first by name
     groups = launch_groups(list(plans), reference=reference, num_processes=scenario.num_processes)
     rounds = []
     for number in range(options.launches):
@@ -248,8 +248,10 @@ def measure_in_turns(options: argparse.Namespace, hosts: LinkedHosts | None) -> 
             print(said, file=sys.stderr, flush=True)
             by_group.append(measured_in_turns(launch, rounds=options.rounds, seed=number))
         for found in zip(*by_group, strict=True):
-            speeds = [{key: _flops(plans[key]) / one[key] for key in one} for one in found]
-            values = speeds[0] if len(speeds) == 1 else joined_round(speeds, reference=reference)
+            speeds = [
+                {key: _flops(plans[key]) / seconds for key, seconds in group.items()} for group in found
+            ]
+            values = joined_round(speeds, reference=reference)
             rounds.append({side: values[_key(plan)] for side, plan in sides.items()})
     return TurnRounds(
         scenario=name,

@@ -38,10 +38,10 @@ class Scenario:
 
     `search` is the search section of both searches: what it leaves free is free in both, layouts too. The
     stock one keeps schedule and mapping to stock flags and the shape as it is. `cores`, `namespaces` and
-    `slowdown` (how many times slower a process is than its core) are a process of a host each; `rates` are a
-    namespace each, as tc writes them. A cluster file gives every device `memory_limit_bytes`. Of several
-    hosts those at each two indices of `slow_pairs` are joined by `slow_rate`, and the search of ours has the
-    cluster file that `quartet probe` writes there.
+    `slowdown` (how many times slower a process is than its core) have a value for each process of a host,
+    `rates` one for each namespace, as tc writes them. A cluster file gives every device `memory_limit_bytes`.
+    Of several hosts those at each two indices of `slow_pairs` are joined by `slow_rate`, and the plugin's
+    search has the cluster file that `quartet probe` writes there.
     """
 
     about: str

@@ -89,7 +89,6 @@ class BatchRunner:
         self._files = {job.name: self._file_of(job, retries_failed=retries_failed) for job in batch.jobs}
         self._running: dict[str, JobProcess] = {}
         self._stopped: set[str] = set()
-        # Jobs whose tuner got the session's remaining minutes, fewer than their own limit leaves.
         self._began_s = time.monotonic()
         self._next_shown_s = 0.0
 
@@ -250,11 +249,12 @@ class BatchRunner:
             end_left_behind(file.mark)
         if not is_begun and (earlier := self._earlier_job_of(job)) is not None:
             file = replace(file, started_from=earlier.name)
+        spent = self._minutes_spent(job)
         file = replace(
             file,
             state="running",
             process=None,
-            is_shortened=self._is_shortened(job) or None,
+            is_shortened=self._is_shortened(job, spent=spent) or None,
             began_at=file.began_at or time.time(),
             exit_code=None,
             reason="",
@@ -262,7 +262,7 @@ class BatchRunner:
         self._save(file)
         output = self._paths.job(job.name) / OUTPUT_NAME
         try:
-            process = start(self._words(job, file), cwd=self._cwd, output=output, mark=file.mark)
+            process = start(self._words(job, file, spent=spent), cwd=self._cwd, output=output, mark=file.mark)
         except StorageError:
             raise
         except QuartetError as error:
@@ -294,24 +294,22 @@ class BatchRunner:
         history = history_of(self._paths.runs / job.name) if job.max_minutes and self._is_begun(job) else None
         return 0.0 if history is None else history.search_s / 60.0
 
-    def _is_shortened(self, job: Job) -> bool:
-        """Whether the session has less time left than the job's own limit."""
+    def _is_shortened(self, job: Job, *, spent: float) -> bool:
+        """Whether the session has fewer minutes left than the job's own limit, of which `spent` are over."""
         left = self._minutes_left
-        return left is not None and (
-            job.max_minutes is None or left < job.max_minutes - self._minutes_spent(job)
-        )
+        return left is not None and (job.max_minutes is None or left < job.max_minutes - spent)
 
     def _was_cut_short(self, name: str) -> bool:
         """Whether the job's run ended because the session gave its tuner too little time."""
         return bool(self._files[name].is_shortened) and is_out_of_time(self._paths.runs / name)
 
-    def _words(self, job: Job, file: JobFile) -> list[str]:
+    def _words(self, job: Job, file: JobFile, *, spent: float) -> list[str]:
         words = tune_words(
             job,
             config=self._configs[job.name],
             runs=self._paths.runs,
             max_trials=self._batch.max_trials,
-            minutes=minutes_of(job, spent=self._minutes_spent(job), left=self._minutes_left),
+            minutes=minutes_of(job, spent=spent, left=self._minutes_left),
             started_from=file.started_from,
             is_begun=self._is_begun(job),
             takes_over=self._takes_over,
@@ -325,7 +323,7 @@ class BatchRunner:
         file = self._files[name]
         if code is None:
             if not self._is_finished(name) or self._was_cut_short(name):
-                # It goes on. If its reasons are not known, it ends at once where it had ended.
+                # It is started again. Where it had come to its end for another reason, it ends at once.
                 self._save(replace(file, state="stopped", process=None))
                 return
             code = 0

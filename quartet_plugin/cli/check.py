@@ -114,7 +114,7 @@ def parity_gate(
             )
     finally:
         if sys.stderr.isatty():
-            print(f"\r{'':<60}\r", end="", file=sys.stderr, flush=True)
+            _show_text("", then="\r")
         shutil.rmtree(weights, ignore_errors=True)
 
 
@@ -164,8 +164,12 @@ def _layout_lines(reference: "LayoutReference | None") -> list[str]:
 
 
 def _show(name: str, progress: "Progress") -> None:
-    text = f"{name}: {progress.phase} {progress.iteration}/{progress.num_iterations}"
-    print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
+    _show_text(f"{name}: {progress.phase} {progress.iteration}/{progress.num_iterations}")
+
+
+def _show_text(text: str, *, then: str = "") -> None:
+    """Write a text over the line of progress."""
+    print(f"\r{text:<60}", end=then, file=sys.stderr, flush=True)
 
 
 def _new_folder(place: Path) -> Path:

@@ -74,11 +74,17 @@ def doctor_command(
     if against is not None and not against.exists():
         raise PlanError(f"--against {against}: there is no such file or folder")
     if plan is not None:
-        others = (("--against", against), ("--nodes", nodes), ("--launcher", launcher), ("--site", site))
-        more = (("--trial-nodes", trial_nodes), ("-f", form is not ReportFormat.TEXT))
-        given = [name for name, value in (*others, *more) if value]
-        if given:
-            raise UsageError(f"quartet doctor: --plan: takes no {given[0]}; leave it out, or check it alone")
+        others: dict[str, object] = {
+            "--against": against,
+            "--nodes": nodes,
+            "--launcher": launcher,
+            "--site": site,
+            "--trial-nodes": trial_nodes,
+            "-f": form is not ReportFormat.TEXT,
+        }
+        given = next((name for name, value in others.items() if value), None)
+        if given is not None:
+            raise UsageError(f"quartet doctor: {given} does not go with --plan; leave one of the two out")
         recheck_command(plan)
         return
     if nodes and against is not None:

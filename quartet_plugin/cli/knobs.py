@@ -23,8 +23,8 @@ def knobs_command(
     """List every knob: what it sets, its class of change, its flag, and its legal values.
 
     With a RUN the list also has the value in that run's command, the values that its search may choose, and
-    the reason where a value is kept. With a command after -- the list has
-    these three by the command's flags alone.
+    the reason where a value is kept. With a command after -- the list has these three by the command's flags
+    alone.
     """
     from quartet_plugin.space.knob_table import NOT_ASKED, knob_rows
 

@@ -206,12 +206,17 @@ def _bytes_of_keys(run: TrainingRun, *, size: int) -> float:
 
     A tensor-parallel rank holds one query group at least; latent attention has keys and values of every head.
     """
-    shape, latent, tp = run.shape, run.latent, run.layout.tensor_parallel
-    width = 2.0 * max(1.0, shape.num_query_groups / tp) * shape.kv_channels
-    if latent is not None:
-        each = latent.qk_head_dim + latent.qk_pos_emb_head_dim + latent.v_head_dim
-        width = shape.num_attention_heads / tp * each
+    groups, key, value = _groups_of_keys(run)
+    width = max(1.0, groups / run.layout.tensor_parallel) * (key + value)
     return run.element_bytes * run.tokens_per_microbatch * width * size
+
+
+def _groups_of_keys(run: TrainingRun) -> tuple[int, int, int]:
+    """The groups of keys and values, and the numbers that a token has in each key and in each value."""
+    shape, latent = run.shape, run.latent
+    if latent is None:
+        return shape.num_query_groups, shape.kv_channels, shape.kv_channels
+    return shape.num_attention_heads, latent.qk_head_dim + latent.qk_pos_emb_head_dim, latent.v_head_dim
 
 
 def _gathered_keys(run: TrainingRun, constants: Constants) -> Times:
@@ -233,18 +238,13 @@ def _exchanged_heads(run: TrainingRun, constants: Constants, *, size: int) -> Ti
     and the gradients of the other three come back (`AttnFuncWithCPAndQKVOA2A`, the same file).
     """
     ranks = group(run.cluster, constants, size=size, stride=run.layout.tensor_parallel)
-    shape, latent = run.shape, run.latent
-    heads, groups = shape.num_attention_heads, shape.num_query_groups
-    query, key, value = shape.kv_channels, shape.kv_channels, shape.kv_channels
-    if latent is not None:
-        groups, value = heads, latent.v_head_dim
-        query = key = latent.qk_head_dim + latent.qk_pos_emb_head_dim
+    heads, (groups, key, value) = run.shape.num_attention_heads, _groups_of_keys(run)
 
     def seconds(width: int) -> float:
         per_token = run.element_bytes * width / run.layout.tensor_parallel
         return exchange_s(ranks, run.cluster, constants, run.tokens_per_microbatch * per_token)
 
-    inputs = seconds(heads * query) + seconds(groups * key) + seconds(groups * value)
+    inputs = seconds(heads * key) + seconds(groups * key) + seconds(groups * value)
     outputs = seconds(heads * value)
     return Times(inputs + outputs, inputs + 2 * outputs, 0.0)
 

@@ -341,14 +341,14 @@ def _experts(
         shared = ffn_products(h, experts.shared_ffn_hidden_size / tp, is_gated=shape.gated_ffn)
         shared_into, shared_out = (_gemms(rates, t, [product]) for product in shared)
     width = (experts.ffn_hidden_size * experts.experts_per_token + experts.shared_ffn_hidden_size) / tp
-    # Permute before and after the exchange and back: two copies of every routed token of the rank itself, and
-    # two of those that it holds for its experts. A dispatcher that brings tokens into the order of experts by
-    # itself leaves the latter. Where all tokens are gathered it is these, and one of all of them: outputs are
-    # added into a cleared tensor of their size.
-    held = arriving * run.expert_shards / tp
-    copied = 2.0 * held + (0.0 if run.software.sends_once_a_domain else 2.0 * arriving / tp)
+    # Tokens are permuted before and after the exchange, and back: two copies of each that the rank holds for
+    # its experts, and two of each routed one of its own, unless the dispatcher permutes those itself. Where
+    # all tokens are gathered it is one of all instead: outputs are added into a cleared tensor of their size.
+    copied = 2.0 * arriving * run.expert_shards / tp
     if run.software.gathers_tokens:
-        copied = 2.0 * held + t * ep * run.expert_shards / tp
+        copied += t * ep * run.expert_shards / tp
+    elif not run.software.sends_once_a_domain:
+        copied += 2.0 * arriving / tp
     return (routed, shared_into, shared_out), width, 2.0 * copied * h * 2
 
 

@@ -80,14 +80,14 @@ def decide(
     try:
         check_zero(config)
         check_precision(config, has_fp16=bool(get_accelerator().is_fp16_supported()))
+        own_copies = max(1, rank_env.world_size // max(1, script_stages))
         if plan is None:
-            own_copies = max(1, rank_env.world_size // max(1, script_stages))
             agreed = _of_schedule(
                 settings, specs=specs, config=config, rank_env=rank_env, own_copies=own_copies
             )
         else:
             num_ranks = len(processes)
-            _check_fit(plan, specs=specs, config=config, script_stages=script_stages, world_size=num_ranks)
+            _check_fit(plan, specs=specs, config=config, own_copies=own_copies, world_size=num_ranks)
             planned = specs if plan.shape == plan.made_for.shape else built_layers(settings, plan.shape)
             agreed = _of_plan(plan, settings, specs=planned, processes=processes)
             _check_clipping(plan, agreed.pipeline, layers=layer_list(planned), config=config)
@@ -158,14 +158,14 @@ def _of_schedule(
 
 
 def _check_fit(
-    plan: Plan, *, specs: Sequence[Any], config: Mapping[str, Any], script_stages: int, world_size: int
+    plan: Plan, *, specs: Sequence[Any], config: Mapping[str, Any], own_copies: int, world_size: int
 ) -> None:
     made_for, layout = plan.made_for, plan.layout
     for name in ("tensor_parallel", "context_parallel", "expert_parallel"):
         if getattr(layout, name) > 1:
             raise PlanError(f"layout.{name}: {getattr(layout, name)}; DeepSpeed pipelines here take 1")
     shape = dump(shape_of(specs, seq_length=made_for.shape.seq_length))
-    sizes = batch_sizes(config, data_parallel=max(1, world_size // max(1, script_stages)))
+    sizes = batch_sizes(config, data_parallel=own_copies)
     made_for.check_same_job(
         {
             "framework": frameworks.DEEPSPEED.framework,

@@ -46,9 +46,8 @@ class Stages:
     @property
     def digest(self) -> str:
         """sha256 of all but the slots, with the degrees that the layers are spread over."""
-        content = {name: value for name, value in asdict(self).items() if value is not None}
-        content.pop("slots", None)
-        return digest(content)
+        kept = {name: value for name, value in asdict(self).items() if name != "slots" and value is not None}
+        return digest(kept)
 
     @property
     def text(self) -> str:
@@ -58,7 +57,8 @@ class Stages:
         if self.placement != loop(len(self.placement), self.pipeline_parallel):
             text += f" placed on {','.join(map(str, self.placement))}"
         if self.experts is not None:
-            text += " EP{} expert TP{}".format(*self.experts)
+            degree, tensor = self.experts
+            text += f" EP{degree} expert TP{tensor}"
         return text if self.partition is None else f"{text} partition {self.partition}"
 
     def to_json(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def stages_kept(saved: Namespace) -> Stages | None:
             layers=layers if isinstance(layers, str) else tuple(int(count) for count in layers),
             placement=tuple(int(rank) for rank in kept["placement"]),
             slots=None if slots is None else tuple((int(node), int(local)) for node, local in slots),
-            # Kept by later versions alone; the arguments have always said the experts.
+            # Earlier versions kept neither. EP and expert TP are arguments; a partition is taken for stock's.
             experts=_experts_of(saved),
             partition=kept.get("partition"),
         )

@@ -61,11 +61,11 @@ def describe_job(
     import torch
     from megatron.core.package_info import __version__
 
+    from quartet_plugin.megatron import cpu_device
     from quartet_plugin.megatron.runtime.refusals import layers_need_full_backwards
     from quartet_plugin.megatron.support import (
         changed_for_schedules,
         changed_source_reason,
-        shares_sequences,
         tensor_partition_reason,
     )
     from quartet_plugin.model.schema import dump
@@ -98,7 +98,7 @@ def describe_job(
         "full_backward": layers_need_full_backwards(args),
         "layer_impl": getattr(args, "transformer_impl", None),
         "normalization": getattr(args, "normalization", None),
-        **({"shares_sequences": True} if shares_sequences() else {}),
+        **({"shares_sequences": True} if cpu_device.is_installed() else {}),
         **({"mtp_layers": num_mtp_layers_of(args)} if num_mtp_layers_of(args) else {}),
         **({"mtp_kinds": dump(kinds)} if (kinds := mtp_kinds_of(args)) else {}),
         **({"logged_expert_layers": list(logged)} if (logged := logged_expert_layers_of(args)) else {}),

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 from quartet_plugin.errors import SeamError
-from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.partition.refusals import argument_refusal
 from quartet_plugin.megatron.seams import Seam, known_function, package_roots
 from quartet_plugin.megatron.seams.declared import CUSTOM_SCHEDULE, GPT_MODEL_INIT, HYBRID_SEGMENT
@@ -92,11 +91,6 @@ def require_known_sources(seams: Iterable[Seam] = CUSTOM_SCHEDULE) -> None:
         f"{first}{others}; native schedules and all other axes work; `quartet doctor` shows the difference, "
         "--accept-changed-source allows custom schedules under the parity gate"
     )
-
-
-def shares_sequences() -> bool:
-    """Whether trials may have another context-parallel size: on the CPU device's attention."""
-    return cpu_device.is_installed()
 
 
 def tensor_partition_reason(args: Namespace) -> str | None:

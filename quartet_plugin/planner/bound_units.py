@@ -262,7 +262,7 @@ def _both_ways(times: Times) -> tuple[float, float]:
 def small_run(
     job: PlanRequest, shape: ModelShape, layout: Layout, *, layers_per_stage: int = 1
 ) -> TrainingRun:
-    """A small run on as many devices as `layout` needs, with as many layers on each stage."""
+    """A small run on as many devices as `layout` needs, `layers_per_stage` on each stage."""
     small = replace(
         job,
         machines=replace(job.machines, num_devices=layout.world_size),

@@ -255,7 +255,7 @@ class PlanRequest:
     ) -> TrainingRun:
         """The run that a planned layout stands for; `schedule` None is the stock one.
 
-        `split` may have another number of layers than the shape: each is then like the mean of its layers.
+        `split` may have another number of layers than the shape: each is then a mean layer of the shape.
         """
         mean, experts = mean_layers(shape, self.experts)
         latent = self.latent if mean == shape else None

@@ -15,7 +15,7 @@ from quartet_plugin.space.schedules import MAX_SEARCHED_ACTIONS, num_actions_of
 
 def num_unsearched_layouts(space: Space) -> int:
     """Count these layouts, with those that the space leaves out because no schedule remains for them."""
-    rules, layouts = space.rules(), dict(space.layouts)
+    rules, layouts = space.rules(), space.layouts
     if space.search.schedule is not None and SEARCHED in space.search.schedule:
         free = replace(rules, search=space.search.model_copy(update={"schedule": None}))
         layouts = {

@@ -125,7 +125,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """The proposed plan's values, or the explorer's."""
-        state = self._states.get(study._storage, {}).get(study._study_id)
+        state = self._known_state(study)
         point = None if state is None else state.proposed.get(trial.number)
         if point is None:
             return dict(self._explorer.sample_relative(study, trial, search_space))
@@ -153,7 +153,7 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
         self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
     ) -> None:
         """The explorer's; the planner reads the finished trials when it is asked."""
-        if (known := self._states.get(study._storage, {}).get(study._study_id)) is not None:
+        if (known := self._known_state(study)) is not None:
             known.proposed.pop(trial.number, None)
         self._explorer.after_trial(study, trial, state, values)
 
@@ -178,6 +178,10 @@ class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyp
             if point.plan.identity not in known and self._space.refusal_of(point.plan) is None:
                 return self._point_of(point.plan, point.params)
         return None
+
+    def _known_state(self, study: Study) -> _StudyState | None:
+        """The state for one study; None before its first proposal."""
+        return self._states.get(study._storage, {}).get(study._study_id)
 
     def _state_of(self, study: Study) -> _StudyState:
         """The sampler's state for one study."""

@@ -173,9 +173,9 @@ def test_nodes_are_one_table_with_an_exit_code(
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (["--plan", "p.json", "-f", "json"], "--plan: takes no -f"),
-        (["--plan", "p.json", "--nodes"], "--plan: takes no --nodes"),
-        (["--plan", "p.json", "--launcher", "slurm"], "--plan: takes no --launcher"),
+        (["--plan", "p.json", "-f", "json"], "-f does not go with --plan"),
+        (["--plan", "p.json", "--nodes"], "--nodes does not go with --plan"),
+        (["--plan", "p.json", "--launcher", "slurm"], "--launcher does not go with --plan"),
         (["--nodes", "--against", "."], "--nodes and --against are two checks"),
     ],
 )
