@@ -29,6 +29,8 @@ SAME_SEARCHES = {
     "7f55d90830cc": "67e53672511c",
     # They differ in the price of experts' exchanges. The searches of the first are plain TPE, without prices.
     "6bc75cc0742c": "d7efc98cfb74",
+    # They differ in experts, context parallelism and forbidden plans. The job of unequal links has none.
+    "1799f9755689": "de5dc6a02c0d",
 }
 TURNS = "turns.json"
 CHANGED = " with changes"
