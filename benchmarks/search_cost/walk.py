@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.space.param_sources import SPLIT_HEAD
 from quartet_plugin.space.plan_space import Space
+from quartet_plugin.space.split_shifts import SHIFT
 
 
 @dataclass(slots=True)
@@ -15,7 +16,10 @@ class _Choice:
 
 
 class _Walker:
-    """Repeats the choices on its path, and takes the first of each that comes after."""
+    """Repeats the choices on its path, and takes the first of each that comes after.
+
+    Layers are not shifted: the ends' weights lead to the splits by themselves.
+    """
 
     def __init__(self, path: list[_Choice], *, embedding: Sequence[float], head: Sequence[float]) -> None:
         self._path = path
@@ -24,7 +28,8 @@ class _Walker:
         self._depth = 0
 
     def category(self, name: str, choices: Sequence[str]) -> str:
-        del name
+        if name.startswith(SHIFT):
+            return choices[0]
         return choices[self._next(len(choices))]
 
     def integer(self, name: str, low: int, high: int) -> int:
