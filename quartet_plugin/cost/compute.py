@@ -340,7 +340,7 @@ def _experts(
     if experts.shared_ffn_hidden_size:
         shared = ffn_products(h, experts.shared_ffn_hidden_size / tp, is_gated=shape.gated_ffn)
         shared_into, shared_out = (_gemms(rates, t, [product]) for product in shared)
-    width = (experts.ffn_hidden_size * experts.experts_per_token + experts.shared_ffn_hidden_size) / tp
+    width = _routed_width(run, experts) + experts.shared_ffn_hidden_size / tp
     # Tokens are permuted before and after the exchange, and back: two copies of each that the rank holds for
     # its experts, and two of each routed one of its own, unless the dispatcher permutes those itself. Where
     # all tokens are gathered it is one of all instead: outputs are added into a cleared tensor of their size.
@@ -350,6 +350,12 @@ def _experts(
     elif not run.software.sends_once_a_domain:
         copied += 2.0 * arriving / tp
     return (routed, shared_into, shared_out), width, 2.0 * copied * h * 2
+
+
+def _routed_width(run: TrainingRun, experts: Experts) -> float:
+    """The width of routed experts' activations on the fullest rank, a token of the microbatch."""
+    routed = experts.ffn_hidden_size * experts.experts_per_token * run.expert_load
+    return routed / run.layout.tensor_parallel
 
 
 def _accumulation_s(run: TrainingRun, rates: Rates, sizes: list[tuple[float, float]], ffn: float) -> float:
@@ -401,8 +407,7 @@ def _modules_s(
         # A layer's launches count its experts' as much as the rest.
         return seconds + product_s + _activation(run) * width * byte_s + passes + times.launch.forward_s / 2
     if run.recomputes("moe_act"):
-        width = experts.ffn_hidden_size * experts.experts_per_token / tp
-        seconds += _activation(run) * width * byte_s + rates.launch_s
+        seconds += _activation(run) * _routed_width(run, experts) * byte_s + rates.launch_s
     if run.recomputes("shared_experts") and shared_ffn:
         seconds += _ffn_s(run, rates, shared_ffn, byte_s)
     return seconds

@@ -8,8 +8,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quartet_plugin.cost.run import FORCED_IMBALANCE, IMBALANCE, ContextComm, Overlap, Software
+from quartet_plugin.cost.devices import DeviceSpec
+from quartet_plugin.cost.run import (
+    FORCED_IMBALANCE,
+    IMBALANCE,
+    ContextComm,
+    HalfPrecision,
+    Overlap,
+    Software,
+)
 from quartet_plugin.model.hierarchical_context import SIZES, sizes_of
+from quartet_plugin.model.job_description import JobPrecision
 from quartet_plugin.model.layout import SettingValue
 
 # GPT-2 and GPT-3 recipes train with dropout, materialize the attention scores and reduce half gradients.
@@ -95,6 +104,13 @@ def _graphed_share(features: Iterable[str]) -> float:
 def imbalance_of(features: Iterable[str]) -> float:
     """Tokens of the fullest device of an expert group, over the mean, under features of a job."""
     return FORCED_IMBALANCE if "moe_forced_balance" in frozenset(features) else IMBALANCE
+
+
+def precision_of_products(
+    features: Iterable[str], device: DeviceSpec, *, precision: HalfPrecision
+) -> JobPrecision:
+    """The format of a layer's products: FP8 where the job and the device have it."""
+    return "fp8" if "fp8" in frozenset(features) and "fp8" in device.peak_flops else precision
 
 
 def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> Software:

@@ -258,11 +258,16 @@ class AssignmentSolver:
     def splits(
         self, shape: ModelShape, layout: Layout, split: tuple[int, ...], *, schedule: ScheduleKind
     ) -> tuple[tuple[int, ...], ...]:
-        """The splits that are tried where it is free: `split` and that of the class; none without a class."""
+        """The splits that are tried where it is free; none without a class.
+
+        On equal devices it is `split` alone, whose bounds rank the layouts; else also that of the class.
+        """
         plain = _plain(layout)
         shared = self._equivalence_class(shape, plain, None)
         if shared is None:
             return ()
+        if not self._job.has_unequal_devices:
+            return (split,)
         return tuple(dict.fromkeys([split, self._split(shape, plain, shared, schedule)]))
 
     def _is_over(self, run: AssignedRun, orders: Mapping[str, tuple[int, ...]], limit_s: float) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import BRIDGE_MODULE, DEEPSPEED_MODULE, Command
-from quartet_plugin.launchers.megatron_words import FOR_SETTINGS, read_arguments
+from quartet_plugin.launchers.megatron_words import FOR_SETTINGS, arguments_in, read_arguments
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.hierarchical_context import SIZES
 from quartet_plugin.model.layout import Layout, Setting
@@ -47,6 +47,7 @@ from quartet_plugin.space.knobs.moe_grouped_gemm import MOE_GROUPED_GEMM
 from quartet_plugin.space.knobs.optimizer_cpu_offload import OPTIMIZER_CPU_OFFLOAD
 from quartet_plugin.space.knobs.registry import settings_of
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
+from quartet_plugin.space.runtime_refusals import refusal
 
 # How the features begin that plans are limited or predicted by; shape and layout have the others.
 _READ = (
@@ -185,6 +186,7 @@ def job_of_command(
             batching_features=batching_features(features),
             baseline_split=split.transformer_layers_per_stage,
             is_mtp_before_last=bool(split.mtp_before_last),
+            no_custom_schedules=refusal(arguments_in(command.arguments)),
         ),
         layout=layout,
         split=split,

@@ -58,16 +58,16 @@ def rules_of(job: PlanRequest) -> LayoutRules:
         search=search.model_copy(update={"schedule": schedule, "forbid": ()}),
         is_planned=True,
         scale_up_devices=job.largest_tensor_parallel,
-        no_custom_schedules=next(
-            (f"{refused.flag}: {refused.reason}" for refused in REFUSED if refused.dest in _refused(job)),
-            None,
-        ),
+        no_custom_schedules=job.no_custom_schedules or _refusal_of(job.features),
     )
 
 
-def _refused(job: PlanRequest) -> set[str]:
-    """The arguments of a command's features that no custom schedule runs with."""
-    return {_ARGUMENTS[name] for name in job.features if name in _ARGUMENTS}
+def _refusal_of(features: tuple[str, ...]) -> str | None:
+    """Why no custom schedule runs with a command of these features, as far as they tell."""
+    arguments = {_ARGUMENTS[name] for name in features if name in _ARGUMENTS}
+    return next(
+        (f"{refused.flag}: {refused.reason}" for refused in REFUSED if refused.dest in arguments), None
+    )
 
 
 def described_search(job: PlanRequest) -> PlanSearch:

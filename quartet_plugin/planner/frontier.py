@@ -58,7 +58,8 @@ def devices_frontier(
     for sized in jobs:
         try:
             best = best_plans(sized, constants=constants).best[0]
-        except InfeasibleError as error:
+        except (ConfigError, InfeasibleError) as error:
+            # A requested setting may have no value on some numbers of devices.
             points.append(DevicesPoint(job=sized, best=None, reason=str(error)))
             continue
         device_s = best.equal_work_s * sized.machines.num_devices

@@ -5,6 +5,7 @@ The cluster is equal devices by name (`ClusterSection`), or a cluster file (docs
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -198,6 +199,7 @@ class PlanRequest:
     stage of the command, which `stock` in `search.split` means; None without a command, where `stock` means
     the even split; `is_mtp_before_last`: it has multi-token prediction on the stage before the last one.
     `mtp_kinds` are the layers of each depth of multi-token prediction in a hybrid model.
+    `no_custom_schedules` is why none runs with the command's flags, None where some may.
     """
 
     shape: ModelShape
@@ -219,6 +221,7 @@ class PlanRequest:
     batching_features: tuple[str, ...] = ()
     baseline_split: tuple[int, ...] | None = None
     is_mtp_before_last: bool = False
+    no_custom_schedules: str | None = None
 
     @property
     def half(self) -> HalfPrecision:
@@ -228,12 +231,11 @@ class PlanRequest:
     @property
     def software(self) -> Software:
         """The software's properties: on processors plain fp32 operations."""
-        return self._software_with(self.values_in(None))
+        return self._software_with(None)
 
-    def _software_with(self, values: Mapping[str, SettingValue]) -> Software:
+    def _software_with(self, settings: tuple[Setting, ...] | None) -> Software:
         on_cpu = _is_on_processors(self.precision, self.machines.device)
-        software = with_features(ON_CPU if on_cpu else Software(), self.features)
-        return with_settings(software, values)
+        return _software_of(on_cpu, self.features, (*self.settings, *(settings or ())))
 
     def values_in(self, settings: tuple[Setting, ...] | None) -> dict[str, SettingValue]:
         """The values of the job's settings, with those that a layout changes, by name."""
@@ -271,7 +273,7 @@ class PlanRequest:
             schedule=schedule,
             group=group,
             precision=self.half,
-            software=self._software_with(values),
+            software=self._software_with(layout.settings),
         )
         return replace(
             with_recompute(run, values) if values else run,
@@ -462,6 +464,13 @@ def _usual_features(file: _JobFile, device: DeviceSpec) -> tuple[str, ...]:
     is_bare = bool(searched_settings(file.search)) and (has_experts or model.gated_ffn)
     present = {"moe_grouped_gemm": is_grouped, "no_linear_bias": is_bare}
     return tuple(name for name, is_on in present.items() if is_on)
+
+
+@lru_cache(maxsize=1024)
+def _software_of(on_cpu: bool, features: tuple[str, ...], settings: tuple[Setting, ...]) -> Software:
+    """The software's properties under features and settings; the later setting of a name counts."""
+    software = with_features(ON_CPU if on_cpu else Software(), features)
+    return with_settings(software, {setting.name: setting.value for setting in settings})
 
 
 def _is_on_processors(precision: JobPrecision, device: DeviceSpec) -> bool:

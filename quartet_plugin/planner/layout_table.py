@@ -20,6 +20,7 @@ from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.table_rows import RECOMPUTE, layout_of, unique_rows
 from quartet_plugin.planner.table_schedules import KINDS, schedules_of_rows
+from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.space.forbidden import forbidden_rows
 from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER as OPTIMIZER
 from quartet_plugin.space.knobs.divisors import divisors, nearest_words
@@ -47,6 +48,7 @@ from quartet_plugin.space.layouts import (
     requested_groups,
 )
 from quartet_plugin.space.rules import LayoutRules
+from quartet_plugin.space.schedules import MAX_PLANNED_ACTIONS
 from quartet_plugin.split.layers import even_split, is_legal_split
 
 # The columns of the table.
@@ -127,7 +129,7 @@ def layout_table_of(job: PlanRequest, shape: ModelShape, *, is_checked: bool = T
             sequence_parallel.add((layout.tensor_parallel, layout.context_parallel))
     columns = np.concatenate([np.zeros((0, SCHEDULE), dtype=np.int64), *rows])
     kept, kinds = schedules_of_rows(rules, shape, columns, num_microbatches=num_microbatches(job, columns))
-    columns = np.column_stack([columns[kept], kinds])
+    columns = _of_searched(job, np.column_stack([columns[kept], kinds]))
     forbidden = forbidden_rows(job.search.forbid, _axes(columns), num_rows=len(columns))
     columns, partitions = _with_partitions(rules, shape, columns[~forbidden])
     columns, options = _with_options(
@@ -140,6 +142,15 @@ def layout_table_of(job: PlanRequest, shape: ModelShape, *, is_checked: bool = T
         partitions=partitions,
         options=options,
     )
+
+
+def _of_searched(job: PlanRequest, columns: IntArray) -> IntArray:
+    """The rows that may have a searched order, where the job asks for no other and some row may have one."""
+    if job.search.schedule != (SEARCHED,):
+        return columns
+    num_actions = 3 * columns[:, PP] * columns[:, VIRTUAL] * num_microbatches(job, columns)
+    kept = columns[(columns[:, PP] > 1) & (num_actions <= MAX_PLANNED_ACTIONS)]
+    return kept if len(kept) else columns
 
 
 # The knobs whose choices are columns of a row beside its degrees, the sharding of the optimizer left out.

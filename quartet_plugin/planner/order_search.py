@@ -24,6 +24,7 @@ from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.costs import Costs, FloatArray, LayerCost, StageCosts, stage_costs
 from quartet_plugin.model.custom_schedule import CustomSchedule
+from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import ScheduleChoice
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest
@@ -37,10 +38,10 @@ from quartet_plugin.schedule.search.engine import search
 from quartet_plugin.schedule.search.limits import FREE, FamilyLimits
 from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.space.layouts import runs_custom_schedules
-from quartet_plugin.space.schedules import num_actions_of
+from quartet_plugin.space.schedules import MAX_PLANNED_ACTIONS, num_actions_of
 
-# Layouts whose orders are searched, the most actions of a step, and the work on each: evaluations x actions.
-MAX_SEARCHED, MAX_ACTIONS, WORK = 10, 24_000, 400_000
+# Layouts whose orders are searched, and the work on each: evaluations x actions.
+MAX_SEARCHED, WORK = 10, 400_000
 MAX_EVALUATIONS = 400
 
 
@@ -94,17 +95,19 @@ def _has_free_order(job: PlanRequest, ranked: Ranked) -> bool:
     splits_backward = layout.recompute != "full" and job.experts is None
     # A requested group requests the interleaved schedule.
     is_grouped = layout.virtual_stages > 1 and job.search.group is not None
+    rules = rules_of(job)
     return (
         layout.pipeline_parallel > 1
         and is_searched(job)
         and (is_asked or (splits_backward and not is_grouped))
-        and runs_custom_schedules(layout, shape=ranked.shape, rules=rules_of(job))
+        and rules.no_custom_schedules is None
+        and runs_custom_schedules(layout, shape=ranked.shape, rules=rules)
     )
 
 
 def _is_too_long(job: PlanRequest, ranked: Ranked) -> bool:
     num_microbatches = ranked.layout.num_microbatches(job.global_batch_size)
-    return num_actions_of(ranked.layout, num_microbatches=num_microbatches) > MAX_ACTIONS
+    return num_actions_of(ranked.layout, num_microbatches=num_microbatches) > MAX_PLANNED_ACTIONS
 
 
 def _searched_key(ranked: Ranked) -> object:
@@ -119,7 +122,7 @@ def _limits(job: PlanRequest, best: Sequence[Ranked]) -> Iterator[str]:
     if num_long:
         yield (
             f"searched orders: none for {num_long} of the best {len(best)} plans, whose steps have more than "
-            f"{MAX_ACTIONS:,} actions"
+            f"{MAX_PLANNED_ACTIONS:,} actions"
         )
     num_searched = len({_searched_key(ranked) for ranked in free if not _is_too_long(job, ranked)})
     if num_searched > MAX_SEARCHED:
@@ -144,6 +147,8 @@ def searched(
         custom, makespan_s, bound_s = best_order(costs, device_of_stages(run), seed=seed, limits=limits)
     except InfeasibleError:
         return ranked
+    if custom.named is not None and _is_forbidden(job, ranked.layout, custom.named):
+        return ranked
     choice = ScheduleChoice(name="custom", custom=custom)
     ordered = replace(run, schedule=schedule_kind(choice), group=schedule_group(choice), custom=custom)
     memory = peak_memory(ordered)
@@ -162,6 +167,12 @@ def searched(
             gap=makespan_s / bound_s - 1.0,
         )
     return replace(ranked, gap=_makespan_s(job, ranked, times) / bound_s - 1.0)
+
+
+def _is_forbidden(job: PlanRequest, layout: Layout, schedule: str) -> bool:
+    """Whether a rule of the job forbids the named schedule that a search has ended with."""
+    prohibitions = replace(rules_of(job).prohibitions, rules=job.search.forbid)
+    return prohibitions.of_schedule(layout, schedule) is not None
 
 
 def best_order(

@@ -21,7 +21,7 @@ from quartet_plugin.planner.order_search import custom_choice
 from quartet_plugin.planner.ranking import Ranked, rank
 from quartet_plugin.planner.table_rows import RECOMPUTE
 from quartet_plugin.space.layouts import stock_choice
-from quartet_plugin.split.layers import even_split
+from quartet_plugin.split.layers import even_split, even_split_with_ends, is_legal_split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def plain_layout(
         )
     )
     for layout in layouts:
-        split = even_split(job.shape.num_layers, num_stages=layout.num_stages)
+        split = _plain_split(job.shape.num_layers, num_stages=layout.num_stages)
         run = job.run(job.shape, layout, split)
         if peak_memory(run).fits:
             time_s = stock_time_s(job, run, used)
@@ -75,10 +75,18 @@ def plain_layout(
     best = best or rank(job, constants=used).best[0]
     split, time_s = best.split, best.iteration_s
     if best.shape != job.shape or best.schedule.is_custom:
-        split = even_split(job.shape.num_layers, num_stages=best.layout.num_stages)
+        split = _plain_split(job.shape.num_layers, num_stages=best.layout.num_stages)
         time_s = stock_time_s(job, job.run(job.shape, best.layout, split), used)
     schedule = stock_choice(best.layout)
     return Plain(layout=best.layout, split=split, iteration_s=time_s, schedule=schedule)
+
+
+def _plain_split(num_layers: int, *, num_stages: int) -> tuple[int, ...]:
+    """The even split; of fewer layers than stages one whose ends are empty."""
+    split = even_split(num_layers, num_stages=num_stages)
+    if is_legal_split(split, num_layers=num_layers, num_stages=num_stages):
+        return split
+    return even_split_with_ends(num_layers, num_stages=num_stages, embedding=0, head=0)
 
 
 def users_layout(

@@ -5,8 +5,8 @@ So a study begins with the planner's plans, and the planner's bounds say which o
 
 from dataclasses import replace
 
-from quartet_plugin.calibration.machine_prior import KnownDevices, KnownMachine, devices_of
-from quartet_plugin.model.job_description import JobPrecision
+from quartet_plugin.calibration.machine_prior import KnownMachine, devices_of
+from quartet_plugin.cost.software import precision_of_products
 from quartet_plugin.model.plan import STOCK
 from quartet_plugin.planner.job import PlanRequest, PlanSearch
 from quartet_plugin.space.config import TABLE_SCHEDULES
@@ -34,7 +34,7 @@ def request_of_space(space: Space, *, machine: KnownMachine) -> PlanRequest:
         shape=job.shape,
         machines=machines,
         global_batch_size=job.global_batch_size,
-        precision=_precision(space, devices),
+        precision=precision_of_products(job.features, machines.device, precision=job.precision),
         search=_search(space),
         experts=job.experts,
         latent=job.latent,
@@ -48,12 +48,6 @@ def request_of_space(space: Space, *, machine: KnownMachine) -> PlanRequest:
         baseline_split=split.transformer_layers_per_stage if split.mtp_before_last else None,
         is_mtp_before_last=bool(split.mtp_before_last),
     )
-
-
-def _precision(space: Space, devices: KnownDevices) -> JobPrecision:
-    """The precision of a layer's products: FP8 where the command and the device have it."""
-    has_fp8 = "fp8" in space.job.features and "fp8" in devices.machines.device.peak_flops
-    return "fp8" if has_fp8 else space.job.precision
 
 
 def _rules(space: Space) -> LayoutRules:

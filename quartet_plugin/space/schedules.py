@@ -30,6 +30,8 @@ from quartet_plugin.split.layers import QUANTUM, EndLoads, entries_of, flops_end
 
 # Actions of a step up to which an order is searched: a plan is made in some tenths of a second.
 MAX_SEARCHED_ACTIONS = 2_500
+# The same in `quartet plan`, which searches for few plans and with a bound.
+MAX_PLANNED_ACTIONS = 24_000
 _SEARCH_WORK = 400_000
 _CLIMB_WORK = 300_000
 _MAX_EVALUATIONS = 1_200

@@ -19,6 +19,7 @@ from quartet_plugin.planner.described_job import request_of
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import parse_job
 from quartet_plugin.planner.layout_table import layout_table_of
+from quartet_plugin.planner.order_search import planned_ranking
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import rank
 from tests.model.clusters import make_cluster
@@ -425,3 +426,19 @@ def test_no_devices_and_other_devices_are_refused(
     assert "4 devices; the command starts 8 processes" in capsys.readouterr().err
     assert main(["plan"]) == 2
     assert "no job is given; name a JOB.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["--cuda-graph-impl local", "--inprocess-restart", "--num-distributed-optimizer-instances 2"],
+)
+def test_flags_that_the_runtime_refuses_leave_the_frameworks_schedules(more: str) -> None:
+    search = {"pipeline_parallel": 2, "schedule": ["stock", "zb-h1", "searched"]}
+    sections = {"cluster": CLUSTER, "search": search}
+
+    def planned(flags: str) -> set[str]:
+        request = job_of_command(parse_command(words(flags)), sections=sections).request
+        return {ranked.schedule_label for ranked in planned_ranking(request, top=100).best}
+
+    assert "zb-h1" in planned("")
+    assert {label.partition(" ")[0] for label in planned(more)} <= {"1f1b", "interleaved"}

@@ -423,3 +423,17 @@ def test_groups_of_whole_experts_fit_in_a_node(nodes: str) -> None:
     assert best.slots in (None, tuple(range(16)))
     with pytest.raises(InfeasibleError, match="expert parallel groups inside a scale-up domain"):
         rank(cluster_job(cluster, model=model, search={**search, "expert_tensor_parallel": 0}))
+
+
+@pytest.mark.parametrize("vocab_size", [32_000, 64_000, 128_000])
+def test_pruning_keeps_the_optimum_on_equal_devices(vocab_size: int) -> None:
+    """The bounds of equal devices are those of one split: no other one is planned."""
+    job = cluster_job(
+        make_cluster(num_nodes=1, per_node=4),
+        model={"num_layers": 15, "vocab_size": vocab_size, "hidden_size": 512, "num_attention_heads": 8},
+        search={"tensor_parallel": 1, "micro_batch_size": [1, 2], "recompute": "none"},
+    )
+    assert not job.has_unequal_devices
+    every, few = rank(job, top=3, exhaustive=True), rank(job, top=3)
+    assert [ranked.equal_work_s for ranked in few.best] == [ranked.equal_work_s for ranked in every.best]
+    assert [ranked.split for ranked in few.best] == [ranked.split for ranked in every.best]

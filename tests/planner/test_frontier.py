@@ -73,3 +73,13 @@ def test_the_memory_frontier_is_what_no_layout_beats() -> None:
     assert len(points) > 3
     assert points == [pytest.approx(pair) for pair in best][: len(points)]
     assert len(points) in (len(best), 32)
+
+
+def test_a_number_that_cannot_have_a_requested_setting_has_a_reason() -> None:
+    job = parse_job(
+        job_data(search={"overlap_param_gather": True, "distributed_optimizer": True}), where="job"
+    )
+    alone, eight = devices_frontier(job, [1, 8])
+    assert alone.best is None
+    assert "overlap_param_gather" in alone.reason
+    assert eight.best is not None

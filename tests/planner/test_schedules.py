@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.plan import read_plan, write_plan
@@ -16,7 +17,7 @@ from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.explain import explained, job_of_plan
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import layout_table_of
-from quartet_plugin.planner.order_search import planned_ranking
+from quartet_plugin.planner.order_search import custom_choice, planned_ranking
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import Ranking, rank
 from quartet_plugin.planner.table_schedules import KINDS
@@ -166,6 +167,20 @@ def test_searched_alone_has_no_other_schedules() -> None:
     assert all(one.order is not None for one in ranking.best)
     with pytest.raises(InfeasibleError, match="searched"):
         planned_ranking(parsed(pipeline_parallel=1, schedule="searched"), top=1)
+    # Layouts without a pipeline are faster here, and as many as are looked at.
+    assert rank(parsed(tensor_parallel=1), top=1).best[0].layout.pipeline_parallel == 1
+    free = planned_ranking(parsed(tensor_parallel=1, schedule="searched"), top=1).best[0]
+    assert free.order is not None
+
+
+def test_a_search_does_not_end_with_a_forbidden_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = {**PIPELINE, "virtual_stages": 1}
+    free = parsed(**search, schedule=["stock", "searched"])
+    order = custom_choice(free, rank(parsed(**search, schedule="zb-h1")).best[0], constants=fitted())
+    monkeypatch.setattr(order_search, "best_order", lambda *args, **kwargs: (order, 1.0, 1.0))
+    assert "zb-h1" in {ranked.schedule_label for ranked in planned_ranking(free, top=3).best}
+    forbidden = parsed(**search, schedule=["stock", "searched"], forbid=[{"schedule": "zb-h1"}])
+    assert "zb-h1" not in {ranked.schedule_label for ranked in planned_ranking(forbidden, top=3).best}
 
 
 def test_named_only_searches_nothing() -> None:
@@ -194,7 +209,7 @@ def test_a_line_says_for_which_of_the_best_plans_no_order_is_searched(
     monkeypatch.setattr(order_search, "MAX_SEARCHED", 1)
     (line,) = planned_ranking(job, top=4).limits
     assert line.startswith("searched orders: only for the best 1 of ")
-    monkeypatch.setattr(order_search, "MAX_ACTIONS", 1)
+    monkeypatch.setattr(order_search, "MAX_PLANNED_ACTIONS", 1)
     ranking = planned_ranking(job, top=4)
     assert all(ranked.order is None for ranked in ranking.best)
     (line,) = ranking.limits

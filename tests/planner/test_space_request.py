@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.calibration.machine_prior import KnownMachine
+from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of_space
+from quartet_plugin.cost.iteration.plan_terms import run_of_plan
 from quartet_plugin.model.plan import Split
 from quartet_plugin.planner.described_rules import training_job_of
 from quartet_plugin.planner.layout_table import layout_table_of
@@ -85,6 +86,21 @@ def test_the_models_norms_are_those_of_the_command() -> None:
     assert request.run(space.job.shape, space.job.layout, (4, 4)).normalization == "RMSNorm"
     described = training_job_of(request, layout=space.job.layout, split=(4, 4))
     assert described.normalization == PlanSampler(space)._machine_model.normalization == "RMSNorm"
+
+
+def test_products_in_fp8_are_those_of_the_study() -> None:
+    """Where the device has them: an A100 has none."""
+    for device, matmul in (("NVIDIA H100 80GB HBM3", "fp8"), ("NVIDIA A100-SXM4-80GB", "bf16")):
+        space = space_of({}, features=("fp8",))
+        nodes = tuple(replace(node, node_class=f"{device} x4") for node in space.nodes)
+        space = replace(space, nodes=nodes, job=replace(space.job, precision="bf16"))
+        baseline = space.baseline
+        planned = request_of_space(space, machine=KnownMachine()).run(
+            baseline.shape, baseline.layout, baseline.split.transformer_layers_per_stage
+        )
+        studied = run_of_plan(baseline, machine_model_of_space(space))
+        assert (planned.matmul, studied.matmul) == (matmul, matmul)
+        assert planned.half == studied.half == "bf16"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from quartet_plugin.cost.iteration.step import (
     held_weights,
     transfers_s,
 )
-from quartet_plugin.cost.iteration.terms import StageParts, stage_parts
+from quartet_plugin.cost.iteration.terms import StageParts, stage_parts, with_repeated
 from quartet_plugin.cost.memory import weights_of_stages
 from quartet_plugin.cost.run import Overlap, TrainingRun
 from quartet_plugin.cost.times import Times
@@ -76,7 +76,7 @@ def _in_pairs_s(
 def _context_s(run: TrainingRun, constants: Constants) -> float:
     layer = compute.layer_times(run, constants, Rates(run, constants), experts=None)
     alone, exposed = (
-        communication.context_parallel(run, constants, beside).total_s
+        with_repeated(run, "core_attn", communication.context_parallel(run, constants, beside)).total_s
         for beside in (Times(), layer.attention)
     )
     return alone - exposed

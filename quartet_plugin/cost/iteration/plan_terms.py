@@ -27,7 +27,12 @@ from quartet_plugin.cost.run import (
     schedule_group,
     schedule_kind,
 )
-from quartet_plugin.cost.software import imbalance_of, with_features, with_settings
+from quartet_plugin.cost.software import (
+    imbalance_of,
+    precision_of_products,
+    with_features,
+    with_settings,
+)
 from quartet_plugin.cost.times import Times
 from quartet_plugin.mapping.orders import slot_indices
 from quartet_plugin.mapping.topology import expert_blocks
@@ -136,14 +141,17 @@ def run_of_job(
         precision=job.precision,
         software=with_settings(with_features(ON_CPU if on_cpu else Software(), job.features), known),
     )
-    run = with_recompute(run, known)
+    run = replace(
+        with_recompute(run, known),
+        matmul=precision_of_products(job.features, cluster.device, precision=job.precision),
+        normalization=job.normalization,
+    )
     if experts is None and latent is None and not mtp_layers:
-        return replace(run, normalization=job.normalization)
+        return run
     return replace(
         run,
         experts=experts,
         latent=latent,
-        normalization=job.normalization,
         mtp_layers=mtp_layers,
         mtp_depth=mtp_depth_of(source.shape, job.experts, job.mtp_kinds),
         is_mtp_before_last=bool(split.mtp_before_last),

@@ -161,7 +161,9 @@ def layer_parts(
         "launch": layer.launch,
         "recompute": Times(0.0, layer.recompute_s, 0.0),
         "tp_comm": tensor.plus(communication.skew(run, constants, layer)),
-        "cp_comm": communication.context_parallel(run, constants, layer.attention),
+        "cp_comm": with_repeated(
+            run, "core_attn", communication.context_parallel(run, constants, layer.attention)
+        ),
         "ep_comm": Times() if experts is None else _exchanges(run, constants, experts, layer),
     }
 
@@ -178,6 +180,13 @@ def _pairs_again(run: TrainingRun, routed: float, shared: float, *, has_experts:
 def _exchanges(run: TrainingRun, constants: Constants, experts: Experts, layer: LayerTimes) -> Times:
     """What stays exposed of a layer's all-to-alls; those of experts that are recomputed come once more."""
     exchange = communication.expert_parallel(run, constants, experts)
-    if run.recomputes("moe"):
-        exchange = exchange._replace(input_grad_s=exchange.input_grad_s + exchange.forward_s)
-    return communication.beside_compute(run, constants, exchange, layer)
+    return communication.beside_compute(run, constants, with_repeated(run, "moe", exchange), layer)
+
+
+def with_repeated(run: TrainingRun, module: str, times: Times) -> Times:
+    """The times of a module's transfers, with those that recompute repeats in the backward.
+
+    Full recompute repeats them in a share of the layers; these are the times of the mean layer.
+    """
+    again = run.recomputed_share if run.layout.recompute == "full" else float(run.recomputes(module))
+    return times._replace(input_grad_s=times.input_grad_s + again * times.forward_s)

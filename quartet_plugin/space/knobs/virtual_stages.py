@@ -7,12 +7,17 @@ from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, Value, degr
 _USUAL = (1, 2, 4)
 
 
+def _most(context: KnobContext) -> int:
+    """The most chunks of a device: the model's first and last stage may hold no layer."""
+    return (context.shape.num_layers + 2) // context.layout.pipeline_parallel
+
+
 def _offers(context: KnobContext) -> list[int]:
     if context.layout.pipeline_parallel == 1:
         return [1]
-    most = context.shape.num_layers // context.layout.pipeline_parallel
+    most = max(1, _most(context))
     if context.rules.is_planned:
-        return list(range(1, max(1, most) + 1))
+        return list(range(1, most + 1))
     even = [
         count
         for count in range(1, most + 1)
@@ -28,7 +33,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return "overlap of expert communication needs virtual stages in a pipeline"
     if ranks == 1:
         return "virtual stages need pipeline_parallel > 1" if count > 1 else None
-    most = (context.shape.num_layers + 2) // ranks
+    most = _most(context)
     return (
         f"must be at most {most} for {context.shape.num_layers} layers on {ranks} ranks"
         if count > most
