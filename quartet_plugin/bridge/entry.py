@@ -112,9 +112,15 @@ def change_configuration(session: Session, config: Any, *, on_cpu: bool) -> list
         if session.files is not None:
             session.files.plan_key = plan.key
 
-        from quartet_plugin.bridge.planned import apply_plan, check_checkpoint, vocabulary_callback
+        from quartet_plugin.bridge.planned import (
+            apply_plan,
+            check_checkpoint,
+            division_of_experts,
+            vocabulary_callback,
+        )
         from quartet_plugin.megatron.seams import installed_version
 
+        experts = division_of_experts(config)
         apply_plan(
             plan,
             config,
@@ -125,7 +131,7 @@ def change_configuration(session: Session, config: Any, *, on_cpu: bool) -> list
         )
         callbacks.append(vocabulary_callback(plan))
         if session.files is None:
-            check_checkpoint(plan, config)
+            check_checkpoint(plan, config, experts=experts)
     if session.meter is not None:
         session.meter.left_out(strip_side_effects(config))
         callbacks.append(session.meter.callback())

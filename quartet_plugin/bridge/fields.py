@@ -14,6 +14,8 @@ from quartet_plugin.errors import PlanError
 from quartet_plugin.space.knobs.registry import SETTINGS
 from quartet_plugin.space.needed_flags import NEEDED_FLAGS
 
+# Why no layer of a plan is cut otherwise than Megatron cuts it.
+NO_TENSOR_PARTITION = "Megatron-Bridge builds its models by itself"
 # Sections in the order in which a name is looked for. `validation` is there in later releases.
 _SECTIONS = (
     *("model", "train", "validation", "ddp", "optimizer", "dist"),

@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from quartet_plugin.bridge.fields import arguments_of, has_argument, known_arguments, vocabulary_of
+from quartet_plugin.bridge.fields import (
+    NO_TENSOR_PARTITION,
+    arguments_of,
+    has_argument,
+    known_arguments,
+    vocabulary_of,
+)
 from quartet_plugin.megatron.measure import lm_loss
 from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.rank.files import RankFileWriter
@@ -78,6 +84,7 @@ class BridgeMeter(StepMeter):
             no_custom_schedules=NO_CUSTOM_SCHEDULES,
             known_flags=known_arguments(config),
         )
+        job["no_tensor_partition"] = job.get("no_tensor_partition") or NO_TENSOR_PARTITION
         missing = {knob.name for knob in SETTINGS if not has_argument(config, knob.destination)}
         job["settings"] = [setting for setting in job["settings"] if setting["name"] not in missing]
         if getattr(config, "peft", None) is not None:

@@ -3,7 +3,13 @@
 import os
 from typing import Any
 
-from quartet_plugin.bridge.fields import arguments_of, leave_out, set_argument, vocabulary_of
+from quartet_plugin.bridge.fields import (
+    NO_TENSOR_PARTITION,
+    arguments_of,
+    leave_out,
+    set_argument,
+    vocabulary_of,
+)
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.megatron.apply import changes_of, check_fit, check_result
 from quartet_plugin.model.megatron_arguments import value_in_words
@@ -27,7 +33,7 @@ def apply_plan(
     try:
         check_fit(plan, arguments_of(config), version=version, world_size=rank_env.world_size)
         notes = write_plan(plan, config)
-        assignment = assign(plan, processes, args=arguments_of(config))
+        assignment = assign(plan, processes, args=arguments_of(config), is_trial=rank_env.is_trial)
         rank = assignment.rank_of[rank_env.launch_rank]
         if assignment.note is not None:
             notes.append(assignment.note)
@@ -55,6 +61,11 @@ def write_plan(plan: Plan, config: Any) -> list[str]:
             f"schedule: {plan.schedule.label}; Megatron-Bridge runs Megatron's own schedules: make a plan "
             "with `search: {schedule: stock}`"
         )
+    if plan.layout.tensor_partition is not None:
+        raise PlanError(
+            f"layout.tensor_partition: {plan.layout.tensor_partition.label}; {NO_TENSOR_PARTITION}: make a "
+            "plan with `search: {tensor_partition: stock}`"
+        )
     user = arguments_of(config)
     values, remove = changes_of(plan, user)
     for name in remove - set(values):
@@ -77,15 +88,29 @@ def write_plan(plan: Plan, config: Any) -> list[str]:
     return [f"the plan replaces {', '.join(changed)}"] if changed else []
 
 
-def check_checkpoint(plan: Plan, config: Any) -> None:
+def division_of_experts(config: Any) -> tuple[object, ...]:
+    """How ranks hold the experts of a configuration, in a form to compare."""
+    args = arguments_of(config)
+    whole = getattr(args, "expert_tensor_parallel_size", None)
+    return (
+        getattr(args, "expert_model_parallel_size", None),
+        args.tensor_model_parallel_size if whole is None else whole,
+        getattr(args, "moe_grouped_gemm", None),
+    )
+
+
+def check_checkpoint(plan: Plan, config: Any, *, experts: tuple[object, ...]) -> None:
     """Raise PlanError where a checkpoint of other stages would give layers each other's optimizer state.
 
     The distributed optimizer's usual form is keyed by rank and buffer, and loading it checks sizes alone.
+    `experts` is their division in the script's own configuration; `config` has the plan's.
     """
     checkpoint, baseline = config.checkpoint, plan.made_for.baseline
     names = ("tensor_parallel", "pipeline_parallel", "virtual_stages")
-    is_same = plan.split == baseline.split and all(
-        getattr(plan.layout, name) == getattr(baseline.layout, name) for name in names
+    is_same = (
+        plan.split == baseline.split
+        and all(getattr(plan.layout, name) == getattr(baseline.layout, name) for name in names)
+        and division_of_experts(config) == experts
     )
     is_safe = not arguments_of(config).use_distributed_optimizer or not getattr(
         checkpoint, "load_optim", True
@@ -94,8 +119,9 @@ def check_checkpoint(plan: Plan, config: Any) -> None:
         return
     if not getattr(checkpoint, "dist_ckpt_optim_fully_reshardable", False):
         raise PlanError(
-            f"checkpoint.load: {checkpoint.load}: the plan has other stages than the script's configuration, "
-            "and the state of a distributed optimizer may be loaded into other layers; save and load with "
+            f"checkpoint.load: {checkpoint.load}: the plan has other stages, or divides experts otherwise, "
+            "than the script's configuration, and the state of a distributed optimizer may be loaded into "
+            "other layers or experts; save and load with "
             "checkpoint.dist_ckpt_optim_fully_reshardable"
         )
 

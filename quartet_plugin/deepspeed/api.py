@@ -83,7 +83,7 @@ def initialize_planned(
     `edit` makes a trial's config and names the settings that it leaves out. `on_module` gets the module with
     the plan's stages, before DeepSpeed's engine does.
     """
-    model, config = call.get("model"), _config_of(call)
+    model, config = call.get("model"), config_of(call)
     if config is None or not isinstance(model, PipelineModule):
         if edit is not None or (settings is not None and not settings.is_empty):
             raise PlanError(
@@ -178,7 +178,8 @@ def _has_stages_of(model: Any, pipeline: PipelineSpec) -> bool:
     )
 
 
-def _config_of(call: Mapping[str, Any]) -> dict[str, Any] | None:
+def config_of(call: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The ds_config that a call of `deepspeed.initialize` gives, in any of its forms; None without one."""
     for value in (call.get("config"), call.get("config_params")):
         if value is not None:
             return as_config(value)

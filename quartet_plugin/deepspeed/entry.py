@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -166,10 +166,11 @@ def _planned_initialize(session: DeepSpeedSession, stock_initialize: Any) -> Any
         from quartet_plugin.deepspeed import api
         from quartet_plugin.deepspeed.config import strip_side_effects
 
+        call = api.named_arguments(args, kwargs)
         initialized = api.initialize_planned(
             stock_initialize,
-            api.named_arguments(args, kwargs),
-            settings=session.settings,
+            call,
+            settings=_settings_of_call(session, api.config_of(call)),
             edit=None if session.files is None else strip_side_effects,
             on_module=_start_of(session),
         )
@@ -181,6 +182,14 @@ def _planned_initialize(session: DeepSpeedSession, stock_initialize: Any) -> Any
         return initialized.results
 
     return initialize
+
+
+def _settings_of_call(session: DeepSpeedSession, config: Mapping[str, Any] | None) -> Settings:
+    """The session's settings; where the command names no file, those of the config that the script gives."""
+    if session.config is not None or config is None:
+        return session.settings
+    in_trial = session.files is not None
+    return _effective_settings(parse_settings(config), session.command.options, in_trial=in_trial)
 
 
 def _start_of(session: DeepSpeedSession) -> Any:

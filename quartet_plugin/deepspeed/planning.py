@@ -89,7 +89,7 @@ def decide(
             num_ranks = len(processes)
             _check_fit(plan, specs=specs, config=config, own_copies=own_copies, world_size=num_ranks)
             planned = specs if plan.shape == plan.made_for.shape else built_layers(settings, plan.shape)
-            agreed = _of_plan(plan, settings, specs=planned, processes=processes)
+            agreed = _of_plan(plan, settings, specs=planned, processes=processes, is_trial=rank_env.is_trial)
             _check_clipping(plan, agreed.pipeline, layers=layer_list(planned), config=config)
     except QuartetError as error:
         refusal = error
@@ -99,10 +99,10 @@ def decide(
 
 
 def _of_plan(
-    plan: Plan, settings: Settings, *, specs: Sequence[Any], processes: Sequence[Process]
+    plan: Plan, settings: Settings, *, specs: Sequence[Any], processes: Sequence[Process], is_trial: bool
 ) -> AgreedPlan:
     layers = layer_list(specs)
-    assignment = assign(plan, processes, args=Namespace())
+    assignment = assign(plan, processes, args=Namespace(), is_trial=is_trial)
     notes = [] if assignment.note is None else [assignment.note]
     rank_of = None
     if not assignment.is_stock:

@@ -111,7 +111,7 @@ def apply_plan(
         check_fit(plan, user, version=version, world_size=rank_env.world_size)
         edited, notes = rewrite(plan, flags=flags, words=words)
         planned = flags.values(edited)
-        assignment = assign(plan, processes, args=planned)
+        assignment = assign(plan, processes, args=planned, is_trial=rank_env.is_trial)
         rank = assignment.rank_of[rank_env.launch_rank]
         if assignment.note is not None:
             notes.append(assignment.note)

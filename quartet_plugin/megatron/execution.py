@@ -44,7 +44,7 @@ def execution_of(
     chunks = list(model) if isinstance(model, list) else [model]
     num_microbatches = int(get_num_microbatches())
     actions: ExecutedActions | None = None
-    schedule: RanSchedule = _STOCK.get(getattr(function, "__name__", ""), "other")
+    schedule: RanSchedule = _STOCK.get(getattr(_unwrapped(function), "__name__", ""), "other")
     if runtime is not None and function == runtime.forward_backward:
         schedule, actions = PROGRAM, runtime.executed(num_microbatches)
     return Execution(
@@ -59,6 +59,13 @@ def execution_of(
         modules=modules,
         ramps_batch=_ramps_batch(args) or None,
     )
+
+
+def _unwrapped(function: Any) -> Any:
+    """The schedule that Megatron's runners of whole iterations hold: CUDA graphs, a paged stash of tokens."""
+    while (held := getattr(function, "forward_backward_func", None)) is not None:
+        function = held
+    return function
 
 
 def _ramps_batch(args: Any) -> bool:

@@ -99,10 +99,13 @@ def part_squares(model: Any, optimizer: Any, grad_norm: Any) -> dict[str, float]
     args = get_args()
     is_sharded = bool(args.use_distributed_optimizer)
     is_first_replica = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    is_first_of_experts = mpu.get_expert_data_parallel_rank() == 0
     undo = _clip_factor(grad_norm, float(args.clip_grad or 0.0))
     squares: defaultdict[str, Any] = defaultdict(float)
     for part, param in _named_parts(model):
-        if not (is_sharded or is_first_replica):
+        # Megatron marks the parameters of experts, whose replicas are fewer.
+        is_first = is_first_replica if getattr(param, "allreduce", True) else is_first_of_experts
+        if not (is_sharded or is_first):
             continue
         gradient = _gradient(param, optimizer)
         if gradient is None or not (

@@ -13,7 +13,7 @@ from typing import Any
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.order_rules import OrderRules
-from quartet_plugin.model.plan import NodeInfo, Plan, Slot
+from quartet_plugin.model.plan import Plan, Slot
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
 
 _MAX_SHOWN = 16
@@ -61,18 +61,23 @@ def gather_processes(rendezvous: Rendezvous, rank_env: RankEnv) -> list[Process]
     return [Process(**json.loads(word)) for word in rendezvous.all_gather("place", json.dumps(process))]
 
 
-def assign(plan: Plan, processes: Sequence[Process], *, args: Namespace) -> RankAssignment:
+def assign(
+    plan: Plan, processes: Sequence[Process], *, args: Namespace, is_trial: bool = False
+) -> RankAssignment:
     """The RANK of every process. `args` are the arguments as they will be with the plan.
 
     The nodes of a plan for equal devices by name are no hosts: they stand for the launcher's nodes in order.
-    On other hosts than another plan was made for the launcher's order stays, and the note says so. Raises
+    On other hosts than another plan was made for the launcher's order stays, and the note says so. In a trial
+    the nodes stand for the launcher's there, too: a queue may choose other hosts for every launch. Raises
     PlanError where the start or a feature cannot take the plan's order.
     """
     stock = tuple(range(len(processes)))
     if plan.mapping.is_stock:
         return RankAssignment(rank_of=stock, note=None)
     _check_start(processes)
-    at_slot, note = _match(plan, processes)
+    at_slot, note = _match(plan, processes, has_named_hosts=not _is_for_equal_devices(plan))
+    if note is not None and is_trial:
+        at_slot, note = _match(plan, processes, has_named_hosts=False)
     if note is not None:
         return RankAssignment(rank_of=stock, note=note)
     rank_of = [0] * len(processes)
@@ -97,8 +102,13 @@ def _check_start(processes: Sequence[Process]) -> None:
         )
 
 
-def _match(plan: Plan, processes: Sequence[Process]) -> tuple[dict[Slot, int], str | None]:
-    """The launch number of the process at each slot, or a note why the plan's order cannot be replayed."""
+def _match(
+    plan: Plan, processes: Sequence[Process], *, has_named_hosts: bool
+) -> tuple[dict[Slot, int], str | None]:
+    """The launch number of the process at each slot, or a note why the plan's order cannot be replayed.
+
+    Unless the plan `has_named_hosts`, its nodes are the launcher's in order.
+    """
     present: dict[tuple[int, str], dict[int, int]] = {}
     for number, process in enumerate(processes):
         present.setdefault((process.group_rank, process.host), {})[process.local_rank or 0] = number
@@ -106,7 +116,12 @@ def _match(plan: Plan, processes: Sequence[Process]) -> tuple[dict[Slot, int], s
     left = sorted(present)
     for index, node in enumerate(plan.made_for.nodes):
         key = next(
-            (k for k in left if _is_node(plan, k[1], node) and len(present[k]) == node.num_slots), None
+            (
+                k
+                for k in left
+                if (k[1] == node.host or not has_named_hosts) and len(present[k]) == node.num_slots
+            ),
+            None,
         )
         if key is None:
             hosts = _listed([node.host for node in plan.made_for.nodes])
@@ -127,10 +142,10 @@ def _match(plan: Plan, processes: Sequence[Process]) -> tuple[dict[Slot, int], s
     return at_slot, None
 
 
-def _is_node(plan: Plan, host: str, node: NodeInfo) -> bool:
-    """Whether a host may play a node of the plan; equal devices by name have placeholders for hosts."""
+def _is_for_equal_devices(plan: Plan) -> bool:
+    """Whether the plan is for equal devices by name, with placeholders for hosts."""
     job = plan.made_for.job
-    return host == node.host or (job is not None and job.devices is not None)
+    return job is not None and job.devices is not None
 
 
 def _check_features(

@@ -14,7 +14,7 @@ from typing import Any
 
 from quartet_plugin.errors import InfrastructureError, PlanError, QuartetError, first_line
 from quartet_plugin.model.plan import Plan, read_plan
-from quartet_plugin.protocol.environment import STARTED
+from quartet_plugin.protocol.environment import ATTEMPT_ID, STARTED
 from quartet_plugin.rank.process_start import launch_of, ranks_of
 
 EXCHANGE_TIMEOUT_S = 300.0
@@ -26,7 +26,8 @@ _VALUES_AT_A_TIME = 100
 class RankEnv:
     """A process's ranks as its launcher numbered them; `group_rank` tells apart two launchers on one host.
 
-    `launch` tells apart two launches of a command; it may be empty (`process_start.launch_of`).
+    `launch` tells apart two launches of a command; it may be empty (`process_start.launch_of`). `is_trial`:
+    the launch is an attempt of a trial.
     """
 
     launch_rank: int
@@ -36,6 +37,7 @@ class RankEnv:
     group_rank: int
     host: str
     launch: str = ""
+    is_trial: bool = False
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "RankEnv":
@@ -53,6 +55,7 @@ class RankEnv:
             group_rank=number("GROUP_RANK", "CROSS_RANK") or 0,
             host=socket.gethostname(),
             launch=launch_of(environment),
+            is_trial=ATTEMPT_ID in environment,
         )
 
 

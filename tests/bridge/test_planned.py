@@ -5,11 +5,17 @@ from dataclasses import replace
 import pytest
 
 from quartet_plugin.bridge.fields import arguments_of, vocabulary_of
-from quartet_plugin.bridge.planned import check_checkpoint, check_vocabulary, write_plan
+from quartet_plugin.bridge.planned import (
+    check_checkpoint,
+    check_vocabulary,
+    division_of_experts,
+    write_plan,
+)
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.apply import check_fit
 from quartet_plugin.model.custom_schedule import CustomSchedule, StageProfile
 from quartet_plugin.model.plan import ScheduleChoice, Split
+from quartet_plugin.model.tensor_partition import partition_from_label
 from tests.bridge.configurations import make_config, make_model
 from tests.model.plans import LAYOUT, PLAN, plan_with
 
@@ -90,13 +96,36 @@ def test_a_custom_schedule_is_refused() -> None:
 def test_a_checkpoint_of_other_stages_must_be_reshardable() -> None:
     config = make_config()
     config.checkpoint.load = "checkpoints"
-    check_checkpoint(PLAN, config)
+    experts = division_of_experts(config)
+    check_checkpoint(PLAN, config, experts=experts)
     config.ddp.use_distributed_optimizer = True
     with pytest.raises(PlanError, match="dist_ckpt_optim_fully_reshardable"):
-        check_checkpoint(PLAN, config)
-    check_checkpoint(replace(PLAN, split=PLAN.made_for.baseline.split), config)
+        check_checkpoint(PLAN, config, experts=experts)
+    same = replace(PLAN, split=PLAN.made_for.baseline.split)
+    check_checkpoint(same, config, experts=experts)
+    # Half of every expert has the size of every second one.
+    config.model.expert_model_parallel_size, config.model.expert_tensor_parallel_size = 2, 1
+    with pytest.raises(PlanError, match="divides experts otherwise"):
+        check_checkpoint(same, config, experts=experts)
     config.checkpoint.dist_ckpt_optim_fully_reshardable = True
-    check_checkpoint(PLAN, config)
+    check_checkpoint(PLAN, config, experts=experts)
+
+
+def test_a_tensor_partition_is_refused() -> None:
+    layout = replace(
+        LAYOUT,
+        tensor_parallel=2,
+        pipeline_parallel=1,
+        tensor_partition=partition_from_label("rings"),
+        sequence_parallel=True,
+    )
+    plan = plan_with(
+        layout=layout,
+        split=Split(transformer_layers_per_stage=(8,)),
+        schedule=ScheduleChoice(name="no-pipelining"),
+    )
+    with pytest.raises(PlanError, match="Megatron-Bridge builds its models by itself"):
+        write_plan(plan, make_config())
 
 
 def test_another_vocabulary_is_another_job() -> None:

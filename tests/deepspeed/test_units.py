@@ -7,7 +7,7 @@ import warnings
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from quartet_plugin.deepspeed.config import (
     strip_side_effects,
 )
 from quartet_plugin.deepspeed.describe import shape_of
+from quartet_plugin.deepspeed.entry import DeepSpeedSession, _settings_of_call
 from quartet_plugin.deepspeed.layers import layer_list
 from quartet_plugin.deepspeed.parity import part_name
 from quartet_plugin.deepspeed.planning import AgreedPlan, _of_schedule
@@ -32,6 +33,7 @@ from quartet_plugin.deepspeed.stages import WeightGradients, defer_weight_gradie
 from quartet_plugin.deepspeed.transport import ValueSpec
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.protocol.ds_config import Settings
+from quartet_plugin.rank.entry_options import EntryCommand, EntryOptions
 from quartet_plugin.rank.rendezvous import RankEnv
 from quartet_plugin.runtime.process_groups import Channels
 from quartet_plugin.schedule.instruction import Message, Side, Transfer
@@ -351,3 +353,26 @@ def test_a_schedule_leaves_the_global_batch_as_it_is(tmp_path: Path, batch: dict
         return
     with pytest.raises(PlanError, match="the global batch would be 4 and not 8; set train_batch_size"):
         agreed(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "in_trial", "expected"),
+    [
+        (EntryOptions(), False, Path("section.json")),
+        (EntryOptions(plan=Path("flag.json")), False, Path("flag.json")),
+        (EntryOptions(), True, None),
+    ],
+)
+def test_a_section_that_only_the_script_gives_counts(
+    options: EntryOptions, in_trial: bool, expected: Path | None
+) -> None:
+    """Without `--deepspeed_config FILE` in the command; the plan was dropped without a word."""
+    command = EntryCommand(target="train.py", is_module=False, arguments=(), options=options)
+    here = RankEnv(launch_rank=0, world_size=1, local_rank=0, local_world_size=1, group_rank=0, host="here")
+    session = DeepSpeedSession(command=command, rank_env=here)
+    if in_trial:
+        session.files = cast(Any, object())
+    config = {"train_batch_size": 4, "quartet": {"plan": "section.json"}}
+    assert _settings_of_call(session, config).plan == expected
+    session.config = {}
+    assert _settings_of_call(session, config) is session.settings

@@ -15,6 +15,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import select_pipeline_
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.megatron.describe import knows_further_tokens
+from quartet_plugin.megatron.execution import _unwrapped
 from quartet_plugin.model.megatron_arguments import (
     features_of,
     layout_of,
@@ -429,3 +430,16 @@ def test_a_layout_is_read_as_megatron_reads_it(parts: list[str]) -> None:
 def test_a_layout_that_no_model_has_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--pipeline-model-parallel-layout"):
         stages_of_layout(text)
+
+
+def test_a_runner_of_whole_iterations_is_seen_through() -> None:
+    """Megatron wraps its schedule in an object without a name for CUDA graphs and for a paged stash."""
+
+    class Runner:
+        def __init__(self, held: Any) -> None:
+            self.forward_backward_func = held
+
+    def schedule() -> None: ...
+
+    assert _unwrapped(Runner(Runner(schedule))) is schedule
+    assert _unwrapped(schedule) is schedule

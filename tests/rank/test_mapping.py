@@ -64,6 +64,26 @@ def test_other_hosts_keep_the_launchers_order_and_say_so(processes: list[Process
     assert part in assignment.note
 
 
+@pytest.mark.parametrize("hosts", [("a", "x"), ("b", "a"), ("x", "y")])
+def test_in_a_trial_the_nodes_stand_for_those_that_a_queue_chose(hosts: tuple[str, ...]) -> None:
+    plan = make_plan(split=(6,), data=4, order=(1, 2, 3, 0), hosts=("a", "b"))
+    assignment = assign(plan, started(*hosts, per_node=2), args=NO_FEATURES, is_trial=True)
+    assert assignment.note is None
+    assert assignment.rank_of == (3, 0, 1, 2)
+    fewer = assign(plan, started("a", per_node=4), args=NO_FEATURES, is_trial=True)
+    assert fewer.note is not None
+
+
+def test_in_a_trial_hosts_that_the_plan_names_play_its_nodes() -> None:
+    plan = make_plan(
+        split=(6,), data=6, global_batch_size=12, order=(0, 2, 4, 1, 3, 5), hosts=("a", "b", "c")
+    )
+    processes = started("a", "c", "b", per_node=2)
+    assert assign(plan, processes, args=NO_FEATURES, is_trial=True) == assign(
+        plan, processes, args=NO_FEATURES
+    )
+
+
 def test_nodes_of_equal_devices_by_name_are_the_launchers_in_order() -> None:
     devices = EqualDevices(
         device="H100-SXM-80GB",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, StorageError
+from quartet_plugin.launchers.engines import LOCAL
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.study.tune_study import Proposal
@@ -175,8 +176,9 @@ class ParallelSearch:
         search, plan = self.search, proposal.plan
         launch = search.launch_of(proposal, trials, drift=self._drift, num_in_flight=len(self._in_flight))
         search.launcher.begin(launch, num_left=search.num_left(trials, num_workers=self._num_workers))
-        # A mapping names the slots of the host that it was made for.
-        host = None if plan.mapping.is_stock else plan.made_for.nodes[0].host
+        # A mapping is of the slots of this host, where trials run on the hosts of their workers.
+        is_pinned = not plan.mapping.is_stock and search.context.run.config.launcher == LOCAL
+        host = self.dispatcher.host if is_pinned else None
         self.dispatcher.publish(proposal.number, search.launcher.request(launch), host=host)
         self._in_flight[proposal.number] = proposal
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.tuner.fakes import FakeMachine, Killed, Watching, resume, tune
 from tests.tuner.fakes import begin_with_journal as begin
 
-HOST = "node-0"  # the fake cluster's
+HOST = socket.gethostname()  # the fake cluster's nodes have other names
 SLICES = tuple(DeviceSlice(device="cpu", index=index, count=4, cores=(index,)) for index in range(4))
 OWN = {"pipeline_parallel": 2, "mapping": "stock", "schedule": ["1f1b", "zb-h1", "zb-v"]}
 
