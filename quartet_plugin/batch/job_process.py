@@ -98,7 +98,8 @@ def find_tuner(file: JobFile, *, paths: BatchPaths) -> JobProcess | None:
     with contextlib.suppress(QuartetError):
         holder = read_holder(paths.runs / file.name)
     if holder is not None:
-        return JobProcess(holder) if holder.host == socket.gethostname() and is_running(holder) else None
+        is_here = holder.host == socket.gethostname() and is_running(holder)
+        return JobProcess(holder.identity) if is_here else None
     if file.process is not None:
         return None
     marked = job_processes(file.mark, without_trials=True)

@@ -40,6 +40,16 @@ class Holder(Identity):
     generation: Annotated[int, Bounds(ge=1, le=2**53)]
     schema_version: Version = 1
 
+    @property
+    def identity(self) -> Identity:
+        """The process alone."""
+        return Identity(
+            pid=self.pid,
+            process_start=self.process_start,
+            boot_id=self.boot_id,
+            start_ticks=self.start_ticks,
+        )
+
     def __str__(self) -> str:
         """The holder's name for messages."""
         return f"process {self.pid} on {self.host}"

@@ -47,6 +47,10 @@ class Outcome(StrEnum):
     CANCELLED = "CANCELLED"
 
 
+# Seconds of a rank's end, which every trial's deadline holds.
+SHUTDOWN_S = 10.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
     """Limits on the seconds that each phase may take without progress.
@@ -62,7 +66,7 @@ class Timeouts:
     first_step_factor: float = 10.0
     step_s: float = 30.0
     step_factor: float = 5.0
-    shutdown_s: float = 10.0
+    shutdown_s: float = SHUTDOWN_S
     first_step_cap_s: float = 0.0
 
     def __post_init__(self) -> None:

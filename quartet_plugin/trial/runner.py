@@ -48,6 +48,7 @@ def run_trial(
     """Run `request` and return its last attempt's result, which is in its folder as well.
 
     An attempt broken by the infrastructure is repeated in a new folder, a noisy timing is measured once more.
+    The noisy timing is the result where the infrastructure broke every attempt after it.
     When it returns or raises, no process of the trial is left. `stop` (an event or a predicate) ends it early
     as CANCELLED; an exception in this thread, such as a second Ctrl-C, kills it at once. `devices`, kept from
     trial to trial, checks this machine's accelerators before and after every attempt that runs here;
@@ -67,6 +68,7 @@ def run_trial(
     if launcher.engine is not None or resolve_device(request.device, environment=environment) == "cpu":
         devices = None
     earlier: list[Verdict] = []
+    noisy: TrialResult | None = None
     number = request.attempt
     while True:
         if devices is not None:
@@ -112,7 +114,9 @@ def run_trial(
         if devices is not None and not should_stop(stop):
             devices.await_release(environment)
         if not is_again or should_stop(stop):
-            return result
+            return noisy if noisy is not None and result.outcome is Outcome.INFRA else result
+        if result.outcome is Outcome.UNSTABLE:
+            noisy = result
         earlier.append(verdict)
         number = attempt_number(attempt.folder) + 1
 

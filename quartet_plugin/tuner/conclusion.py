@@ -61,6 +61,8 @@ class Conclusion:
         if stand_in is not None:
             ranked = [trial for trial in ranked if trial.number != stand_in.number]
             baseline = replace(baseline, plan=stand_in.plan, launched_plan=stand_in.plan)
+            if full_size is not None:
+                full_size.stand_in = stand_in.plan
         finalists = proven_finalists(ranked, context=self.context, parity=self.parity)
         selection = self._show_finalists(
             [trial for trial in ranked if trial in finalists or self.parity.refusal_of(trial.plan) is None],

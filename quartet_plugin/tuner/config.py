@@ -22,6 +22,7 @@ from quartet_plugin.model.sections import Section, load_yaml, validate
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.study.samplers import DEFAULT, SamplerName, check_name
 from quartet_plugin.study.storage import FORMS, SQLITE, check_address, without_password
+from quartet_plugin.trial.request import SHUTDOWN_S
 
 # Trains a recipe of Megatron-Bridge; its run is named after the recipe.
 _RECIPE_MODULE = "quartet_plugin.bridge.recipe"
@@ -101,7 +102,7 @@ class TrialConfig(Section):
         "from 1.1 on",
     )
     deadline_s: float = Field(
-        default=600.0, gt=0.0, le=86_400.0, description="seconds after which a trial is killed"
+        default=600.0, gt=SHUTDOWN_S, le=86_400.0, description="seconds after which a trial is killed"
     )
     warm_starts: Literal["auto", "off"] = Field(
         default="auto", description="auto: fork trials from a process that has made their imports"

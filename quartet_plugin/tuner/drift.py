@@ -44,8 +44,10 @@ class DriftMonitor:
         baseline next.
         """
         every = self.context.run.config.study.control
-        for due in (*range(every, num_tried, every), num_tried) if every and num_tried else ():
-            is_due = due % every == 0 and due == num_tried and not is_over
+        for due in sorted({*self._launched(), num_tried} - {0}):
+            if due > num_tried:
+                break
+            is_due = every > 0 and due % every == 0 and due == num_tried and not is_over
             is_now = is_due and self._fits(num_left)
             if due not in self._checked and (is_now or self._is_recorded(due)):
                 self._checked.add(due)
@@ -76,6 +78,11 @@ class DriftMonitor:
 
     def _fits(self, num_left: int) -> bool:
         return self.context.budget.fits(num_launches=1, then=num_left)
+
+    def _launched(self) -> set[int]:
+        """After how many trials checks were launched, also those of an earlier `study.control`."""
+        names = (folder.name for folder in self.context.run.folder.drift_checks.glob("*"))
+        return {int(name) for name in names if name.isdecimal()}
 
     def _is_recorded(self, due: int) -> bool:
         folder = self.context.run.folder.drift_check(due)

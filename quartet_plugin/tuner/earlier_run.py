@@ -19,6 +19,8 @@ from quartet_plugin.space.param_sources import Params
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.split.layers import even_split
 from quartet_plugin.split.shifts import scaled_split
+from quartet_plugin.trial.request import Outcome
+from quartet_plugin.tuner.memory_limit import above_limit
 
 MAX_TRIALS = 200
 MAX_STARTS = 5
@@ -37,11 +39,12 @@ class EarlierMeasurements:
 
 
 def read_earlier_measurements(
-    path: Path, *, space: Space, baseline: Score, objective: Objective
+    path: Path, *, space: Space, baseline: Score, objective: Objective, limit_bytes: int | None = None
 ) -> EarlierMeasurements:
     """The trials and starts of the run in `path` for `space`, whose baseline was just measured.
 
-    Raises ConfigError where there is no such run or it measured nothing.
+    Plans whose ranks had a peak above `limit_bytes` do not fit here. Raises ConfigError where there is no
+    such run or it measured nothing.
     """
     from quartet_plugin.errors import ConfigError
     from quartet_plugin.study.view import read_study
@@ -62,7 +65,7 @@ def read_earlier_measurements(
             words=f"from {other.name}: another job or cluster; {len(starts)} of its best plans come first",
         )
     ratio = baseline_row.iteration_s / baseline.iteration_s
-    trials = tuple(_trials(other, space, ratio=ratio, objective=objective))
+    trials = tuple(_trials(other, space, ratio=ratio, objective=objective, limit_bytes=limit_bytes))
     most = f" (no more than the best {MAX_TRIALS} are taken)" if len(trials) == MAX_TRIALS else ""
     return EarlierMeasurements(
         trials=trials,
@@ -75,7 +78,7 @@ def read_earlier_measurements(
 
 
 def _trials(
-    other: RunHistory, space: Space, *, ratio: float, objective: Objective
+    other: RunHistory, space: Space, *, ratio: float, objective: Objective, limit_bytes: int | None
 ) -> Iterable[tuple[Params, TrialRecord]]:
     seen = {space.baseline.key}
     for row in _best_first(other, other.trials):
@@ -85,6 +88,8 @@ def _trials(
             continue
         source = f"{other.name}:{row.number}"
         record = _record_here(row, plan, source=source, ratio=ratio, objective=objective)
+        if record is not None and limit_bytes is not None:
+            record = _within(record, limit_bytes)
         params = None if record is None or space.refusal_of(plan) else space.params_of(plan)
         if record is not None and params is not None:
             seen.add(plan.key)
@@ -111,6 +116,22 @@ def _record_here(
         return None
     scored = score_of_median(plan, iteration_s=row.iteration_s * row.drift / ratio)
     return replace(common, verdict="measured", excess=0.0).scored(scored, objective=objective)
+
+
+def _within(record: TrialRecord, limit_bytes: int) -> TrialRecord:
+    """The record, infeasible where a measured plan's peak is above the limit."""
+    excess = (record.peak_memory_bytes or 0) - limit_bytes
+    if record.verdict != "measured" or excess <= 0:
+        return record
+    why = f"out of memory: {above_limit(record.peak_memory_bytes or 0, limit_bytes)} (in {record.source})"
+    return replace(
+        record,
+        verdict="infeasible",
+        outcome=Outcome.INFEASIBLE.value,
+        reason=why,
+        excess=float(excess),
+        value=None,
+    )
 
 
 def _starts(other: RunHistory, space: Space) -> Iterable[Params]:

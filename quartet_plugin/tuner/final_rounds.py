@@ -193,6 +193,8 @@ class FinalRounds:
         num_later = progress.num_later(round_number)
         for turn, number in enumerate(in_turn):
             launch = self._launch_of(number, plans[number], round_number=round_number)
+            if self._is_lost(launch, plans, round_number=round_number):
+                continue
             result = self.launcher.launch(launch, num_left=len(in_turn) - turn + num_later)
             progress.num_lost = progress.num_lost + 1 if result.outcome is Outcome.INFRA else 0
             if progress.num_lost >= MAX_LOST_IN_A_ROW:
@@ -216,12 +218,23 @@ class FinalRounds:
             position=LaunchPosition.of_round(round_number, num_rounds=self.context.run.config.study.rounds),
         )
 
+    def _is_lost(self, launch: TrialLaunch, plans: Mapping[int, Plan], *, round_number: int) -> bool:
+        """Whether an earlier session has lost the launch and gone on: the round's others are of that time."""
+        folder = self.context.run.folder
+        return (
+            launch.folder.is_dir()
+            and self.launcher.recorded(launch) is None
+            and any(folder.final_launch(other, round_number=round_number + 1).is_dir() for other in plans)
+        )
+
     def _has_time(self, plans: Mapping[int, Plan], live: Sequence[int], *, round_number: int) -> bool:
         """Whether the round is likely to end in time; one that an earlier session launched takes none."""
         numbers = (BASELINE, *live)
         launches = (self._launch_of(number, plans[number], round_number=round_number) for number in numbers)
         return self.context.budget.fits(num_launches=len(numbers)) or all(
-            self.launcher.recorded(launch) is not None for launch in launches
+            self.launcher.recorded(launch) is not None
+            or self._is_lost(launch, plans, round_number=round_number)
+            for launch in launches
         )
 
     def _say_decisions(self, test: SequentialTest, *, before: Sequence[int], num_done: int) -> None:

@@ -59,7 +59,7 @@ class FullSizeStudy:
     """Looks at a run's finalists as they are on `factor` times the nodes.
 
     They have more replicas there, and `stage_factor` times the stages. `nodes` starts launches there, or says
-    in words why nothing can.
+    in words why nothing can. `stand_in` is the baseline of the final rounds where the command does not fit.
     """
 
     context: TuningContext
@@ -67,6 +67,16 @@ class FullSizeStudy:
     factor: int
     predictor: PlanPredictor
     nodes: FullSizeNodes | str
+    stand_in: Plan | None = None
+
+    @property
+    def _baseline(self) -> Plan:
+        """The plan that finalists are compared with."""
+        return self.stand_in or self.space.baseline
+
+    @property
+    def _baseline_words(self) -> str:
+        return "your command" if self.stand_in is None else "the best stock plan that fits"
 
     def ranked(
         self, ranked: Sequence[FinishedTrial], *, trials: Sequence[FinishedTrial]
@@ -104,7 +114,7 @@ class FullSizeStudy:
         num_nodes = len(full.made_for.nodes)
         say(
             f"full size: {num_nodes} nodes: {of_plan.iteration_s:.4g} s per iteration predicted, "
-            f"{gain.median:.2f}x as fast as your command ({gain.low:.2f}x to {gain.high:.2f}x)"
+            f"{gain.median:.2f}x as fast as {self._baseline_words} ({gain.low:.2f}x to {gain.high:.2f}x)"
         )
         if ranking.trial.plan.layout.data_parallel == 1 < full.layout.data_parallel:
             say("full size: its trial had one replica, so the time of the gradient reduction is assumed")
@@ -192,7 +202,7 @@ class FullSizeStudy:
             self._predicted(of, iteration_s=interval.median, spread=relative_spread(interval))
             for of, interval in (
                 (plan, comparison.plan.iteration_s),
-                (self.space.baseline, comparison.baseline.iteration_s),
+                (self._baseline, comparison.baseline.iteration_s),
             )
         )
         return self._full(plan), of_plan, of_baseline
@@ -219,8 +229,9 @@ class FullSizeStudy:
         if not self.context.budget.fits(num_launches=2 * ROUNDS):
             return "no time is left for it"
         self.context.observer.message(
-            f"full size: the plan and your command in turns, {ROUNDS} launches each"
+            f"full size: the plan and {self._baseline_words} in turns, {ROUNDS} launches each"
         )
+        stand_in = None if self.stand_in is None else self._full(self.stand_in)
         with self.nodes.open_backend() as backend:
             context = replace(self.context, command=self.nodes.command, backend=backend)
             times: dict[int, list[float]] = {0: [], trial.number: []}
@@ -228,14 +239,14 @@ class FullSizeStudy:
                 launch = TrialLaunch(
                     number=number,
                     label=f"{number} at full size {len(times[number]) + 1}",
-                    plan=full if number else None,
+                    plan=full if number else stand_in,
                     folder=self.context.run.folder.full_size_launch(number, round_number=len(times[number])),
                     phase="final",
                 )
                 at_full = replace(
                     launcher,
                     context=context,
-                    baseline=replace(baseline, plan=self._full(baseline.plan), launched_plan=None),
+                    baseline=replace(baseline, plan=self._full(baseline.plan), launched_plan=stand_in),
                     judge=lambda _, result: result,
                 )
                 try:
@@ -254,13 +265,13 @@ class FullSizeStudy:
     def _confirmation(
         self, full: Plan, times: Sequence[float], of_command: Sequence[float], *, objective: Objective
     ) -> Confirmation:
-        command = self._full(self.space.baseline)
+        command = self._full(self._baseline)
         value, baseline_value = (
             score_of_median(of, iteration_s=statistics.fmean(seconds)).value(objective)
             for of, seconds in ((full, times), (command, of_command))
         )
         ratio = speedup(value, baseline_value=baseline_value)
-        self.context.observer.message(f"full size: measured {ratio:.2f}x as fast as your command")
+        self.context.observer.message(f"full size: measured {ratio:.2f}x as fast as {self._baseline_words}")
         return Confirmation(iteration_s=tuple(times), baseline_iteration_s=tuple(of_command), speedup=ratio)
 
 

@@ -10,9 +10,10 @@ def num_without_gain(trials: Sequence[FinishedTrial]) -> int:
     """The number of spent trials since the best objective last rose by more than the noise of launches.
 
     The best begins with the baseline and what another run measured. It stays where it is while trials exceed
-    it by no more than noise, so that small gains add up to one.
+    it by no more than noise, so that small gains add up to one. Repeated plans are no trials.
     """
-    noise = launch_noise(trial.record for trial in trials)
+    trials = [trial for trial in trials if trial.record.repeats is None]
+    noise = _noise_of(trials)
     best, count = 0.0, 0
     for trial in trials:
         record = trial.record
@@ -29,5 +30,9 @@ def patience_words(trials: Sequence[FinishedTrial], *, patience: int) -> str | N
     """Why the search ends here; None if it continues, and always with a `patience` of 0."""
     if not patience or num_without_gain(trials) < patience:
         return None
-    noise = launch_noise(trial.record for trial in trials)
+    noise = _noise_of(trials)
     return f"the last {patience} gained no more than the noise ({100 * noise:.0f} %) over the best before"
+
+
+def _noise_of(trials: Sequence[FinishedTrial]) -> float:
+    return launch_noise(trial.record for trial in trials if trial.record.repeats is None)

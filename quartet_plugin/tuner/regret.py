@@ -25,7 +25,6 @@ from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.space.param_sources import Params, RandomParams
 from quartet_plugin.space.plan_label import plan_label
 from quartet_plugin.space.plan_space import Space
-from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.tune_result import TuneResult
 from quartet_plugin.tuner.winner_choice import FinalistResult
 
@@ -192,12 +191,18 @@ def _predicted(plan: Plan, search: TuneResult, cost: float | None) -> float:
 
 def _observations(search: TuneResult, index_of: dict[str, int]) -> GpObservations:
     """The measurements of the search and of the final rounds; the baseline is exactly 1 of itself."""
-    baseline_value = next(trial.record.value for trial in search.trials if trial.number == BASELINE)
+    # A stand-in for a command that does not fit is a trial of the search.
+    baseline = next(
+        trial
+        for trial in search.trials
+        if trial.plan.key == search.baseline.key and trial.record.repeats is None
+    )
+    baseline_value = baseline.record.value
     assert baseline_value is not None, "the baseline of a search was measured"
     rows = [(index_of[search.baseline.key], 0.0, 1e-8, 0.0)]
     for trial in search.trials:
         record = trial.record
-        if trial.number == BASELINE or record.value is None or record.repeats is not None:
+        if trial.number == baseline.number or record.value is None or record.repeats is not None:
             continue
         variance = (record.spread or 0.0) ** 2 if record.is_depth_proxy else 0.0
         rows.append((index_of[trial.plan.key], math.log(record.value / baseline_value), variance, 1.0))

@@ -221,6 +221,9 @@ class SequentialSearch:
         words = f"{tried} plans were tried"
         if self.is_over(tried):
             return words
+        if not self.baseline.is_within_memory:
+            # Plans that fit need not be faster than a command that does not.
+            trials = [trial for trial in trials if trial.number != BASELINE]
         no_gain = patience_words(trials, patience=self.context.run.config.study.patience)
         return None if no_gain is None else f"{words}; {no_gain}"
 

@@ -12,6 +12,7 @@ from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.earlier_run import EarlierMeasurements, read_earlier_measurements
 from quartet_plugin.tuner.finalists import BASELINE
+from quartet_plugin.tuner.proposer import kept_machine
 from quartet_plugin.tuner.study_remake import with_folders, with_remake
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLauncher, record_of
 
@@ -88,7 +89,11 @@ class StudyOpener:
             return EarlierMeasurements()
         baseline = self.baseline
         earlier = read_earlier_measurements(
-            self.earlier_run, space=self.space, baseline=baseline.score, objective=baseline.objective
+            self.earlier_run,
+            space=self.space,
+            baseline=baseline.score,
+            objective=baseline.objective,
+            limit_bytes=kept_machine(self.context.run.folder).memory_limit_bytes,
         )
         trials = [{"params": params, "record": asdict(record)} for params, record in earlier.trials]
         self.context.events.add("from", run=str(self.earlier_run), trials=trials, starts=earlier.starts)

@@ -15,7 +15,8 @@ from quartet_plugin.batch.job_file import JobFile
 from quartet_plugin.batch.job_process import end_left_behind, find_tuner, job_processes, start
 from quartet_plugin.model.batch import BatchPaths, BatchResults
 from quartet_plugin.model.plan import read_plan
-from quartet_plugin.model.schema import read_record
+from quartet_plugin.model.schema import dump, parse, read_record
+from quartet_plugin.trial.lease import Lease
 from tests.batch.support import ROOT, TINY, batch_of, log_of, start_batch
 from tests.cli.tuning import living, wait_until
 
@@ -94,6 +95,12 @@ def test_a_tuner_is_known_again_though_the_batch_was_killed_before_it_noted_the_
         assert adopted is not None
         assert adopted.identity == process.identity
         assert find_tuner(replace(file, mark="0" * 32), paths=paths) is None
+        (paths.runs / "a").mkdir(exist_ok=True)
+        with Lease.acquire(paths.runs / "a"):
+            held = find_tuner(file, paths=paths)
+        assert held is not None
+        noted = replace(file, process=held.identity)
+        assert parse(JobFile, dump(noted), where="job.json") == noted
     finally:
         assert end_left_behind(file.mark) == 1
     assert process.is_over

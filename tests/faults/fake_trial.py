@@ -67,6 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=MODES, default="ok")
     parser.add_argument("--faulty-rank", type=int, default=1)
     parser.add_argument("--faulty-attempts", type=int, default=1000)
+    parser.add_argument("--later-mode", choices=MODES, default="ok", help="of the attempts after these")
     parser.add_argument("--at", type=int, default=3)
     parser.add_argument("--step-s", type=float, default=0.02)
     parser.add_argument("--nominal", action="store_true", help="report --step-s, not what a step took")
@@ -85,7 +86,7 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     attempt = int(options.quartet_trial.parent.name.rpartition("-")[2])
     if attempt > options.faulty_attempts:
-        options.mode = "ok"
+        options.mode = options.later_mode
     # The baseline is measured: only plans fail.
     if options.mode == "leak" and options.quartet_plan is None:
         options.mode = "ok"

@@ -385,6 +385,14 @@ def test_row_14_noise_is_measured_once_more(trial: Trial) -> None:
     assert trial(*noisy, "--faulty-attempts", "3", max_spread=0.25).outcome is Outcome.OK
 
 
+def test_row_14_a_noisy_measurement_outlives_lost_attempts(trial: Trial) -> None:
+    noisy = ("--mode", "noisy", "--step-s", "0.03", "--nominal")
+    result = trial(*noisy, "--faulty-attempts", "1", "--later-mode", "network", max_spread=0.25)
+    assert (result.outcome, result.folder.name) == (Outcome.UNSTABLE, "attempt-1")
+    assert len(result.iteration_s) == 4
+    assert attempts(result) == ["attempt-1", "attempt-2", "attempt-3"]
+
+
 def test_row_18_a_taken_port_is_replaced(trial: Trial) -> None:
     result = trial("--mode", "port-in-use", "--faulty-attempts", "3", max_attempts=1)
     assert result.outcome is Outcome.OK

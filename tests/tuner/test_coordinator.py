@@ -242,6 +242,31 @@ def test_final_rounds_of_an_earlier_session_need_no_time(tmp_path: Path) -> None
     assert len(machine.launched) == num_launched
 
 
+def test_a_launch_that_was_lost_in_a_final_round_stays_lost_when_the_run_is_resumed(tmp_path: Path) -> None:
+    """Its round has passed: today's launch is not compared with the baseline's of that time."""
+
+    class LosesOne(Rounds):
+        def run(self, request: TrialRequest, **others: Any) -> TrialResult:
+            result = super().run(request, **others)
+            request.folder.mkdir(parents=True)
+            if request.plan is not None and request.folder.name.endswith("-round-3"):
+                result = self.disk[request.folder] = replace(result, outcome=Outcome.INFRA, iteration_s=())
+            return result
+
+    machine = LosesOne(wall_s=60.0)
+    machine.ratios = (1.4, 1.5, 0.9, 1.3, 1.4, 1.4, 1.2, 1.5, 1.3, 1.4)
+    first = tune(begin(tmp_path / "r", study={"trials": 6, "top_k": 1}), machine)
+    assert first.winner is not None
+    assert len(first.winner.comparison.round_ratios) == (first.winner.proven_after or 0) - 1
+    num_launched = len(machine.launched)
+    for max_minutes in (None, 0.1):
+        again = tune(resume(tmp_path / "r"), machine, max_minutes=max_minutes)
+        assert again.winner is not None
+        assert again.winner.comparison == first.winner.comparison
+        assert again.winner.proven_after == first.winner.proven_after
+    assert len(machine.launched) == num_launched
+
+
 @pytest.mark.parametrize(("max_minutes", "is_short"), [(None, False), (2.0, True)])
 def test_the_end_says_whether_the_time_was_too_short(
     tmp_path: Path, max_minutes: float | None, is_short: bool
@@ -463,8 +488,16 @@ def test_the_baseline_is_measured_again_during_the_search_and_drift_counts(tmp_p
     assert drifts == [1.0] * 7 + [result.drift_checks[1].ratio] * 3
     folders = [folder for folder, key in machine.launched if key is None and "round" not in folder]
     assert folders == ["000000", "000003", "000006"]
+    for name in folders[1:]:  # the machine makes none
+        (tmp_path / "r" / "control" / name).mkdir(parents=True)
     again = tune(resume(tmp_path / "r"), machine)
     assert again.drift_checks == result.drift_checks
+    # What was measured counts, whatever the resumed run is asked for.
+    for control in (0, 5):
+        changed = resume(tmp_path / "r")
+        study = changed.config.study.model_copy(update={"control": control})
+        changed = replace(changed, config=changed.config.model_copy(update={"study": study}))
+        assert tune(changed, machine).drift_checks[:2] == result.drift_checks
     assert tune(begin(tmp_path / "s", study={"trials": 4, "control": 0}), FakeMachine()).drift_checks == ()
 
 

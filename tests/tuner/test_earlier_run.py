@@ -109,6 +109,18 @@ def test_the_best_are_taken_and_what_was_cut_short_stays_so(
     taken = [(record.source, record.is_cut) for _, record in measured.trials]
     assert taken == [("r:6", False), ("r:5", True)]
     assert "no more than the best 2 are taken" in measured.words
+    limited = read_earlier_measurements(
+        run,
+        space=space,
+        baseline=score_of_median(baseline.plan, iteration_s=baseline.iteration_s),
+        objective="tokens_per_s",
+        limit_bytes=1,
+    )
+    assert limited.trials
+    for _, record in limited.trials:
+        assert (record.verdict, record.value) == ("infeasible", None)
+        assert record.excess == record.peak_memory_bytes - 1
+        assert "above the 0 MiB of machine.cluster" in record.reason
 
 
 def test_another_cluster_only_says_what_to_try_first(tmp_path: Path, earlier: Path) -> None:

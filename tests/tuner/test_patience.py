@@ -62,6 +62,9 @@ def test_where_launches_scatter_a_gain_must_be_larger() -> None:
 def test_repeats_and_another_runs_measurements_do_not_count() -> None:
     assert num_without_gain(finished([1.0, 1.0, 1.0], repeats=0)) == 0
     assert num_without_gain(finished([1.0, 1.0, 1.0], source="other:1")) == 0
+    # A repeat does not raise what the next gain is counted from.
+    trials = finished([1.0, 1.015, 1.015, 1.03])
+    assert num_without_gain([*trials[:2], *finished([0.0, 0.0, 1.015], repeats=1)[2:], trials[3]]) == 0
 
 
 def test_without_patience_nothing_ends() -> None:

@@ -218,14 +218,18 @@ class WorkQueue:
         return None
 
     def renew(self, claim: Claim) -> bool:
-        """Renew a claim; False where the claim is void, and then the trial must end."""
+        """Renew a claim; False where the claim is void, and then the trial must end.
+
+        Raises StorageError where the file system fails, which says nothing of the claim.
+        """
         queued = self.queued_trial(claim.trial)
         if queued is None or queued.fence != claim.fence or queued.is_closed:
             return False
-        try:
-            os.utime(self._claim_file(claim))
-        except OSError:
-            return False
+        with self._errors():
+            try:
+                os.utime(self._claim_file(claim))
+            except FileNotFoundError:
+                return False
         return True
 
     def finish(self, claim: Claim, done: Done) -> bool:

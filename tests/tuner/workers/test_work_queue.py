@@ -1,6 +1,8 @@
 """The board: one taker a hand-out, void claims, and files that break their format."""
 
+import errno
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +105,21 @@ def test_the_next_generation_voids_the_claim_before(queue: WorkQueue) -> None:
     assert queue.done_of(again) == Done(fence="1" * 16, attempt=1)
     assert [claim.worker for claim in queue.claims()] == ["next"]
     assert {claim.worker for claim in queue.claims(has_voided=True)} == {"late", "next"}
+
+
+def test_a_file_system_that_fails_voids_no_claim(queue: WorkQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue.publish(queued_trial(), PLAN)
+    holder = hand(queue, "holder")
+    assert holder.take()
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "utime", fail)
+        with pytest.raises(StorageError, match="Input/output error"):
+            holder.renew()
+    assert holder.renew()
 
 
 def test_a_closed_board_gives_and_takes_nothing(queue: WorkQueue) -> None:
