@@ -68,7 +68,7 @@ def started_from(
     if not shares or key is None:
         return None
     related = [other for other in done if keys.get(other.name) == key]
-    # The latest of equally near ones: it has begun with the others' measurements.
+    # The latest of equally near ones: the machine is most like it was then.
     return max(
         enumerate(related),
         key=lambda pair: (num_common_words(job.words, pair[1].words), pair[0]),

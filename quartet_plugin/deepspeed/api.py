@@ -154,7 +154,8 @@ def _apply_to_built_module(model: Any, agreed: AgreedPlan, call: dict[str, Any])
         return
     optimizer, parameters = call.get("optimizer"), call.get("model_parameters")
     hint = (
-        "start the script with `-m quartet_plugin.deepspeed`, which builds the module with the plan's stages"
+        "start the script with `-m quartet_plugin.deepspeed` and `--deepspeed_config FILE`: then its module "
+        "is built with the plan's stages"
     )
     if isinstance(optimizer, torch.optim.Optimizer):
         raise PlanError(f"optimizer: made for the module's own stages; {hint}")

@@ -24,7 +24,7 @@ from quartet_plugin.planner.kept_axes import features_of_command
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.space.knobs.registry import settings_of
 from quartet_plugin.space.plan_space import Space, build_space
-from quartet_plugin.space.runtime_refusals import GROUPED_EXPERTS
+from quartet_plugin.space.runtime_refusals import GROUPED_EXPERTS, refusal
 
 # No knob depends on the vocabulary, which the command's tokenizer may determine.
 _ANY_VOCABULARY = 32_768
@@ -75,4 +75,5 @@ def _reported_job(command: Command, args: Namespace, *, num_processes: int) -> T
         experts=experts_of(args),
         latent=latent_attention_of(args),
         mtp_layers=num_mtp_layers_of(args) or None,
+        no_custom_schedules=refusal(stated),
     )
