@@ -28,7 +28,8 @@ def tune_words(
     trials = num_trials_of(job, config=config, max_trials=max_trials)
     words = ["tune", f"--run-dir={runs}", f"--name={job.name}"]
     words += [] if job.config is None else [f"--config={job.config}"]
-    words += [] if trials == config.study.trials else [f"--trials={trials}"]
+    # A run that goes on keeps its own number, unless another one is said.
+    words += [f"--trials={trials}"] if is_begun or trials != config.study.trials else []
     words += [] if minutes is None else [f"--max-minutes={minutes:.3f}"]
     words += [] if started_from is None else [f"--from={started_from}"]
     words += ["--resume"] if is_begun else []

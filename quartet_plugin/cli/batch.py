@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from quartet_plugin.cli.command import JsonSwitch, path_here
+from quartet_plugin.cli.command import JsonSwitch, check_seconds, path_here
 from quartet_plugin.cli.output import say, show
 from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import (
@@ -136,6 +136,8 @@ def status_command(
     if not (path / "batch.json").is_file():
         raise ConfigError(f"{folder}: no such batch, here or in {batch_dir}; name a folder that it wrote")
     paths = BatchPaths(path)
+    if watch_s is not None:
+        check_seconds("--watch", watch_s, least=0.5)
     while _show_status(paths, as_json=as_json) in ("running", "elsewhere") and watch_s is not None:
         time.sleep(watch_s)
         if not as_json:

@@ -116,6 +116,12 @@ def check_seconds(option: str, value: float, *, least: float = 1.0, most: float 
         raise UsageError(f"{option} {value:g}: must be from {least:g} to {most:g} seconds")
 
 
+def check_folder(output: Path) -> None:
+    """Raise ConfigError where the folder of an output is not there: before the work, not after it."""
+    if not output.parent.is_dir():
+        raise ConfigError(f"{output}: the folder {output.parent} does not exist; create it first")
+
+
 def constants_of(calibration: Path | None) -> "Constants | None":
     """The constants that a calibration file corrected; None for the package's."""
     if calibration is None:

@@ -11,6 +11,7 @@ from quartet_plugin.cli.command import (
     CalibrationFile,
     HardwareFolder,
     JsonSwitch,
+    check_folder,
     check_range,
     constants_of,
     devices_of,
@@ -158,6 +159,8 @@ def plan_command(
     if counts and counts[0] != request.machines.num_devices:
         # The command's own layout is for its own devices.
         request, user = with_devices(request, counts[0]), None
+    if output is not None:
+        check_folder(output)
     name = job.stem if job is not None else "command" if words is not None else "plan"
     _show_ranking(
         request,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from quartet_plugin.cli.command import DeviceName, check_range, check_seconds, invocation
+from quartet_plugin.cli.command import DeviceName, check_folder, check_range, check_seconds, invocation
 from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 
@@ -55,8 +55,8 @@ def probe_command(
     if words is not None and processes is not None:
         raise UsageError("--processes: the command after -- also sets the number; give only one")
     # Of several nodes only one writes.
-    if words is None and not output.parent.is_dir():
-        raise ConfigError(f"{output}: the folder {output.parent} does not exist; create it first")
+    if words is None:
+        check_folder(output)
     cluster = probe(words, device=chosen, num_processes=processes, deadline_s=deadline)
     if cluster is None:
         show("the cluster file is written on the node of rank 0")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import DeviceName, check_range, check_seconds, user_command
+from quartet_plugin.cli.command import DeviceName, check_folder, check_range, check_seconds, user_command
 from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 from quartet_plugin.protocol.environment import PROFILE
@@ -61,6 +61,9 @@ def profile_command(
 
     check_range("--iterations", iterations, least=2, most=_MAX_ITERATIONS)
     check_seconds("--deadline", deadline)
+    for path in (output, costs):
+        if path is not None:
+            check_folder(path)
     words = user_command(ctx)
     simulated = simulated_rank_of(words, stage=stage, world_size=world_size)
     command = parse_command(words)

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import RUNS, JsonSwitch, RunName, RunsFolder, all_runs, find_run, train_words
+from quartet_plugin.cli.command import (
+    RUNS,
+    JsonSwitch,
+    RunName,
+    RunsFolder,
+    all_runs,
+    check_seconds,
+    find_run,
+    train_words,
+)
 from quartet_plugin.cli.output import say, show, tell
 from quartet_plugin.errors import QuartetError, StorageError
 
@@ -48,6 +57,7 @@ def status_command(
     if watch_s is None:
         _show_status(run, run_dir=run_dir, as_json=as_json)
         return
+    check_seconds("--watch", watch_s, least=0.5)
     path = find_run(run, run_dir=run_dir)
     while _show_run(path, as_json=as_json) in ("running", "elsewhere"):
         time.sleep(watch_s)

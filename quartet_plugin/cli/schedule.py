@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from quartet_plugin.cli.command import JsonSwitch, invocation, refuse_user_command
+from quartet_plugin.cli.command import JsonSwitch, check_folder, invocation, refuse_user_command
 from quartet_plugin.cli.output import show
 from quartet_plugin.cli.schedule_steps import (
     AUTO,
@@ -118,6 +118,7 @@ def search(
 ) -> int:
     """Search split, placement and order for a cost table; Ctrl-C writes the best so far."""
     check_effort(time_limit=time_limit, evaluations=evaluations, seed=seed)
+    check_folder(output)
     places, count, counts = parse_placement(placement), parse_chunks(chunks), parse_split(split)
     from quartet_plugin.cli.signals import is_interruption
     from quartet_plugin.report.summary import schedule_summary

@@ -85,6 +85,11 @@ def order_named(
     slots = slots_of(nodes)
     if name == STOCK:
         return _order(STOCK, slots)
+    sizes = sorted({node.num_slots for node in nodes})
+    if len(sizes) > 1:
+        raise PlanError(
+            f"mapping: {name!r}; nodes with {sizes[0]} and with {sizes[-1]} slots keep the launcher's order"
+        )
     if name[:1].isdigit():
         candidate = listed_slots(name, nodes=nodes)
     elif name in _RULES:

@@ -25,7 +25,7 @@ from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.costs import Costs, FloatArray, LayerCost, StageCosts, stage_costs
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import ScheduleChoice
+from quartet_plugin.model.plan import STOCK, ScheduleChoice
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.ranking import Ranked, Ranking, best_plans
@@ -36,7 +36,7 @@ from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.search.engine import search
 from quartet_plugin.schedule.search.limits import FREE, FamilyLimits
-from quartet_plugin.space.config import SEARCHED
+from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
 from quartet_plugin.space.layouts import runs_custom_schedules
 from quartet_plugin.space.schedules import MAX_PLANNED_ACTIONS, num_actions_of
 
@@ -335,7 +335,17 @@ def planned_ranking(
     """The `top` layouts with mappings and orders: those of the best ten are searched, if `has_search`."""
     used = constants or fitted()
     if not (has_search and is_searched(job)):
-        return best_plans(job, top=top, exhaustive=exhaustive, constants=used)
+        ranking = best_plans(job, top=top, exhaustive=exhaustive, constants=used)
+        return replace(ranking, limits=(*ranking.limits, *_refusal_lines(job)))
     ranking = best_plans(job, top=max(top, MAX_SEARCHED), exhaustive=exhaustive, constants=used)
     best = with_searched_orders(job, ranking.best, constants=used)
-    return replace(ranking, best=best[:top], limits=(*ranking.limits, *_limits(job, ranking.best)))
+    limits = (*ranking.limits, *_refusal_lines(job), *_limits(job, ranking.best))
+    return replace(ranking, best=best[:top], limits=limits)
+
+
+def _refusal_lines(job: PlanRequest) -> Iterator[str]:
+    """Why a command has no custom schedules, where others of its kind have them."""
+    is_asked = job.search.schedule is not None and not set(job.search.schedule) <= {STOCK, *STOCK_NAMES}
+    is_usual = job.search.schedule is None and job.experts is None
+    if job.no_custom_schedules is not None and (is_asked or is_usual):
+        yield f"custom schedules: none, because of {job.no_custom_schedules}"

@@ -16,7 +16,7 @@ from quartet_plugin.model.costs import FloatArray, StageCosts
 from quartet_plugin.model.custom_schedule import PAIRS_ONLY_SIMULATED, CustomSchedule
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.choice import family_of, relative_costs, written_of
-from quartet_plugin.schedule.family import Family, generate
+from quartet_plugin.schedule.family import Family, generate, plain_family
 from quartet_plugin.schedule.instruction import Program
 from quartet_plugin.schedule.lowering import lower, refuse_two_copies
 from quartet_plugin.schedule.named import lookup, named
@@ -142,24 +142,10 @@ def _ordered(spec: ScheduleSpec, num_microbatches: int) -> Schedule:
             validate(schedule)
             return schedule
     return generate(
-        spec.family or plain_family(spec),
+        spec.family or plain_family(spec.placement, num_devices=spec.num_devices),
         spec.costs,
         num_microbatches,
         memory_limit_bytes=spec.memory_limit_bytes,
-    )
-
-
-def plain_family(spec: ScheduleSpec) -> Family:
-    """Full backwards, as 1F1B on any placement, with the microbatches in flight that fill the pipeline."""
-    chunks = len(spec.placement) // spec.num_devices
-    ones, zeros = (1.0,) * chunks, (0.0,) * chunks
-    return Family(
-        stretch_forward=ones,
-        stretch_backward=ones,
-        shift_forward=zeros,
-        shift_backward=zeros,
-        memory_cap=float(spec.num_devices + 1),
-        full_backward=(True,) * len(spec.placement),
     )
 
 

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from quartet_plugin.errors import PlanError
+from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.model.costs import FloatArray, StageCosts
 from quartet_plugin.model.custom_schedule import PER_STAGE, CustomSchedule, StageProfile
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import ScheduleChoice
-from quartet_plugin.schedule.family import PER_CHUNK, SCALARS, Family, generate
+from quartet_plugin.schedule.family import PER_CHUNK, SCALARS, Family, generate, plain_family
 from quartet_plugin.schedule.files import entry_texts, parse_entries
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.placement import kind_of
 from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.validate import validate
 
 
 def choice_of(
@@ -35,10 +36,14 @@ def choice_of(
     if schedule.routes is not None:
         raise PlanError("routes: a schedule with two copies of the model can only be simulated")
     origin = schedule.origin
-    family = origin.get("family")
+    family, is_inserted = origin.get("family"), bool(origin.get("inserted"))
+    if isinstance(family, Mapping) and "inserted" in family:
+        # As a file has it.
+        is_inserted = is_inserted or bool(family["inserted"])
+        family = {name: value for name, value in family.items() if name != "inserted"}
     # A search that started from a named schedule and improved it says {"start": ...}: no parameters.
     known = isinstance(family, Mapping) and set(family) == set(Family.json_keys())
-    exact = not schedule.pairs and not origin.get("inserted") and (known or origin.get("name") is not None)
+    exact = not schedule.pairs and not is_inserted and (known or origin.get("name") is not None)
     orders = None
     if with_orders or (with_orders is None and not exact):
         orders = tuple(map(tuple, entry_texts(schedule)))
@@ -149,6 +154,9 @@ def written_of(choice: CustomSchedule, *, num_microbatches: int) -> Schedule | N
 def generated(choice: ScheduleChoice, *, layout: Layout, num_microbatches: int) -> Schedule:
     """The schedule that a plan names, or that its parameters of the family make, for any microbatches.
 
+    It is the plain one of `plain_family`, as in the runtime, where a name has no valid order of this number
+    of microbatches, or the plan has an order alone.
+
     Raises PlanError for parameters that are not the family's.
     """
     custom = choice.custom
@@ -161,17 +169,19 @@ def generated(choice: ScheduleChoice, *, layout: Layout, num_microbatches: int) 
             group=choice.group,
         )
     if custom.named is not None:
-        return named(
-            custom.named,
-            num_devices=custom.num_devices,
-            num_microbatches=num_microbatches,
-            num_chunks=len(custom.placement) // custom.num_devices,
-            group=custom.group,
-        )
-    family, limits = family_of(custom), custom.profile.memory_limit_bytes
-    assert family is not None, "a custom schedule needs a name, orders or a family"
+        with suppress(QuartetError):
+            schedule = named(
+                custom.named,
+                num_devices=custom.num_devices,
+                num_microbatches=num_microbatches,
+                num_chunks=len(custom.placement) // custom.num_devices,
+                group=custom.group,
+            )
+            validate(schedule)
+            return schedule
+    limits = custom.profile.memory_limit_bytes
     return generate(
-        family,
+        family_of(custom) or plain_family(custom.placement, num_devices=custom.num_devices),
         relative_costs(custom).ratios,
         num_microbatches,
         memory_limit_bytes=None if limits is None else np.array(limits, dtype=np.float64),

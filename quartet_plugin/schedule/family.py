@@ -7,7 +7,7 @@ chunk: progress(i) = g (i div g) + (i mod g) / v.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
@@ -144,4 +144,18 @@ def generate(
         placement=tuple(device.tolist()),
         orders=tuple(np.split(orders, offsets[1:-1])),
         origin={"family": family.to_json()},
+    )
+
+
+def plain_family(placement: Sequence[int], *, num_devices: int) -> Family:
+    """Full backwards, as 1F1B on any placement, with the microbatches in flight that fill the pipeline."""
+    chunks = len(placement) // num_devices
+    ones, zeros = (1.0,) * chunks, (0.0,) * chunks
+    return Family(
+        stretch_forward=ones,
+        stretch_backward=ones,
+        shift_forward=zeros,
+        shift_backward=zeros,
+        memory_cap=float(num_devices + 1),
+        full_backward=(True,) * len(placement),
     )

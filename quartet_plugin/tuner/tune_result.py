@@ -1,5 +1,6 @@
 """The result of a tuning run, and its winner on disk: best/plan.json, receipt, command.sh, and the regret."""
 
+import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from quartet_plugin.model.receipt import Receipt, receipt_path, write_receipt
 from quartet_plugin.model.schema import write_record
 from quartet_plugin.model.shape_curve import ShapeCurve
 from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE
 from quartet_plugin.protocol.masking import shell_words
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.winner_choice import FinalistResult
@@ -109,6 +111,11 @@ def _write_full_size(result: TuneResult, *, run: TuningRun) -> None:
     write_text_atomic(folder.full_command, command_text(winner.plan, run=run, path=folder.full_plan))
 
 
+def needs_known_source(plan: Plan) -> bool:
+    """Whether training with the plan replaces functions of the framework, whose source must be known."""
+    return plan.schedule.custom is not None or plan.layout.tensor_partition is not None
+
+
 def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
     """A shell script, every word quoted where it must be; it takes secrets from its environment."""
     train = ["quartet", "train", "--plan", str(path)]
@@ -116,6 +123,8 @@ def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
         train += ["--device", run.config.device]
     elif any(node.has_no_accelerator for node in plan.made_for.nodes):
         train += ["--device", "cpu"]  # as `train` asks for, which never takes a processor by itself
+    if ACCEPT_CHANGED_SOURCE in os.environ and needs_known_source(plan):
+        train.append("--accept-changed-source")
     where = ""
     if run.config.launcher in OF_SLURM:
         train += _launcher_words("slurm", plan=plan, run=run)

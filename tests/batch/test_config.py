@@ -179,6 +179,20 @@ def test_the_words_of_a_job_that_goes_on() -> None:
         *("tune", "--run-dir=/runs", "--name=a", "--trials=40", "--max-minutes=6.000"),
         *("--from=b", "--resume", "--takeover", "--", *COMMAND),
     ]
+    # A run that goes on would keep a number that an earlier limit gave it.
+    usual = parse_config({}, where="q")
+    plain = parse({"name": "a", "command": COMMAND}).jobs[0]
+    for is_begun in (False, True):
+        words = tune_words(
+            plain,
+            config=usual,
+            runs=Path("/runs"),
+            max_trials=None,
+            minutes=None,
+            started_from=None,
+            is_begun=is_begun,
+        )
+        assert (f"--trials={usual.study.trials}" in words) == is_begun
     assert num_trials_of(job, config=config, max_trials=None) == 50
     assert minutes_of(job, spent=20.0, left=None) == 0.1
     assert minutes_of(job, spent=0.0, left=2.0) == 2.0

@@ -21,7 +21,7 @@ from quartet_plugin.planner.job import parse_job
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.order_search import planned_ranking
 from quartet_plugin.planner.plans import plain_layout, plan_of
-from quartet_plugin.planner.ranking import rank
+from quartet_plugin.planner.ranking import Ranking, rank
 from tests.model.clusters import make_cluster
 
 FLAGS = (
@@ -436,9 +436,13 @@ def test_flags_that_the_runtime_refuses_leave_the_frameworks_schedules(more: str
     search = {"pipeline_parallel": 2, "schedule": ["stock", "zb-h1", "searched"]}
     sections = {"cluster": CLUSTER, "search": search}
 
-    def planned(flags: str) -> set[str]:
-        request = job_of_command(parse_command(words(flags)), sections=sections).request
-        return {ranked.schedule_label for ranked in planned_ranking(request, top=100).best}
+    def planned(flags: str) -> Ranking:
+        return planned_ranking(
+            job_of_command(parse_command(words(flags)), sections=sections).request, top=100
+        )
 
-    assert "zb-h1" in planned("")
-    assert {label.partition(" ")[0] for label in planned(more)} <= {"1f1b", "interleaved"}
+    free, kept = planned(""), planned(more)
+    assert "zb-h1" in {ranked.schedule_label for ranked in free.best}
+    assert {ranked.schedule_label.partition(" ")[0] for ranked in kept.best} <= {"1f1b", "interleaved"}
+    (line,) = set(kept.limits) - set(free.limits)
+    assert line.startswith(f"custom schedules: none, because of {more.partition(' ')[0]}: ")

@@ -233,3 +233,11 @@ def test_refusals(options: list[str], words: str, quartet: Quartet, costs: Path,
     assert words in line
     assert "\n" not in line
     assert not (tmp_path / "s.json").exists()
+
+
+def test_a_missing_folder_is_said_before_the_search(
+    costs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "missing" / "best.json"
+    assert main(["schedule", "search", str(costs), "-o", str(path), "--time-limit", "3600"]) == 2
+    assert "the folder" in capsys.readouterr().err

@@ -99,7 +99,8 @@ def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_watching_a_finished_run_ends(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "status", str(run), "--watch", "1") == printed(capsys, "status", str(run))
-    assert main(["status", str(run), "--watch", "0"]) == 2
+    for seconds in ("0", "nan", "inf", "1e20"):
+        assert main(["status", str(run), "--watch", seconds]) == 2
 
 
 def test_watching_shows_a_run_until_it_ends(

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -172,3 +173,13 @@ def test_an_impossible_order_is_refused(name: str) -> None:
 def test_rank_zero_stays_on_the_first_node() -> None:
     with pytest.raises(PlanError, match="RANK 0"):
         order_named("1,0", layout=layout_of(1, 2, 1), nodes=make_nodes(1, 1))
+
+
+@pytest.mark.parametrize("name", ["pipeline-reversed", "0,2,1,3,4,5"])
+def test_nodes_of_unequal_size_keep_the_launchers_order(name: str) -> None:
+    """A start refuses any other order there."""
+    nodes = (*make_nodes(4), *(replace(node, host="small") for node in make_nodes(2)))
+    layout = layout_of(1, 2, 3)
+    assert order_named("stock", layout=layout, nodes=nodes).mapping.is_stock
+    with pytest.raises(PlanError, match="nodes with 2 and with 4 slots"):
+        order_named(name, layout=layout, nodes=nodes)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
+from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.config import parse_config
@@ -184,6 +185,27 @@ def test_a_winner_trains_through_slurm_only_where_it_was_tuned_there(
     text = command_text(PLAN, run=run, path=run.folder.best_plan)
     assert ("--launcher slurm" in text) is is_of_slurm
     assert ("on every node" in text) is not is_of_slurm
+
+
+def test_a_winner_whose_source_was_accepted_trains_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script runs in a shell that knows nothing of the search's flag."""
+    run = a_run(tmp_path, "torchrun", "x.py")
+    layout = replace(
+        PLAN.layout,
+        tensor_parallel=2,
+        pipeline_parallel=1,
+        sequence_parallel=True,
+        tensor_partition=partition_from_label("rings"),
+    )
+    split = replace(PLAN.split, transformer_layers_per_stage=(8,))
+    plan = replace(PLAN, layout=layout, split=split, schedule=ScheduleChoice(name="no-pipelining"))
+    flag = "--accept-changed-source"
+    assert flag not in command_text(plan, run=run, path=run.folder.best_plan)
+    monkeypatch.setenv("QUARTET_ACCEPT_CHANGED_SOURCE", "1")
+    assert flag in command_text(plan, run=run, path=run.folder.best_plan)
+    assert flag not in command_text(PLAN, run=run, path=run.folder.best_plan)
 
 
 def test_the_launcher_of_the_trials_is_named_with_its_site(tmp_path: Path) -> None:

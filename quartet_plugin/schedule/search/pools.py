@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search.effort import Effort
@@ -282,7 +283,9 @@ class OrderPool:
         effort.check()
         if exact is None:
             return
-        if exact.proven and not self.is_open and not self.tasks.problem.fused_pays:
+        # An order with full backwards is the best among those with the same ones alone.
+        is_split = not any((order & 3 == ActionKind.B).any() for order in schedule.orders)
+        if exact.proven and is_split and not self.is_open and not self.tasks.problem.fused_pays:
             effort.goal_s = max(effort.goal_s, exact.makespan_s)
         self._keep([(exact.makespan_s, exact.schedule)])
 

@@ -13,7 +13,8 @@ from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.runtime.binding import Runtime
 from quartet_plugin.megatron.runtime.reduction import GradReductions
 from quartet_plugin.megatron.split_backward import WeightGradients
-from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, plain_family
+from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec
+from quartet_plugin.schedule.family import plain_family
 from quartet_plugin.schedule.placement import build
 from tests.runtime.pipelines import stage_costs
 
@@ -24,7 +25,10 @@ def specs() -> list[ScheduleSpec]:
     """A named schedule, and an order of the family, whose keys are sums of seconds that no float holds."""
     costs = stage_costs(build("v", num_devices=DEGREE, num_chunks=None), transfer_s=0.1)
     by_name = ScheduleSpec(costs=costs, name="zb-v")
-    return [by_name, ScheduleSpec(costs=costs, family=plain_family(by_name))]
+    return [
+        by_name,
+        ScheduleSpec(costs=costs, family=plain_family(by_name.placement, num_devices=by_name.num_devices)),
+    ]
 
 
 def main() -> None:
