@@ -5,21 +5,20 @@ is generated anew for it. An order that was written out exists for its own numbe
 family's plain order on the same placement takes its place.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from quartet_plugin.errors import ConfigError, PlanError, QuartetError
+from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.costs import FloatArray, StageCosts
 from quartet_plugin.model.custom_schedule import PAIRS_ONLY_SIMULATED, CustomSchedule
 from quartet_plugin.schedule.action import ActionKind
-from quartet_plugin.schedule.choice import family_of, relative_costs, written_of
-from quartet_plugin.schedule.family import Family, generate, plain_family
+from quartet_plugin.schedule.choice import family_of, made, relative_costs, written_of
+from quartet_plugin.schedule.family import Family
 from quartet_plugin.schedule.instruction import Program
 from quartet_plugin.schedule.lowering import lower, refuse_two_copies
-from quartet_plugin.schedule.named import lookup, named
+from quartet_plugin.schedule.named import lookup
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import action_times
 from quartet_plugin.schedule.validate import validate
@@ -129,22 +128,12 @@ def _ordered(spec: ScheduleSpec, num_microbatches: int) -> Schedule:
     written = spec.written
     if written is not None and written.num_microbatches == num_microbatches:
         return written
-    if spec.name is not None:
-        # Some sizes are refused, and some groups dead-lock: the plain order takes their place.
-        with suppress(QuartetError):
-            schedule = named(
-                spec.name,
-                num_devices=spec.num_devices,
-                num_microbatches=num_microbatches,
-                num_chunks=len(spec.placement) // spec.num_devices,
-                group=spec.group,
-            )
-            validate(schedule)
-            return schedule
-    return generate(
-        spec.family or plain_family(spec.placement, num_devices=spec.num_devices),
+    return made(
         spec.costs,
         num_microbatches,
+        name=spec.name,
+        group=spec.group,
+        family=spec.family,
         memory_limit_bytes=spec.memory_limit_bytes,
     )
 

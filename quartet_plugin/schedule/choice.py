@@ -154,9 +154,6 @@ def written_of(choice: CustomSchedule, *, num_microbatches: int) -> Schedule | N
 def generated(choice: ScheduleChoice, *, layout: Layout, num_microbatches: int) -> Schedule:
     """The schedule that a plan names, or that its parameters of the family make, for any microbatches.
 
-    It is the plain one of `plain_family`, as in the runtime, where a name has no valid order of this number
-    of microbatches, or the plan has an order alone.
-
     Raises PlanError for parameters that are not the family's.
     """
     custom = choice.custom
@@ -168,21 +165,47 @@ def generated(choice: ScheduleChoice, *, layout: Layout, num_microbatches: int) 
             num_chunks=layout.virtual_stages if layout.virtual_stages > 1 else None,
             group=choice.group,
         )
-    if custom.named is not None:
+    limits = custom.profile.memory_limit_bytes
+    return made(
+        relative_costs(custom).ratios,
+        num_microbatches,
+        name=custom.named,
+        group=custom.group,
+        family=family_of(custom),
+        memory_limit_bytes=None if limits is None else np.array(limits, dtype=np.float64),
+    )
+
+
+def made(
+    costs: StageCosts,
+    num_microbatches: int,
+    *,
+    name: str | None,
+    group: int | None,
+    family: Family | None,
+    memory_limit_bytes: FloatArray | None,
+) -> Schedule:
+    """The named schedule on the stages of `costs`, or the one that the parameters make of them.
+
+    Some sizes are refused, and some groups deadlock: the parameters, or `plain_family` without any, take the
+    place of the name then.
+    """
+    placement = tuple(costs.device_of_stage.tolist())
+    num_devices = max(placement) + 1
+    if name is not None:
         with suppress(QuartetError):
             schedule = named(
-                custom.named,
-                num_devices=custom.num_devices,
+                name,
+                num_devices=num_devices,
                 num_microbatches=num_microbatches,
-                num_chunks=len(custom.placement) // custom.num_devices,
-                group=custom.group,
+                num_chunks=len(placement) // num_devices,
+                group=group,
             )
             validate(schedule)
             return schedule
-    limits = custom.profile.memory_limit_bytes
     return generate(
-        family_of(custom) or plain_family(custom.placement, num_devices=custom.num_devices),
-        relative_costs(custom).ratios,
+        family or plain_family(placement, num_devices=num_devices),
+        costs,
         num_microbatches,
-        memory_limit_bytes=None if limits is None else np.array(limits, dtype=np.float64),
+        memory_limit_bytes=memory_limit_bytes,
     )

@@ -47,7 +47,7 @@ class Outcome(StrEnum):
     CANCELLED = "CANCELLED"
 
 
-# Seconds of a rank's end, which every trial's deadline holds.
+# The seconds that ranks have to end; the deadline of a trial must be longer.
 SHUTDOWN_S = 10.0
 
 

@@ -120,10 +120,10 @@ def _record_here(
 
 def _within(record: TrialRecord, limit_bytes: int) -> TrialRecord:
     """The record, infeasible where a measured plan's peak is above the limit."""
-    excess = (record.peak_memory_bytes or 0) - limit_bytes
+    excess = record.peak_memory_bytes - limit_bytes
     if record.verdict != "measured" or excess <= 0:
         return record
-    why = f"out of memory: {above_limit(record.peak_memory_bytes or 0, limit_bytes)} (in {record.source})"
+    why = f"out of memory: {above_limit(record.peak_memory_bytes, limit_bytes)} (in {record.source})"
     return replace(
         record,
         verdict="infeasible",

@@ -13,7 +13,7 @@ def num_without_gain(trials: Sequence[FinishedTrial]) -> int:
     it by no more than noise, so that small gains add up to one. Repeated plans are no trials.
     """
     trials = [trial for trial in trials if trial.record.repeats is None]
-    noise = _noise_of(trials)
+    noise = launch_noise(trial.record for trial in trials)
     best, count = 0.0, 0
     for trial in trials:
         record = trial.record
@@ -30,9 +30,5 @@ def patience_words(trials: Sequence[FinishedTrial], *, patience: int) -> str | N
     """Why the search ends here; None if it continues, and always with a `patience` of 0."""
     if not patience or num_without_gain(trials) < patience:
         return None
-    noise = _noise_of(trials)
+    noise = launch_noise(trial.record for trial in trials if trial.record.repeats is None)
     return f"the last {patience} gained no more than the noise ({100 * noise:.0f} %) over the best before"
-
-
-def _noise_of(trials: Sequence[FinishedTrial]) -> float:
-    return launch_noise(trial.record for trial in trials if trial.record.repeats is None)

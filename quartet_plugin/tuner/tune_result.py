@@ -12,7 +12,7 @@ from quartet_plugin.model.files import write_text_atomic
 from quartet_plugin.model.history import DriftMeasurement
 from quartet_plugin.model.measurement import FinalChoice, Objective, Regret
 from quartet_plugin.model.plan import Plan, write_plan
-from quartet_plugin.model.receipt import Receipt, receipt_path, write_receipt
+from quartet_plugin.model.receipt import Receipt, needs_receipt, receipt_path, write_receipt
 from quartet_plugin.model.schema import write_record
 from quartet_plugin.model.shape_curve import ShapeCurve
 from quartet_plugin.model.trial_record import FinishedTrial
@@ -111,11 +111,6 @@ def _write_full_size(result: TuneResult, *, run: TuningRun) -> None:
     write_text_atomic(folder.full_command, command_text(winner.plan, run=run, path=folder.full_plan))
 
 
-def needs_known_source(plan: Plan) -> bool:
-    """Whether training with the plan replaces functions of the framework, whose source must be known."""
-    return plan.schedule.custom is not None or plan.layout.tensor_partition is not None
-
-
 def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
     """A shell script, every word quoted where it must be; it takes secrets from its environment."""
     train = ["quartet", "train", "--plan", str(path)]
@@ -123,7 +118,7 @@ def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
         train += ["--device", run.config.device]
     elif any(node.has_no_accelerator for node in plan.made_for.nodes):
         train += ["--device", "cpu"]  # as `train` asks for, which never takes a processor by itself
-    if ACCEPT_CHANGED_SOURCE in os.environ and needs_known_source(plan):
+    if ACCEPT_CHANGED_SOURCE in os.environ and needs_receipt(plan):
         train.append("--accept-changed-source")
     where = ""
     if run.config.launcher in OF_SLURM:
