@@ -14,7 +14,7 @@ from quartet_plugin.calibration.constants_fit import ASSUMED, Calibration
 from quartet_plugin.cost.cluster import ResolvedCluster, look_up, uniform_cluster_of, with_measured_hop
 from quartet_plugin.cost.coefficients import COEFFICIENTS, Coefficient, MachineModel
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
-from quartet_plugin.cost.devices import DeviceSpec, library
+from quartet_plugin.cost.devices import DeviceSpec, library, match_device
 from quartet_plugin.cost.memory import PROCESS_BYTES, capacity_bytes_of
 from quartet_plugin.cost.run import HalfPrecision, UniformCluster, uniform_cluster_of_device
 from quartet_plugin.errors import ConfigError
@@ -245,15 +245,9 @@ def _slowdown_spread(resolved: ResolvedCluster | None, *, on_cpu: bool) -> float
 
 
 def library_device(name: str) -> tuple[DeviceSpec, bool]:
-    """The library's device of that name or model, and True; a usual one and False where there is none."""
-    devices = library()
-    if name.lower() in devices:
-        return devices[name.lower()], True
-    words = name.upper().replace("-", " ").split()
-    for device in devices.values():
-        if device.name.upper().split("-")[0] in words:
-            return devices[device.name.lower()], True
-    return devices[_ACCELERATOR], False
+    """The library's device of that name, and True; a usual one and False where there is none."""
+    device = match_device(name)
+    return (library()[_ACCELERATOR], False) if device is None else (device, True)
 
 
 def _slowdown_numbers(nodes: Sequence[NodeInfo]) -> IntArray:

@@ -7,7 +7,8 @@ measured matrix product as a fraction of the nominal peak (peaks are power-limit
 
 import functools
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from importlib import resources
 from pathlib import Path
@@ -30,6 +31,12 @@ NARROW_FORMAT = 0.93
 # DDR5-4800 each (MLPerf Inference v4.1, system description of H200-SXM-141GBx8; Intel's data sheet).
 HOST_LINK_BYTES_PER_S = 63e9
 HOST_MEMORY_BYTES_PER_S = 2 * 8 * 4.8e9 * 8 / 8
+# The relative difference of a device's memory from the data sheet's, of which a driver keeps some.
+MEMORY_TOLERANCE = 0.12
+# A driver's words beside the model and the memory; any other (PCIe, NVL, MIG, ...) means another device.
+_MAKERS = frozenset({"NVIDIA", "TESLA", "AMD", "INSTINCT"})
+_FORM, _SAME_FORM = re.compile(r"SXM\d?"), re.compile(r"OAM|AC|VF|HBM\d\w*")
+_GIB = re.compile(r"(\d+)GB")
 # fp32 products run beside the matrix units: 1/16 of the half-precision peak on A100 and H100.
 SINGLE_PRECISION = 1 / 16
 
@@ -79,13 +86,21 @@ class DeviceSpec:
 
         fp32 where only narrower formats are known: a fixed share of half precision's.
         """
-        wider: tuple[Precision, ...] = ("fp4", "fp8", "bf16", "fp16", "fp32")
-        for name in wider[wider.index(precision) :]:
-            if name in self.peak_flops:
-                return self.peak_flops[name]
+        name = self.format_of(precision)
+        if name in self.peak_flops:
+            return self.peak_flops[name]
         halves = [self.peak_flops[name] for name in ("bf16", "fp16") if name in self.peak_flops]
         half = max(halves or self.peak_flops.values())
         return half * SINGLE_PRECISION if precision == "fp32" else half
+
+    def format_of(self, precision: Precision) -> Precision:
+        """The format whose rate stands for `precision`: the next wider one where the device lacks it.
+
+        Itself where the device has it, or only narrower ones.
+        """
+        wider: tuple[Precision, ...] = ("fp4", "fp8", "bf16", "fp16", "fp32")
+        formats = wider[wider.index(precision) :]
+        return next((name for name in formats if name in self.peak_flops), precision)
 
     def ceiling_flops(self, precision: Precision) -> float:
         """The highest rate a matrix product reaches in practice, FLOP/s.
@@ -139,6 +154,46 @@ def device_named(name: str, *, extra: Mapping[str, DeviceSpec] | None = None) ->
     near = nearest_word(plain, known=known)
     advice = f"{near} or" if near else f"; use one of {', '.join(names)}, or"
     raise ConfigError(f"device {shown(name)}: unknown{advice} add a hardware file for it")
+
+
+def match_device(name: str, *, memory_bytes: int | None = None) -> DeviceSpec | None:
+    """The library's device that `name` means, a name or alias of the library or a driver's name.
+
+    A driver's name means the device of its model and form, whose memory is that of the name and
+    `memory_bytes`, as far as they say it. None unless exactly one fits: an H100 PCIe is no H100 SXM, and a
+    slice of a device (MIG) no device of the library.
+    """
+    known = library().get(name.lower())
+    devices = {device.name: device for device in library().values()} if known is None else {name: known}
+    words = _words_of(name)
+    sizes = [int(size[1]) * 2**30 for word in words if (size := _GIB.fullmatch(word))]
+    sizes += [] if memory_bytes is None else [memory_bytes]
+    fits = [
+        device
+        for device in devices.values()
+        if (device is known or _is_model(device, words))
+        and all(abs(size / device.memory_bytes - 1) <= MEMORY_TOLERANCE for size in sizes)
+    ]
+    return fits[0] if len(fits) == 1 else None
+
+
+def _words_of(name: str) -> list[str]:
+    return name.upper().replace("-", " ").split()
+
+
+def _is_model(device: DeviceSpec, words: Sequence[str]) -> bool:
+    """Whether a driver's name is of the device's model and form, and of nothing else."""
+    model, *rest = _words_of(device.name)
+    forms = [word for word in rest if _FORM.fullmatch(word)]
+    return model in words and all(
+        word in (model, *rest)
+        or word in _MAKERS
+        or _GIB.fullmatch(word)
+        or _SAME_FORM.fullmatch(word)
+        # The library's SXM is any generation's.
+        or (_FORM.fullmatch(word) and any(word.startswith(form) for form in forms))
+        for word in words
+    )
 
 
 def read_folder(folder: str | os.PathLike[str]) -> Mapping[str, DeviceSpec]:

@@ -5,7 +5,7 @@ from dataclasses import field, replace
 from itertools import groupby
 from typing import Annotated, Literal
 
-from quartet_plugin.cost.devices import DeviceSpec, library
+from quartet_plugin.cost.devices import match_device
 from quartet_plugin.model.cluster import (
     Cluster,
     ClusterLinks,
@@ -19,8 +19,6 @@ from quartet_plugin.model.cluster import (
 )
 from quartet_plugin.model.schema import ADDED, Bounds, Length, record
 
-# The relative difference of a device's memory from the data sheet's, of which a driver keeps some.
-MEMORY_TOLERANCE = 0.12
 # A device slower than the fastest of its name by more than this has a slowdown; less is noise.
 SLOWDOWN_TOLERANCE = 0.15
 
@@ -31,6 +29,7 @@ Pairs = tuple[tuple[Annotated[float, Bounds(ge=0, lt=1e20)], ...], ...]
 class ProbedRank:
     """One rank's device: its name and size, its fastest product by format, and the rate of its copies.
 
+    `host` is the name of the rank's node, which no other node has (`probe.node_names`).
     `fabric` is the identity of the fabric and the clique that the device's links belong to, `topology` the
     node's place among Slurm's switches; None where nothing says them.
     """
@@ -106,25 +105,9 @@ def cluster_of(findings: Findings) -> Cluster:
 
 
 def library_name(rank: ProbedRank) -> str | None:
-    """The library's name of a device by the driver's name: same model, same memory, same form.
-
-    None unless exactly one entry fits.
-    """
-    words = rank.name.upper().replace("-", " ").split()
-    fits = [
-        device
-        for device in dict.fromkeys(device.name for device in library().values())
-        if _fits(library()[device.lower()], words, rank.memory_bytes)
-    ]
-    return fits[0] if len(fits) == 1 else None
-
-
-def _fits(device: DeviceSpec, words: Sequence[str], memory_bytes: int) -> bool:
-    model, *rest = device.name.upper().split("-")
-    is_card = "PCIE" in words or "NVL" in words
-    if model not in words or (is_card and "PCIE" not in rest):
-        return False
-    return abs(memory_bytes / device.memory_bytes - 1) <= MEMORY_TOLERANCE
+    """The library's name of a rank's device, by the driver's name and its memory; None where it has none."""
+    device = match_device(rank.name, memory_bytes=rank.memory_bytes)
+    return None if device is None else device.name
 
 
 def _rate(rank: ProbedRank) -> float:

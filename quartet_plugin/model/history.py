@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quartet_plugin.model.axis_gains import AxisGains
+from quartet_plugin.model.cluster import Precision
 from quartet_plugin.model.launch import DEPTH_PROXY, Phase
 from quartet_plugin.model.measurement import Comparison, Objective, Regret
 from quartet_plugin.model.plan import NodeInfo, Plan
@@ -204,7 +205,8 @@ class RunHistory:
     the best plan of each of several shapes. `baseline_note` says why the baseline is not the user's command,
     empty where it is. `limits` are what the latest proposal did not predict, a line each.
     `launch_s` are the seconds of all launches that have ended, whatever for, `launch_parts` what they went
-    into, and `search_s` those of all sessions. `faults` are files that could not be read.
+    into, and `search_s` those of all sessions. `precision` is the format of the layers' products. `faults`
+    are files that could not be read.
     """
 
     name: str
@@ -243,6 +245,7 @@ class RunHistory:
     search_s: float = 0.0
     baseline_note: str = ""
     limits: tuple[str, ...] = ()
+    precision: Precision = "bf16"
 
     @property
     def baseline(self) -> TrialRow | None:

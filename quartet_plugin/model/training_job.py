@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
+from quartet_plugin.model.cluster import Precision
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Layout, Setting, SettingValue
 from quartet_plugin.model.plan import ScheduleChoice, Split
@@ -70,11 +71,21 @@ class TrainingJob:
         default=None, metadata=ADDED
     )
     """The framework's functions whose source is not a known one, which keeps custom schedules off."""
+    accepted_sources: Annotated[tuple[Name, ...], Length(most=1_000)] | None = field(
+        default=None, metadata=ADDED
+    )
+    """The changed functions, with their sources, that the user accepted; None where nothing was."""
     stage_divisor: Annotated[int, Bounds(ge=2, le=2**16)] | None = field(default=None, metadata=ADDED)
     """How many times fewer stages and layers this job has, a trial's, than the training.
 
     None where a replica of the training has no more processes than a trial.
     """
+
+    @property
+    def product_precision(self) -> Precision:
+        """The format of the layers' products: a narrow one that the command asks for, else the job's."""
+        narrow: tuple[Precision, ...] = ("fp4", "fp8")
+        return next((name for name in narrow if name in self.features), self.precision)
 
     def setting(self, name: str) -> SettingValue | None:
         """The command's value of a setting; None where it was not read."""

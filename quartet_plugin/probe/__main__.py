@@ -21,6 +21,7 @@ def main() -> None:
     import torch.distributed as dist
 
     from quartet_plugin.probe import devices, links
+    from quartet_plugin.probe.node_names import machine_id, node_names
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(1)
@@ -33,12 +34,15 @@ def main() -> None:
     )
     try:
         where = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
-        rank = {"host": socket.gethostname(), "local_rank": local_rank}
-        rank |= devices.describe(where, local_rank=local_rank) | devices.place_of_node()
+        rank = {"host": socket.gethostname(), "machine": machine_id(), "local_rank": local_rank}
+        rank |= devices.describe(where) | devices.place_of_node()
         dist.barrier()
         rank |= devices.measure_rates(where)
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, rank)
+        for each, name in zip(ranks, node_names(ranks), strict=True):
+            each["host"] = name
+            del each["machine"]
         measured = links.measure_links(
             where,
             hosts=[rank["host"] for rank in ranks],

@@ -27,6 +27,8 @@ _WINDOW_S = 0.4
 _LEAST_REPEATS = 3
 
 
+# In the driver's name of a slice of a device.
+_SLICE = "MIG"
 # What nvml.h calls NVML_GPU_FABRIC_STATE_COMPLETED: the device has joined its fabric.
 _JOINED = 3
 # Longer names are none.
@@ -46,48 +48,48 @@ class FabricInfo(ctypes.Structure):
     )
 
 
-def describe(device: torch.device, *, local_rank: int) -> dict[str, Any]:
+def describe(device: torch.device) -> dict[str, Any]:
     """`name`, `memory_bytes` and `compute_units` of the device; a core has its share of the memory.
 
-    NVML answers where its library is there, otherwise torch or the system; it alone knows the `fabric`.
+    Those of a GPU are torch's, of the device or slice that CUDA_VISIBLE_DEVICES shows the process. NVML knows
+    the `power_watts` and the `fabric`, where its library is there and the device is whole.
     """
     if device.type == "cuda":
-        return _gpu(device, local_rank=local_rank)
+        return _gpu(torch.cuda.get_device_properties(device))
     cores = len(os.sched_getaffinity(0))
     share = psutil.virtual_memory().total // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", cores)))
     return {"name": processor_name(), "memory_bytes": int(share), "compute_units": 1, "power_watts": None}
 
 
-def _gpu(device: torch.device, *, local_rank: int) -> dict[str, Any]:
-    known = torch.cuda.get_device_properties(device)
-    properties = {
+def _gpu(known: Any) -> dict[str, Any]:
+    """The description of the GPU that has torch's properties `known`."""
+    properties: dict[str, Any] = {
         "name": str(known.name),
         "memory_bytes": int(known.total_memory),
         "compute_units": int(known.multi_processor_count),
         "power_watts": None,
     }
+    if _SLICE in properties["name"].split():
+        # Power and fabric are those of the whole device.
+        return properties
     with contextlib.suppress(Exception):
         # Optional, and a driver may refuse any of its questions: what torch says is enough to go on.
-        properties |= _nvml(local_rank)
+        properties |= _nvml(str(known.uuid))
     return properties
 
 
-def _nvml(local_rank: int) -> dict[str, Any]:
+def _nvml(uuid: str) -> dict[str, Any]:
+    """What NVML alone knows of the device with that UUID; its index is not that of CUDA_VISIBLE_DEVICES."""
     pynvml: Any = importlib.import_module("pynvml")
     pynvml.nvmlInit()
     try:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        index = int(visible[local_rank]) if len(visible) > local_rank and visible[0].isdigit() else local_rank
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        name = pynvml.nvmlDeviceGetName(handle)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         fabric = None
         with contextlib.suppress(Exception):
             # Older drivers and devices without a fabric refuse the question.
             fabric = _fabric(pynvml, handle)
         return {
             **({} if fabric is None else {"fabric": fabric}),
-            "name": name.decode() if isinstance(name, bytes) else str(name),
-            "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
             "power_watts": pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
         }
     finally:

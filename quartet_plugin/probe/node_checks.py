@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.protocol.masking import masked
 
 # Distributions whose versions must be equal on all nodes.
 PACKAGES = (
@@ -37,6 +38,8 @@ PACKAGES = (
 )
 PROGRAMS = ("srun", "sbatch", "ssh", "torchrun", "nvidia-smi", "ibstat")
 PROGRAM_S, MEET_S = 20.0, 60.0
+# Longer values are cut.
+_LONGEST_VALUE = 200
 _INFINIBAND, _NETWORK = Path("/sys/class/infiniband"), Path("/sys/class/net")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -60,6 +63,11 @@ def node_facts(folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
         "storage_s": storage_s(folder),
         "product_s": product_s(),
         "nccl_variables": sorted(name for name in environment if name.startswith("NCCL_")),
+        "nccl_values": {
+            name: masked(value)[:_LONGEST_VALUE]
+            for name, value in sorted(environment.items())
+            if name.startswith("NCCL_")
+        },
     }
 
 

@@ -20,6 +20,9 @@ SLOW_FACTOR = 1.15
 BROKEN_NCCL: tuple[tuple[tuple[int, int], str], ...] = (
     ((2, 12), "all-gathers corrupt data if an NVLink is down (NVIDIA/nccl#596)"),
 )
+# NCCL's name of a node, which no other node may have.
+_OF_A_NODE = frozenset({"NCCL_HOSTID"})
+_MOST_VARIABLES = 6
 _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
@@ -281,6 +284,30 @@ def _nccl(facts: NodeFacts) -> CheckRow:
     )
 
 
+def _variables(facts: NodeFacts) -> CheckRow:
+    """The NCCL_* variables whose values differ between nodes, with each node's value."""
+    names = sorted({name for node in facts.values() for name in node["nccl_variables"]} - _OF_A_NODE)
+    values = {name: _by_value(facts, partial(_nccl_value, variable=name)) for name in names}
+    differing = [name for name in names if len(values[name]) > 1]
+    if not differing:
+        return CheckRow(check="variables", state="ok", finding=", ".join(names) or "none")
+    words = [f"{name}: {_groups(values[name])}" for name in differing[:_MOST_VARIABLES]]
+    left = len(differing) - len(words)
+    return CheckRow(
+        check="variables",
+        state="warn",
+        finding="; ".join(words) + (f"; and {left} more" if left else ""),
+        fix="NCCL_* must be equal on all nodes",
+    )
+
+
+def _nccl_value(node: Mapping[str, Any], *, variable: str) -> str | None:
+    """The value of a variable on a node, None where it is not set there."""
+    # A node of an earlier release says the names alone.
+    values = {**dict.fromkeys(node["nccl_variables"], "set"), **node.get("nccl_values", {})}
+    return values[variable] or '""' if variable in values else None
+
+
 _CHECKS: tuple[Callable[[NodeFacts], CheckRow], ...] = (
     _packages,
     _same("python", lambda node: str(node["python"]), fix="use the same python on all nodes"),
@@ -304,9 +331,7 @@ _CHECKS: tuple[Callable[[NodeFacts], CheckRow], ...] = (
     _limits,
     _nccl,
     _same("programs", lambda node: ", ".join(node["programs"]), fix="use one image on all nodes"),
-    _same(
-        "variables", lambda node: ", ".join(node["nccl_variables"]), fix="NCCL_* must be equal on all nodes"
-    ),
+    _variables,
 )
 
 

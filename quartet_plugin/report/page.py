@@ -184,13 +184,14 @@ def _mfu_cards(
     history: RunHistory, user: Measurement | TrialRow | None, best: Measurement | TrialRow | None
 ) -> list[tuple[str, str, str]]:
     """MFU of the best and of the user's own, where the device library knows the devices' peak."""
-    peak = peak_of(history.nodes) if history.nodes else None
+    peak = peak_of(history.nodes, history.precision) if history.nodes else None
     flops_per_s = None if best is None else best.model_flops_per_s_per_device
     if peak is None or not flops_per_s:
         return []
     before = 0.0 if user is None else user.model_flops_per_s_per_device or 0.0
-    was = f"was {100 * before / peak:.1f} %, " if before else ""
-    return [("MFU", f"{100 * flops_per_s / peak:.1f} %", f"{was}of the devices' bf16 peak")]
+    was = f"was {100 * before / peak.flops_per_s:.1f} %, " if before else ""
+    words = f"{was}of the devices' {peak.precision} peak"
+    return [("MFU", f"{100 * flops_per_s / peak.flops_per_s:.1f} %", words)]
 
 
 def _card(name: str, iteration_s: float, speed: Measurement | TrialRow) -> tuple[str, str, str]:

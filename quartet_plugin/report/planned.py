@@ -13,7 +13,7 @@ from quartet_plugin.planner.plans import Plain
 from quartet_plugin.planner.ranking import Ranked, Ranking
 from quartet_plugin.report.explain import differences, layout_words
 from quartet_plugin.report.summary import aligned
-from quartet_plugin.report.throughput import JobCost, Throughput, job_cost, throughput
+from quartet_plugin.report.throughput import JobCost, Peak, Throughput, job_cost, throughput
 from quartet_plugin.schedule.choice import origin_words
 from quartet_plugin.space.axes import Axis
 
@@ -45,7 +45,7 @@ def rates_of(job: PlanRequest, iteration_s: float, *, shape: ModelShape, has_pea
         shape=shape,
         global_batch_size=job.global_batch_size,
         num_devices=job.machines.num_devices,
-        peak_flops_per_s=job.machines.device.peak_flops_of(job.precision) if is_known else None,
+        peak=Peak.of(job.machines.device, job.precision) if is_known else None,
         experts=job.experts,
         latent_attention=job.latent,
     )

@@ -151,6 +151,11 @@ def status_record(history: RunHistory) -> dict[str, Any]:
     }
 
 
+def unreadable_record(*, name: str, path: str, fault: str) -> dict[str, Any]:
+    """What a list of runs has in place of the record of a run that cannot be read; see docs/formats.md."""
+    return {"schema_version": 1, "run": name, "path": path, "state": "unreadable", "faults": [fault]}
+
+
 def _speedup_of(best: TrialRow, history: RunHistory) -> str:
     """The speedup of a measured trial, in words."""
     ratio = history.versus_baseline(best)

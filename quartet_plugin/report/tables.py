@@ -197,8 +197,8 @@ def _beside_measured(predicted_s: float, measured_s: float) -> str:
 
 def _mfu_lines(plan: Plan, measured: Comparison) -> list[str]:
     """The rate that the measurement's own line does not have."""
-    mfu = throughput_of(plan, measured.plan.iteration_s.median).mfu
-    return [] if mfu is None else [f"MFU       {100 * mfu:.1f} %"]
+    words = throughput_of(plan, measured.plan.iteration_s.median).mfu_words
+    return [f"MFU       {words}"] if words else []
 
 
 def _job_lines(plan: Plan) -> list[str]:

@@ -6,7 +6,7 @@ Every command that shows one of these figures takes it from here.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from quartet_plugin.calibration.machine_prior import library_device
+from quartet_plugin.cost.devices import DeviceSpec, match_device
 from quartet_plugin.model.cluster import Precision
 from quartet_plugin.model.job_description import Experts, LatentAttention, model_flops_per_sequence
 from quartet_plugin.model.plan import NodeInfo, Plan
@@ -17,26 +17,48 @@ _HOUR_S, _DAY_S = 3600.0, 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The dense peak of one device: FLOP/s of products in the format `precision`."""
+
+    flops_per_s: float
+    precision: Precision
+
+    @classmethod
+    def of(cls, device: DeviceSpec, precision: Precision) -> "Peak":
+        """The peak of a job's precision; a format that the device lacks has the next wider one's."""
+        return cls(flops_per_s=device.peak_flops_of(precision), precision=device.format_of(precision))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """Rates of one iteration; `mfu` is the part of the devices' peak FLOP/s, None where that is unknown."""
+    """Rates of one iteration; `mfu` is the part of the devices' peak FLOP/s, None where that is unknown.
+
+    `peak_precision` is the format of that peak.
+    """
 
     tokens_per_s: float
     tokens_per_s_per_device: float
     model_flops_per_s_per_device: float
     mfu: float | None
+    peak_precision: Precision | None
 
-    def as_data(self) -> dict[str, float | None]:
+    def as_data(self) -> dict[str, float | str | None]:
         """The rates as JSON data."""
         return asdict(self)
 
     @property
     def words(self) -> str:
         """The rates in words: the job's tokens/s, then those of one device."""
-        mfu = "" if self.mfu is None else f", MFU {100 * self.mfu:.1f} %"
+        mfu = "" if self.mfu is None else f", MFU {self.mfu_words}"
         return (
             f"{self.tokens_per_s:,.0f} tokens/s, {self.tokens_per_s_per_device:,.0f} tokens/s per device, "
             f"{rate(self.model_flops_per_s_per_device)} per device{mfu}"
         )
+
+    @property
+    def mfu_words(self) -> str:
+        """The MFU with the peak that it is a part of, empty where that is unknown."""
+        return "" if self.mfu is None else f"{100 * self.mfu:.1f} % of the {self.peak_precision} peak"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +88,11 @@ def throughput(
     shape: ModelShape,
     global_batch_size: int,
     num_devices: int,
-    peak_flops_per_s: float | None,
+    peak: Peak | None,
     experts: Experts | None = None,
     latent_attention: LatentAttention | None = None,
 ) -> Throughput:
-    """The rates of an iteration of `iteration_s` seconds; `peak_flops_per_s` is one device's, or None."""
+    """The rates of an iteration of `iteration_s` seconds; `peak` is one device's, or None."""
     sequences_per_s = global_batch_size / iteration_s
     flops = model_flops_per_sequence(shape, experts=experts, latent_attention=latent_attention)
     flops_per_s = sequences_per_s * flops / num_devices
@@ -79,7 +101,8 @@ def throughput(
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / num_devices,
         model_flops_per_s_per_device=flops_per_s,
-        mfu=None if peak_flops_per_s is None else flops_per_s / peak_flops_per_s,
+        mfu=None if peak is None else flops_per_s / peak.flops_per_s,
+        peak_precision=None if peak is None else peak.precision,
     )
 
 
@@ -95,11 +118,11 @@ def job_cost(
     return JobCost(num_tokens=num_tokens, days=seconds / _DAY_S, device_hours=hours, price=price)
 
 
-def peak_of(nodes: Sequence[NodeInfo], precision: Precision = "bf16") -> float | None:
-    """The peak FLOP/s of one of the nodes' devices; None where they differ or the library has none such."""
+def peak_of(nodes: Sequence[NodeInfo], precision: Precision = "bf16") -> Peak | None:
+    """The peak of one of the nodes' devices; None where they differ or the library has none such."""
     names = {node.node_class.rpartition(" x")[0] for node in nodes}
-    device, is_known = library_device(min(names)) if len(names) == 1 else (None, False)
-    return device.peak_flops_of(precision) if device is not None and is_known else None
+    device = match_device(min(names)) if len(names) == 1 else None
+    return None if device is None else Peak.of(device, precision)
 
 
 def throughput_of(plan: Plan, iteration_s: float, *, shape: ModelShape | None = None) -> Throughput:
@@ -113,7 +136,7 @@ def throughput_of(plan: Plan, iteration_s: float, *, shape: ModelShape | None = 
         shape=shape or plan.shape,
         global_batch_size=made_for.global_batch_size,
         num_devices=made_for.world_size,
-        peak_flops_per_s=peak_of(made_for.nodes, "bf16" if job is None else job.precision),
+        peak=peak_of(made_for.nodes, "bf16" if job is None else job.precision),
         experts=None if job is None else job.experts,
         latent_attention=None if job is None else job.latent_attention,
     )

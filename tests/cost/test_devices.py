@@ -8,7 +8,14 @@ import pytest
 
 from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
 from quartet_plugin.cost.constants import Constants
-from quartet_plugin.cost.devices import device_named, index, library, read_device, read_folder
+from quartet_plugin.cost.devices import (
+    device_named,
+    index,
+    library,
+    match_device,
+    read_device,
+    read_folder,
+)
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import parse_cluster
 
@@ -98,6 +105,44 @@ def test_a_missing_format_runs_at_the_next_wider_one() -> None:
     a100, v100 = device_named("A100"), device_named("V100-SXM2")
     assert a100.peak_flops_of("fp8") == a100.peak_flops_of("bf16")
     assert v100.peak_flops_of("bf16") == v100.peak_flops_of("fp16") == 125e12
+    assert (a100.format_of("fp8"), a100.format_of("fp32"), v100.format_of("bf16")) == ("bf16", "fp32", "fp16")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("H100-SXM-80GB", "H100-SXM-80GB"),
+        ("h100", "H100-SXM-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM-40GB"),
+        ("NVIDIA B300 SXM6 AC", "B300-SXM"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("TPU v4", "TPU v4"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA A100 80GB PCIe", None),
+        ("NVIDIA A100-SXM-64GB", None),
+        ("NVIDIA H20-3e", None),
+        ("NVIDIA L4-8Q", None),
+        ("NVIDIA H200 MIG 3g.71gb", None),
+        # The name alone fits devices of two sizes.
+        ("NVIDIA H100", None),
+        ("Ascend 910A", None),
+        ("cpu", None),
+        ("", None),
+    ],
+)
+def test_a_name_means_one_device_of_its_model_form_and_memory(name: str, expected: str | None) -> None:
+    device = match_device(name)
+    assert (None if device is None else device.name) == expected
+
+
+def test_a_memory_tells_devices_of_one_name_apart() -> None:
+    device = match_device("NVIDIA H100", memory_bytes=85_024_112_640)
+    assert device is not None
+    assert device.name == "H100-SXM-80GB"
+    assert match_device("NVIDIA H100", memory_bytes=2**36) is None
+    assert match_device("H100-SXM-80GB", memory_bytes=2**33) is None
 
 
 def test_the_library_knows_each_device_once() -> None:

@@ -24,12 +24,16 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_node_says_what_it_has(tmp_path: Path) -> None:
-    facts = node_facts(tmp_path, {"NCCL_DEBUG": "INFO", "HOME": "/"})
+    facts = node_facts(
+        tmp_path, {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "x" * 300, "HOME": "/", "MY_TOKEN": "t0psecret"}
+    )
     assert facts["packages"]["torch"]
     assert facts["num_cores"] == len(os.sched_getaffinity(0))
     assert all(seconds > 0.0 for seconds in facts["product_s"])
     assert facts["product_s"]
-    assert facts["nccl_variables"] == ["NCCL_DEBUG"]
+    assert facts["nccl_variables"] == ["NCCL_DEBUG", "NCCL_DEBUG_FILE"]
+    assert facts["nccl_values"] == {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "x" * 200}
+    assert "t0psecret" not in json.dumps(facts)
     assert {"open files", "processes", "locked memory"} <= set(facts["limits"])
     assert facts["free_bytes"][str(tmp_path)] > 0
     assert json.loads(json.dumps(facts)) == facts

@@ -23,11 +23,11 @@ from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.ranking import Ranked, best_plans
 from quartet_plugin.probe import devices, links
 from tests.planner.planning import job_data
-from tests.probe.fake_nvml import FakeNvml
+from tests.probe.fake_nvml import FakeNvml, properties
 
 NVLINK = {"bandwidth_bytes_per_s": 6e11, "latency_s": 2e-6}
 NETWORK = {"bandwidth_bytes_per_s": 4e10, "latency_s": 1e-5}
-RATES = {"matmul_flops": {"bf16": 1.5e15}, "copy_bytes_per_s": 6e12, "compute_units": 148}
+RATES = {"matmul_flops": {"bf16": 1.5e15}, "copy_bytes_per_s": 6e12}
 ONE = {"tensor_parallel": 1, "virtual_stages": 1, "micro_batch_size": 1, "schedule": "stock", "split": "even"}
 
 
@@ -52,8 +52,8 @@ def rank_of(host: Host, name: str, local: int, patch: pytest.MonkeyPatch) -> dic
     if host.place is not None:
         patch.setenv("SLURM_TOPOLOGY_ADDR", f"{host.place}.{name}".lstrip("."))
         patch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", host.pattern)
-    known = devices._nvml(local) | devices.place_of_node()
-    return {"host": name, "local_rank": local, **RATES, **known}
+    known = devices._gpu(properties()) | devices.place_of_node()
+    return {"host": name, "local_rank": local, **known, **RATES}
 
 
 def probed(hosts: Sequence[Host], *, per_node: int, **levels: Any) -> Cluster:

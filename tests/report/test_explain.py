@@ -24,7 +24,7 @@ from tests.space.jobs import make_shape
 
 GIB = 2**30
 EXPLANATION = Explanation(
-    rates=throughput(1.0, shape=make_shape(), global_batch_size=8, num_devices=2, peak_flops_per_s=1e12),
+    rates=throughput(1.0, shape=make_shape(), global_batch_size=8, num_devices=2, peak=None),
     title=[("plan", "abc for 8 devices"), ("layout", "tp2 pp2 dp2 mb1")],
     iteration_s=2.0,
     stated_s=2.0,

@@ -27,6 +27,7 @@ def facts_of(index: int, **changes: Any) -> dict[str, Any]:
         "storage_s": 0.01,
         "product_s": [3.0e-3] * 7 + [3.1e-3],
         "nccl_variables": [],
+        "nccl_values": {},
     }
     if index:
         facts["clock_offset_s"] = 0.002
@@ -75,7 +76,14 @@ def test_nodes_that_are_alike_are_well() -> None:
             "n1 locked memory 65536",
         ),
         ("nccl", "fail", {"packages": {"nvidia-nccl-cu12": "2.10.3"}}, "2.10.3: all-gathers corrupt data"),
-        ("variables", "warn", {"nccl_variables": ["NCCL_IB_DISABLE"]}, "NCCL_IB_DISABLE on n1"),
+        (
+            "variables",
+            "warn",
+            {"nccl_variables": ["NCCL_IB_DISABLE"], "nccl_values": {"NCCL_IB_DISABLE": "1"}},
+            "NCCL_IB_DISABLE: none on n0; 1 on n1",
+        ),
+        # Of an earlier release.
+        ("variables", "warn", {"nccl_variables": ["NCCL_ALGO"]}, "NCCL_ALGO: none on n0; set on n1"),
     ],
 )
 def test_what_is_not_well_is_named_with_the_node_and_what_to_do(
@@ -85,6 +93,27 @@ def test_what_is_not_well_is_named_with_the_node_and_what_to_do(
     assert row.state == state
     assert found in row.finding
     assert row.fix
+
+
+def with_nccl(**values: str) -> dict[str, Any]:
+    """A node with these variables, by their names without NCCL_."""
+    named = {f"NCCL_{name}": value for name, value in values.items()}
+    return {"nccl_variables": sorted(named), "nccl_values": named}
+
+
+def test_values_of_nccls_variables_are_compared() -> None:
+    nodes = [
+        with_nccl(IB_HCA=hca, DEBUG="INFO", HOSTID=str(index), ALGO="")
+        for index, hca in enumerate(["mlx5_0", "mlx5_1", "mlx5_0"])
+    ]
+    row = rows_of(*nodes)["variables"]
+    assert (row.state, row.finding) == ("warn", "NCCL_IB_HCA: mlx5_0 on n0, n2; mlx5_1 on n1")
+    alike = rows_of(*[nodes[0]] * 2)["variables"]
+    assert (alike.state, alike.finding) == ("ok", "NCCL_ALGO, NCCL_DEBUG, NCCL_IB_HCA")
+    emptied = rows_of(with_nccl(ALGO=""), with_nccl(ALGO="Ring"))["variables"]
+    assert emptied.finding == 'NCCL_ALGO: "" on n0; Ring on n1'
+    many = {f"NAME{index}": "1" for index in range(8)}
+    assert rows_of(with_nccl(**many), {})["variables"].finding.endswith("; and 2 more")
 
 
 def test_a_node_without_an_answer_fails() -> None:

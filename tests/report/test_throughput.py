@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from quartet_plugin.model.cluster import Precision
 from quartet_plugin.model.job_description import EqualDevices, JobDescription
 from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.report.page import Extras, page
 from quartet_plugin.report.tables import plan_lines
-from quartet_plugin.report.throughput import cost_of, job_cost, peak_of, throughput, throughput_of
+from quartet_plugin.report.throughput import Peak, cost_of, job_cost, peak_of, throughput, throughput_of
 from tests.model.plans import PLAN
 from tests.report.histories import history
 from tests.space.jobs import make_shape
@@ -17,14 +18,16 @@ from tests.space.jobs import make_shape
 
 def test_the_rates_of_an_iteration() -> None:
     shape = make_shape()
-    rates = throughput(2.0, shape=shape, global_batch_size=32, num_devices=4, peak_flops_per_s=1e12)
+    peak = Peak(flops_per_s=1e12, precision="fp8")
+    rates = throughput(2.0, shape=shape, global_batch_size=32, num_devices=4, peak=peak)
     assert rates.tokens_per_s == 32 * shape.seq_length / 2.0
     assert rates.tokens_per_s_per_device == rates.tokens_per_s / 4
     assert rates.model_flops_per_s_per_device == 32 * shape.model_flops_per_sequence / 2.0 / 4
     assert rates.mfu == rates.model_flops_per_s_per_device / 1e12
-    assert "MFU" in rates.words
-    unknown = throughput(2.0, shape=shape, global_batch_size=32, num_devices=4, peak_flops_per_s=None)
-    assert unknown.mfu is None
+    assert rates.words.endswith(f"MFU {100 * rates.mfu:.1f} % of the fp8 peak")
+    assert rates.as_data()["peak_precision"] == "fp8"
+    unknown = throughput(2.0, shape=shape, global_batch_size=32, num_devices=4, peak=None)
+    assert (unknown.mfu, unknown.peak_precision) == (None, None)
     assert "MFU" not in unknown.words
 
 
@@ -53,6 +56,7 @@ def test_a_plan_names_its_peak() -> None:
     nodes = (NodeInfo(host="a", node_class="H100-SXM-80GB x2", num_slots=2),)
     plan = replace(PLAN, made_for=replace(PLAN.made_for, nodes=nodes, job=job))
     rates = throughput_of(plan, 1.0)
+    assert rates.peak_precision == "bf16"
     assert rates.mfu == rates.model_flops_per_s_per_device / 989e12
     cost = cost_of(plan, rates)
     assert cost is not None
@@ -65,7 +69,34 @@ def test_a_plan_names_its_peak() -> None:
 
 def test_the_report_names_the_mfu_where_the_devices_are_known() -> None:
     nodes = (NodeInfo(host="a", node_class="NVIDIA H100 80GB HBM3 x2", num_slots=2),)
-    assert peak_of(nodes) == 989e12
+    assert peak_of(nodes) == Peak(flops_per_s=989e12, precision="bf16")
     assert peak_of((*nodes, NodeInfo(host="b", node_class="cpu x2", num_slots=2))) is None
     assert "MFU" not in page(history(), Extras())
     assert "<dt>MFU</dt>" in page(history(nodes=nodes), Extras())
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "fp8", "fp8"),
+        ("NVIDIA H100 80GB HBM3", "bf16", "bf16"),
+        ("NVIDIA A100-SXM4-80GB", "fp8", "bf16"),
+    ],
+)
+def test_the_report_takes_the_peak_of_the_runs_precision(
+    device: str, precision: Precision, peak: Precision
+) -> None:
+    nodes = (NodeInfo(host="a", node_class=f"{device} x2", num_slots=2),)
+    run = history(nodes=nodes, precision=precision)
+    known = peak_of(nodes, precision)
+    assert known is not None
+    assert run.winner is not None
+    assert run.winner.measurement is not None
+    mfu = run.winner.measurement.plan.model_flops_per_s_per_device / known.flops_per_s
+    shown = page(run, Extras())
+    assert f"<dd>{100 * mfu:.1f} %<small>" in shown
+    assert f"of the devices&#x27; {peak} peak" in shown
+
+
+def test_a_card_has_no_peak_of_a_module() -> None:
+    assert peak_of((NodeInfo(host="a", node_class="NVIDIA H100 PCIe x8", num_slots=8),)) is None

@@ -5,6 +5,8 @@ import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import pytest
+
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.history import TrialRow
 from quartet_plugin.model.launch import DEPTH_PROXY
@@ -28,6 +30,19 @@ def test_a_baseline_that_failed_in_a_round_is_still_compared_with(tmp_path: Path
     path = next((run / "final" / "000000-round-4").glob("attempt-*/result.json"))
     write_json_atomic(path, {**read_json(path), "outcome": "INFEASIBLE", "iteration_s": []})
     assert 6 in [finalist.number for finalist in read_history(run).finalists]
+
+
+@pytest.mark.parametrize(
+    ("features", "precision"), [((), "fp32"), (("moe", "fp8"), "fp8"), (("fp4",), "fp4")]
+)
+def test_a_run_has_the_format_of_its_products(
+    features: tuple[str, ...], precision: str, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(GOLDEN, tmp_path / "r"))
+    path = run / "trials" / "000000" / "attempt-1" / "rank-0.json"
+    report = read_json(path)
+    write_json_atomic(path, {**report, "job": {**report["job"], "features": list(features)}})
+    assert read_history(run).precision == precision
 
 
 def test_a_trial_without_a_folder_has_the_row_of_its_event() -> None:

@@ -80,6 +80,13 @@ def test_links_that_were_only_stated_stay_uncertain() -> None:
     assert told.spreads[INDEX[Coefficient.TRANSFER]] == assumed.spreads[INDEX[Coefficient.TRANSFER]]
 
 
+def test_a_card_is_no_module_of_the_library() -> None:
+    """An H100 PCIe has other links, another memory and lower rates than an H100 SXM."""
+    for name, is_known in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA H100 PCIe", False)):
+        nodes = tuple(replace(node, node_class=f"{name} x2") for node in NODES)
+        assert machine_model_of(nodes, precision="bf16").is_known == is_known
+
+
 def test_unequal_devices_may_have_unequal_paces() -> None:
     nodes = tuple(replace(one, node_class="H100-SXM x2") for one in NODES)
     equal = [{"name": "here", "devices": ["core", "core"]}]
