@@ -33,7 +33,7 @@ class _Request:
 def planned(job: Job, *, config: TuneConfig, cwd: Path, paths: BatchPaths) -> JobResult:
     """The best predicted plan of a job, whose file is written into the job's folder.
 
-    Relative names of the machine's files in q.yaml are looked for in `cwd`, as a search does. Raises
+    The job's command and the machine's files in q.yaml are looked for in `cwd`, as a search does. Raises
     ConfigError for a job that cannot be read, InfeasibleError where nothing fits.
     """
     asked = _request_of(job, config=config, cwd=cwd)
@@ -75,7 +75,7 @@ def _request_of(job: Job, *, config: TuneConfig, cwd: Path) -> _Request:
     folder = job.described.parent if isinstance(job.described, Path) else job.folder
     if not job.words:
         return _Request(parse_job(sections, where=f"jobs: {job.name}", folder=folder), None)
-    command = job_of_command(parse_command(job.words), sections=sections, folder=folder)
+    command = job_of_command(parse_command(job.words, cwd=cwd), sections=sections, folder=folder)
     return _Request(command.request, command)
 
 

@@ -9,6 +9,7 @@ holds for the new job is decided when that has measured its baseline (`tuner/ear
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from quartet_plugin.batch.config import Job
 from quartet_plugin.errors import ConfigError
@@ -42,13 +43,18 @@ class MachineKey:
         )
 
 
-def keys_of(jobs: Iterable[Job], configs: Mapping[str, TuneConfig]) -> dict[str, MachineKey | None]:
-    """The key of every job that has a command, by name. Raises ConfigError for one that cannot be read."""
+def keys_of(
+    jobs: Iterable[Job], configs: Mapping[str, TuneConfig], *, cwd: Path
+) -> dict[str, MachineKey | None]:
+    """The key of every job that has a command, by name; the commands start in the folder `cwd`.
+
+    Raises ConfigError for a command that cannot be read.
+    """
     keys: dict[str, MachineKey | None] = {}
     for job in jobs:
         if job.words:
             try:
-                keys[job.name] = MachineKey.of(parse_command(job.words), configs[job.name])
+                keys[job.name] = MachineKey.of(parse_command(job.words, cwd=cwd), configs[job.name])
             except ConfigError as error:
                 raise ConfigError(f"jobs: {job.name}: {error}") from error
     return keys

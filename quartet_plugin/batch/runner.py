@@ -85,7 +85,7 @@ class BatchRunner:
         self._content = BatchFile.of(batch, cwd=cwd, is_plan_only=is_plan_only)
         self._events = EventLog(paths.events_file)
         self._jobs = {job.name: job for job in batch.jobs}
-        self._keys = {} if is_plan_only else keys_of(batch.jobs, configs)
+        self._keys = {} if is_plan_only else keys_of(batch.jobs, configs, cwd=cwd)
         self._files = {job.name: self._file_of(job, retries_failed=retries_failed) for job in batch.jobs}
         self._running: dict[str, JobProcess] = {}
         self._stopped: set[str] = set()
@@ -151,14 +151,13 @@ class BatchRunner:
         return replace(file, state="waiting", num_lost=0, result=None, reason="") if is_again else file
 
     def _adopt(self) -> None:
-        """Wait for the tuners that an earlier session has left; note those that have come to their end."""
+        """Wait for the tuners that an earlier session has left and that still run; note those that ended."""
         for name, file in self._files.items():
             if file.state != "running":
                 continue
             process = find_tuner(file, paths=self._paths)
             if process is None:
-                if self._is_finished(name):
-                    self._note_end(name, None)
+                self._note_end(name, None)
                 continue
             self._running[name] = process
             self._save(replace(file, process=process.identity))

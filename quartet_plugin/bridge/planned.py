@@ -12,7 +12,7 @@ from quartet_plugin.bridge.fields import (
 )
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.megatron.apply import changes_of, check_fit, check_result
-from quartet_plugin.model.megatron_arguments import value_in_words
+from quartet_plugin.model.megatron_arguments import expert_degrees_of, value_in_words
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.rank.mapping import assign, gather_processes, table_of
 from quartet_plugin.rank.nccl import keep_devices
@@ -91,12 +91,7 @@ def write_plan(plan: Plan, config: Any) -> list[str]:
 def division_of_experts(config: Any) -> tuple[object, ...]:
     """How ranks hold the experts of a configuration, in a form to compare."""
     args = arguments_of(config)
-    whole = getattr(args, "expert_tensor_parallel_size", None)
-    return (
-        getattr(args, "expert_model_parallel_size", None),
-        args.tensor_model_parallel_size if whole is None else whole,
-        getattr(args, "moe_grouped_gemm", None),
-    )
+    return *expert_degrees_of(args), getattr(args, "moe_grouped_gemm", None)
 
 
 def check_checkpoint(plan: Plan, config: Any, *, experts: tuple[object, ...]) -> None:

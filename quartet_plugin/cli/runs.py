@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,6 @@ import typer
 
 from quartet_plugin.cli.command import (
     RUNS,
-    JsonSwitch,
     RunName,
     RunsFolder,
     all_runs,
@@ -42,7 +42,10 @@ def status_command(
         typer.Argument(metavar="[RUN]", help="A run's folder or name. Default: all runs."),
     ] = None,
     run_dir: RunsFolder = RUNS,
-    as_json: JsonSwitch = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object, or for several runs a list of JSON objects."),
+    ] = False,
     watch_s: Annotated[
         float | None,
         typer.Option(
@@ -66,25 +69,34 @@ def status_command(
 
 
 def _show_status(run: str | None, *, run_dir: Path, as_json: bool) -> None:
-    from quartet_plugin.report.formatting import clean
-    from quartet_plugin.report.status import status_line, status_record
-    from quartet_plugin.tuner.history import read_history
-
     several = all_runs(run_dir) if run is None else []
     if len(several) > 1:
-        histories, faults = [], []
-        for path in several:
-            try:
-                histories.append(read_history(path))
-            except QuartetError as error:
-                faults.append(f"{path.name}: {clean(str(error))}")
-        if as_json:
-            typer.echo(json.dumps([status_record(history) for history in histories], indent=1))
-            tell(*faults)
+        _show_runs(several, as_json=as_json)
+    else:
+        _show_run(find_run(run, run_dir=run_dir), as_json=as_json)
+
+
+def _show_runs(paths: Sequence[Path], *, as_json: bool) -> None:
+    """Show several runs, those that cannot be read with their faults."""
+    from quartet_plugin.report.formatting import clean
+    from quartet_plugin.report.status import status_line, status_record, unreadable_record
+    from quartet_plugin.tuner.history import read_history
+
+    records, lines, faults = [], [], []
+    for path in paths:
+        try:
+            history = read_history(path)
+        except QuartetError as error:
+            records.append(unreadable_record(name=path.name, path=str(path), fault=str(error)))
+            faults.append(f"{path.name}: {clean(str(error))}")
         else:
-            show(*map(status_line, histories), *faults)
-        return
-    _show_run(find_run(run, run_dir=run_dir), as_json=as_json)
+            records.append(status_record(history))
+            lines.append(status_line(history))
+    if as_json:
+        typer.echo(json.dumps(records, indent=1))
+        tell(*faults)
+    else:
+        show(*lines, *faults)
 
 
 def _show_run(path: Path, *, as_json: bool) -> "RunState":

@@ -18,6 +18,7 @@ from quartet_plugin.megatron.device_connections import set_connections
 from quartet_plugin.megatron.seams import Wrapper
 from quartet_plugin.megatron.support import tensor_partition_reason
 from quartet_plugin.model.megatron_arguments import (
+    NO_STEPPED_BATCH,
     hybrid_pattern,
     hybrid_pattern_of,
     layout_of,
@@ -81,7 +82,7 @@ _FIXED_SHAPE = (
 _REFUSED = {
     "yaml_cfg": "the configuration is not given by flags",
     "use_checkpoint_args": "the model's flags come from a checkpoint",
-    "step_batch_size_schedule": "a plan is for one global batch size",
+    "step_batch_size_schedule": NO_STEPPED_BATCH,
     "rampup_batch_size": "a plan is for one global batch size",
 }
 

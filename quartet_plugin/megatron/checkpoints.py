@@ -17,7 +17,7 @@ from quartet_plugin.megatron.seams import Seam, Wrapper
 from quartet_plugin.megatron.seams.declared import LOAD, SAVE
 from quartet_plugin.model.canonical import digest
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.megatron_arguments import split_of
+from quartet_plugin.model.megatron_arguments import expert_degrees_of, split_of
 from quartet_plugin.rank.rendezvous import AgreedRefusalError
 
 FILE = "quartet.json"
@@ -115,10 +115,7 @@ def stages_kept(saved: Namespace) -> Stages | None:
 
 def _experts_of(args: Namespace) -> tuple[int, int] | None:
     """EP and expert TP, by which ranks have other experts at equal sizes; None without experts."""
-    if not getattr(args, "num_experts", None):
-        return None
-    tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
-    return int(getattr(args, "expert_model_parallel_size", None) or 1), int(tensor)
+    return expert_degrees_of(args) if getattr(args, "num_experts", None) else None
 
 
 class CheckpointGuard:

@@ -54,6 +54,13 @@ FEATURES = {
     "gpu_sniff_test": ("gpu_sniff_test_interval",),
 }
 
+# Why no plan goes with --step-batch-size-schedule, although a custom schedule runs with any batch: see
+# arguments.py and get_optimizer_param_scheduler in megatron/training of 0.18 and 0.19.
+NO_STEPPED_BATCH = (
+    "Megatron refuses --global-batch-size beside it and counts learning rates and data in batches of DP x "
+    "micro-batch, which a plan may change; omit the flag"
+)
+
 # The losses of a router, which Megatron multiplies by `--moe-aux-loss-coeff` and logs.
 ROUTER_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
@@ -246,6 +253,15 @@ def experts_of(args: Namespace) -> Experts | None:
         shared_ffn_hidden_size=args.moe_shared_expert_intermediate_size or 0,
         num_dense_layers=num_dense,
     )
+
+
+def expert_degrees_of(args: Namespace) -> tuple[int, int]:
+    """EP and expert TP as Megatron takes them from its arguments, whether or not the model has experts.
+
+    Without a value EP is 1, and expert TP the layers' TP.
+    """
+    tensor = _optional(args, "expert_tensor_parallel_size") or args.tensor_model_parallel_size
+    return int(_optional(args, "expert_model_parallel_size") or 1), int(tensor)
 
 
 def latent_attention_of(args: Namespace) -> LatentAttention | None:

@@ -16,7 +16,8 @@ def job(name: str, position: int = 0, words: tuple[str, ...] = (*TWO, "x.py"), *
 
 
 def keys(*jobs: Job, **configs: TuneConfig) -> dict[str, MachineKey | None]:
-    return keys_of(jobs, {known.name: configs.get(known.name, TuneConfig()) for known in jobs})
+    named = {known.name: configs.get(known.name, TuneConfig()) for known in jobs}
+    return keys_of(jobs, named, cwd=Path("/"))
 
 
 def names(jobs: list[Job]) -> list[str]:

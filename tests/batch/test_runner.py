@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.batch.job_file import read_job_file
+from quartet_plugin.batch.job_file import JobFile, read_job_file, write_job_file
 from quartet_plugin.batch.results import read_batch_state
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model.batch import BatchPaths, BatchResults
@@ -191,6 +191,34 @@ def test_a_job_that_was_cut_short_goes_on_after_the_batch_was_killed(
     assert states(results) == {"a": "done"}
     assert len(log()) == 4
     assert "--resume" in log()[2]
+
+
+def test_a_job_whose_tuner_has_ended_meanwhile_is_not_shown_as_running(tmp_path: Path) -> None:
+    batch = batch_of(tmp_path, {"name": "a"}, {"name": "b", "priority": 1})
+    left = replace(JobFile.of(batch.jobs[0], kind="tune"), state="running", began_at=1.0)
+    write_job_file(left, paths=BatchPaths(tmp_path / batch.name))
+    shown: list[dict[str, str]] = []
+    results = runner_of(batch, tmp_path, observer=Watcher(lambda now: shown.append(states(now)))).run()
+    assert shown[:2] == [{"a": "stopped", "b": "waiting"}, {"a": "stopped", "b": "running"}]
+    assert states(results) == {"a": "done", "b": "done"}
+
+
+def test_scripts_are_read_where_the_batch_was_started(tmp_path: Path) -> None:
+    """Two scripts for two frameworks are not related, whatever the folder that a batch goes on from."""
+    (tmp_path / "bridge.py").write_text("from megatron.bridge.training.pretrain import pretrain\n")
+    (tmp_path / "plain.py").write_text("")
+    start = ["torchrun", "--nproc-per-node", "2"]
+    batch = batch_of(
+        tmp_path,
+        {"name": "a", "command": [*start, "plain.py"]},
+        {"name": "b", "command": [*start, "bridge.py"]},
+        {"name": "c", "command": [*start, "plain.py"]},
+    )
+    results = runner_of(batch, tmp_path).run()
+    assert {job.name: job.started_from for job in results.jobs} == {"a": None, "b": None, "c": "a"}
+    batch = replace(batch, name="planned")
+    planned = runner_of(batch, tmp_path, is_plan_only=True).run()
+    assert "a Megatron-Bridge command" in planned.jobs[1].reason
 
 
 def test_a_jobs_own_limit_ends_it_for_good(tmp_path: Path) -> None:

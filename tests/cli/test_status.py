@@ -196,6 +196,27 @@ def test_a_run_by_its_name_and_several_at_once(
     assert "name one of a, b, c" in refused(capsys, 2, "trials", "--run-dir", str(tmp_path))
 
 
+def test_several_runs_as_data_include_those_that_cannot_be_read(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b", "c"):
+        copy_of(run, to=tmp_path / name)
+    (tmp_path / "b" / "config.json").write_text("{")
+    words = ("status", "--json", "--run-dir", str(tmp_path))
+    assert main([*words]) == 0
+    shown = capsys.readouterr()
+    first, second, third = json.loads(shown.out)
+    assert (first["state"], third["state"]) == ("finished", "finished")
+    assert list(second) == ["schema_version", "run", "path", "state", "faults"]
+    assert (second["run"], second["path"], second["state"]) == ("b", str(tmp_path / "b"), "unreadable")
+    (fault,) = second["faults"]
+    assert "not JSON" in fault
+    assert shown.err.startswith("b: ")
+    shutil.rmtree(tmp_path / "b")
+    shutil.rmtree(tmp_path / "c")
+    assert json.loads(printed(capsys, *words))["state"] == "finished", "the only run is no list"
+
+
 def test_a_name_is_a_run_before_a_folder_here(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

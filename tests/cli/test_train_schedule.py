@@ -219,6 +219,17 @@ def test_what_only_the_ranks_know_is_refused_in_the_same_words(
     assert (gate.checked, gate.trained) == ([], [])
 
 
+def test_a_batch_that_changes_in_steps_is_refused_before_a_process_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = FakeGate()
+    gate.install(monkeypatch)
+    steps = FLAGS.replace("--global-batch-size 32", "--step-batch-size-schedule 0:16,1K:32")
+    assert train(saved(tmp_path), flags=steps) == 2
+    assert "--step-batch-size-schedule cannot be used with a plan: Megatron refuses" in capfd.readouterr().err
+    assert gate.num_runs == 0
+
+
 def test_a_feature_without_custom_schedules_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

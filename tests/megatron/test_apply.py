@@ -265,6 +265,19 @@ def test_commands_that_no_plan_fits(extra: list[str]) -> None:
         check_fit(make_plan(split=(6,)), user, version="0.19.2", world_size=1)
 
 
+def test_a_custom_schedule_runs_while_a_batch_ramps_up_and_not_where_it_changes_in_steps() -> None:
+    made = choice_of(named("zb-h1", num_devices=2, num_microbatches=8), stage_costs((0, 1)))
+    stock = make_plan(split=(3, 3), pipeline=2)
+    plan = replace(stock, schedule=ScheduleChoice(name="custom", custom=made))
+    words = [*MEGATRON_FLAGS, "--pipeline-model-parallel-size", "2"]
+    ramped = native_flags().values([*words, "--rampup-batch-size", "2", "2", "9"])
+    check_fit(plan, ramped, version="0.19.2", world_size=2)
+    in_steps = native_flags().values([*words, "--step-batch-size-schedule", "0:4,1K:8"])
+    reason = "--step-batch-size-schedule cannot be used with a plan: Megatron refuses --global-batch-size"
+    with pytest.raises(PlanError, match=reason):
+        check_fit(plan, in_steps, version="0.19.2", world_size=2)
+
+
 @pytest.mark.parametrize(
     ("pattern", "pipeline", "split", "written"),
     [

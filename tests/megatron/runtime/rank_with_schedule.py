@@ -203,16 +203,17 @@ def record_reductions(folder: Path) -> None:
 
 
 def num_microbatches(arguments: list[str], placement: tuple[int, ...]) -> int:
-    """Of the final batch; flags that come last win."""
+    """Of the final batch, the last of a batch that changes in steps; flags that come last win."""
 
     def value(flag: str, default: int) -> int:
         at = [n for n, word in enumerate(arguments) if word == flag]
-        return int(arguments[at[-1] + 1]) if at else default
+        return int(arguments[at[-1] + 1].rpartition(":")[2]) if at else default
 
     ranks = int(os.environ["WORLD_SIZE"]) // (max(placement) + 1)
     shared = value("--tensor-model-parallel-size", 1) * value("--context-parallel-size", 1)
     data_parallel = ranks // shared
-    return value("--global-batch-size", 1) // value("--micro-batch-size", 1) // data_parallel
+    batch = value("--step-batch-size-schedule", value("--global-batch-size", 1))
+    return batch // value("--micro-batch-size", 1) // data_parallel
 
 
 if __name__ == "__main__":
