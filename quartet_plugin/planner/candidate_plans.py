@@ -120,10 +120,9 @@ class PlanCandidates:
         allowed = self._allowed(self._distinct([*layouts, *opened, *custom]))
         ranked = _in_order(allowed, costs_of)
         named = [best for best in ranked if not self._is_searched(best)]
-        fitting = [best for best in named if may_fit(best.plan)]
-        rest = [best for best in named if not may_fit(best.plan)]
         # What hardly fits comes last, and only for the splits that fit.
-        moves = best_moves(self._space, [*fitting, *rest], splits_of=splits_of, may_fit=may_fit)
+        fitting_first = sorted(named, key=lambda best: not may_fit(best.plan))
+        moves = best_moves(self._space, fitting_first, splits_of=splits_of, may_fit=may_fit)
         self._limits = (*self._limits_of(layouts), *moves.limits)
         moved_plans = [
             replace(ranked_plan, params=params, plan=plan) for ranked_plan, params, plan in moves.plans

@@ -13,7 +13,7 @@ from quartet_plugin.calibration.predictor import PlanPrediction, PlanPredictor
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.plan_terms import run_of_plan
 from quartet_plugin.model.measurement import Objective
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan import Plan, PlanIdentity
 from quartet_plugin.model.trial_record import FinishedTrial, score_of_median
 from quartet_plugin.planner.calibrated_orders import CalibratedOrders
 from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
@@ -102,8 +102,16 @@ class PlanScorer:
 
     def scored_plans(self, pending: Sequence[Plan] = ()) -> list[ScoredPlan]:
         """Every candidate, the most promising first. Something must have been measured."""
+        log_costs: dict[PlanIdentity, float] = {}
+
+        def costs_of(plans: Sequence[Plan]) -> list[float]:
+            # The candidates are put in order again and again, with few new ones among them.
+            new = [plan for plan in plans if plan.identity not in log_costs]
+            log_costs.update(zip((plan.identity for plan in new), self._log_costs(new), strict=True))
+            return [log_costs[plan.identity] for plan in plans]
+
         candidates = self._candidates.best(
-            costs_of=self._log_costs,
+            costs_of=costs_of,
             splits_of=self.predictor.split_model,
             order_of=self._orders.of,
             may_fit=self._may_fit,

@@ -449,20 +449,24 @@ def _planned_otherwise(
     shape, table, bounds = layouts.shape, layouts.table, layouts.bounds
     layout, schedule, groups = table.layout(row), table.schedule(row), table.groups(row)
     split = bounds.split(job, shape, table, row)
-    if not is_unfit:
-        tried = (split,) if solver is None else solver.splits(shape, layout, split, schedule=schedule)
-        pairs = [(counts, group) for counts in tried for group in groups]
-        runs = (job.run(shape, layout, counts, schedule=schedule, group=group) for counts, group in pairs)
-        if any(peak_memory(run).fits for run in runs):
-            return NoPlan.TOO_SLOW
     end_loads = EndLoads(embedding=float(bounds.first[row]), head=float(bounds.last[row]))
     refused = None if limit_s == math.inf else lru_cache(partial(_refused, job, layouts, row, limit_s))
 
-    def planned(group: int | None) -> Ranked | NoPlan:
-        def run_of(counts: tuple[int, ...]) -> TrainingRun:
-            return job.run(shape, layout, counts, schedule=schedule, group=group)
+    def run_of(counts: tuple[int, ...], group: int | None) -> TrainingRun:
+        return job.run(shape, layout, counts, schedule=schedule, group=group)
 
-        moved = fitting_split(split, run_of=run_of, end_loads=end_loads)
+    if solver is not None and not is_unfit:
+        tried = solver.splits(shape, layout, split, schedule=schedule)
+        if any(peak_memory(run_of(counts, group)).fits for counts in tried for group in groups):
+            return NoPlan.TOO_SLOW
+    near: dict[int | None, tuple[int, ...] | None] = {}
+    for group in groups:
+        near[group] = fitting_split(split, run_of=partial(run_of, group=group), end_loads=end_loads)
+        if solver is None and not is_unfit and near[group] == split:
+            return NoPlan.TOO_SLOW
+
+    def planned(group: int | None) -> Ranked | NoPlan:
+        moved = near[group]
         if moved is None:
             return NoPlan.UNFIT
         reason = None if refused is None else refused(moved)

@@ -46,7 +46,8 @@ def schedules_of_rows(
     for row in first.tolist():
         tp, cp, pp, dp, size, virtual, ep, _, mode, sharded = columns[row].tolist()
         layout = layout_of(tp, cp, pp, dp, size, virtual, mode, sharded, ep=ep)
-        names = schedules_of(layout, shape=shape, rules=rules)
+        # Searched orders are no rows: to ask whether one may have any takes longer than the rest.
+        names = schedules_of(layout, shape=shape, rules=rules, most_actions=0)
         offered.append([TABLE_SCHEDULES.index(name) for name in names if name != SEARCHED])
     counts = np.array([len(kinds) for kinds in offered], dtype=np.int64)
     starts = np.cumsum(counts) - counts

@@ -60,3 +60,30 @@ def test_a_search_that_has_ended_is_scored_once(monkeypatch: pytest.MonkeyPatch)
     assert scorer.final_plans() is scored
     scorer.predictor.learn(outcomes(space, truth, num=4)[2:])
     assert scorer.final_plans() is not scored
+
+
+def test_each_plan_is_compared_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = space_of(2)
+    truth = Truth(space.nodes)
+    scorer = PlanScorer(
+        space,
+        predictor=ranker_of(truth),
+        objective="tokens_per_s",
+        request=request_of_space(space, machine=KnownMachine()),
+    )
+    scorer.predictor.learn(outcomes(space, truth, num=2))
+    asked: list[Plan] = []
+    most_likely_s = PlanPredictor.most_likely_s
+
+    def counting(self: PlanPredictor, plans: Sequence[Plan]) -> list[float]:
+        asked.extend(plans)
+        return most_likely_s(self, plans)
+
+    monkeypatch.setattr(PlanPredictor, "most_likely_s", counting)
+    scored = scorer.scored_plans()
+    assert len(asked) == len({plan.identity for plan in asked})
+    assert {best.candidate.plan.identity for best in scored} <= {plan.identity for plan in asked}
+    # Nothing of it is kept for the next call: what was learned may have changed.
+    num_asked = len(asked)
+    assert scorer.scored_plans() == scored
+    assert len(asked) == 2 * num_asked

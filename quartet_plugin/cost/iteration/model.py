@@ -153,7 +153,13 @@ class IterationModel:
         seconds = np.zeros(times.shape[2])
         for order, weight in self._orders:
             spans = makespans(
-                order.orders, order.offsets, order.placement, order.num_microbatches, times, delays
+                order.orders,
+                order.sequence,
+                order.num_devices,
+                order.placement,
+                order.num_microbatches,
+                times,
+                delays,
             )
             if spans.min() < 0.0:
                 raise PlanError(DEADLOCK)

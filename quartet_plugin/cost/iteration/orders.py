@@ -10,13 +10,16 @@ import functools
 import numpy as np
 
 from quartet_plugin.cost.run import ScheduleKind, TrainingRun
-from quartet_plugin.model.costs import FloatArray
+from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import ScheduleChoice
+from quartet_plugin.schedule import kernel
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.choice import generated, written_of
+from quartet_plugin.schedule.compilation import compiled, inner
+from quartet_plugin.schedule.kernel import Lanes
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.placement import Placement, PlacementKind
 from quartet_plugin.schedule.schedule import Schedule, marked_parts
@@ -39,6 +42,34 @@ class OrderedActions:
         self.placement = np.asarray(schedule.placement, dtype=np.int64)
         self.orders, self.offsets = flatten(schedule)
         self.parts = marked_parts(schedule)
+
+    @functools.cached_property
+    def sequence(self) -> IntArray:
+        """The indices of the actions, each after all that it waits for; some where the orders do not run.
+
+        Pairs are left out of account: their parts wait for one another as single actions do.
+        """
+        return _sequence(self.orders, self.offsets, self.placement, self.num_microbatches)
+
+
+@inner
+def lanes_of(
+    placement: IntArray, route: IntArray, times_s: FloatArray, sends_s: FloatArray, exchange_s: FloatArray
+) -> Lanes:
+    """The lanes of stages that hold no memory; the arguments are those of `Lanes`."""
+    num_stages = len(placement)
+    no_bytes = np.zeros(num_stages)
+    return Lanes(num_stages, len(route), placement, times_s, sends_s, no_bytes, 0.0, route, exchange_s)
+
+
+@compiled
+def _sequence(orders: IntArray, offsets: IntArray, placement: IntArray, num_microbatches: int) -> IntArray:
+    """The indices of the actions that run, as a replay without times reaches them."""
+    route = np.zeros(num_microbatches, dtype=np.int64)
+    none, no_sends = np.zeros((4, len(placement))), np.zeros((2, len(placement)))
+    lanes = lanes_of(placement, route, none, no_sends, no_sends)
+    ran, _, _, sequence = kernel.run_orders(orders, offsets, np.empty(0, dtype=np.uint8), lanes)
+    return sequence[:ran]
 
 
 WeightedOrders = tuple[tuple[OrderedActions, float], ...]

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quartet_plugin.cost.iteration.orders import device_of_stages, orders_of, stages_of_devices
+from quartet_plugin.cost.iteration.orders import device_of_stages, lanes_of, orders_of, stages_of_devices
 from quartet_plugin.cost.run import ScheduleKind, Software, TrainingRun
 from quartet_plugin.cost.times import Times
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule import kernel
-from quartet_plugin.schedule.compilation import compiled, inner
-from quartet_plugin.schedule.kernel import Lanes
+from quartet_plugin.schedule.compilation import compiled
 from quartet_plugin.schedule.schedule import PartArray
 from quartet_plugin.schedule.simulate import bubble_fraction
 
@@ -170,16 +169,6 @@ def with_sends(work: FloatArray, sends: FloatArray, is_blocking: bool) -> tuple[
     return times, left
 
 
-@inner
-def _lanes(
-    placement: IntArray, route: IntArray, times_s: FloatArray, sends_s: FloatArray, exchange_s: FloatArray
-) -> Lanes:
-    """The lanes of stages that hold no memory; the arguments are those of `Lanes`."""
-    num_stages = len(placement)
-    no_bytes = np.zeros(num_stages)
-    return Lanes(num_stages, len(route), placement, times_s, sends_s, no_bytes, 0.0, route, exchange_s)
-
-
 @compiled
 def makespan(
     orders: IntArray,
@@ -196,7 +185,7 @@ def makespan(
     `parts` marks the parts of pairs, which hide what they can of `exchange_s` [2, num_stages]: see `kernel`.
     """
     route = np.zeros(num_microbatches, dtype=np.int64)
-    lanes = _lanes(placement, route, times_s, sends_s, exchange_s)
+    lanes = lanes_of(placement, route, times_s, sends_s, exchange_s)
     ran, _, end, _ = kernel.run_orders(orders, offsets, parts, lanes)
     if ran < len(orders):
         return -1.0
@@ -209,7 +198,8 @@ def makespan(
 @compiled
 def makespans(
     orders: IntArray,
-    offsets: IntArray,
+    sequence: IntArray,
+    num_devices: int,
     placement: IntArray,
     num_microbatches: int,
     times_s: FloatArray,
@@ -218,43 +208,49 @@ def makespans(
     """The makespans in seconds [num] of orders under several times; -1 where the orders do not run.
 
     `times_s` [4, num_stages, num] are by kind, `sends_s` [2, num_stages, num] as `critical_path` has them.
-    What waits for what does not depend on times, so one run of the orders, without times, says in which
-    sequence all are replayed together.
+    What waits for what does not depend on times: all are replayed together in the `sequence` of
+    `OrderedActions`.
     """
     num_stages, num = len(placement), times_s.shape[2]
-    route = np.zeros(num_microbatches, dtype=np.int64)
-    none, no_sends = np.zeros((4, num_stages)), np.zeros((2, num_stages))
-    lanes = _lanes(placement, route, none, no_sends, no_sends)
-    ran, _, _, sequence = kernel.run_orders(orders, offsets, np.empty(0, dtype=np.uint8), lanes)
-    last = np.zeros(num)
-    if ran < len(orders):
-        last[:] = -1.0
-        return last
-    free = np.zeros((len(offsets) - 1, num))
-    forward = np.zeros((num_stages * num_microbatches, num))
-    gradient = np.zeros((num_stages * num_microbatches, num))
+    if len(sequence) < len(orders):
+        return np.full(num, -1.0)
+    free = np.zeros((num_devices, num))
+    # Every end is written before it is read.
+    forward = np.empty((num_stages * num_microbatches, num))
+    gradient = np.empty((num_stages * num_microbatches, num))
     for position in sequence:
         unit = orders[position] >> 2
         kind = orders[position] & 3
         stage = unit // num_microbatches
-        now = free[placement[stage]]
-        if kind == kernel.F and stage > 0:
+        device = placement[stage]
+        # One loop a case, over elements: it reads and writes each end once.
+        if kind == kernel.W:
+            for index in range(num):
+                free[device, index] += times_s[kind, stage, index]
+        elif kind == kernel.F and stage > 0:
             for index in range(num):
                 arrival = forward[unit - num_microbatches, index] + sends_s[0, stage - 1, index]
-                now[index] = max(now[index], arrival)
-        elif kind != kernel.F and kind != kernel.W and stage < num_stages - 1:
+                end = max(free[device, index], arrival) + times_s[kind, stage, index]
+                free[device, index] = end
+                forward[unit, index] = end
+        elif kind == kernel.F:
+            for index in range(num):
+                end = free[device, index] + times_s[kind, stage, index]
+                free[device, index] = end
+                forward[unit, index] = end
+        elif stage < num_stages - 1:
             for index in range(num):
                 arrival = gradient[unit + num_microbatches, index] + sends_s[1, stage + 1, index]
-                now[index] = max(now[index], arrival)
-        for index in range(num):
-            now[index] += times_s[kind, stage, index]
-        if kind == kernel.F:
+                end = max(free[device, index], arrival) + times_s[kind, stage, index]
+                free[device, index] = end
+                gradient[unit, index] = end
+        else:
             for index in range(num):
-                forward[unit, index] = now[index]
-        elif kind != kernel.W:
-            for index in range(num):
-                gradient[unit, index] = now[index]
-    for device in range(len(free)):
+                end = free[device, index] + times_s[kind, stage, index]
+                free[device, index] = end
+                gradient[unit, index] = end
+    last = np.zeros(num)
+    for device in range(num_devices):
         for index in range(num):
             last[index] = max(last[index], free[device, index])
     return last
@@ -273,7 +269,7 @@ def steady_interval(
 ) -> float:
     """The seconds after which orders that repeat come again; -1 where they do not run. See `makespan`."""
     route = np.zeros(num_microbatches, dtype=np.int64)
-    lanes = _lanes(placement, route, times_s, sends_s, exchange_s)
+    lanes = lanes_of(placement, route, times_s, sends_s, exchange_s)
     ran, _, _, sequence = kernel.run_orders(orders, offsets, parts, lanes)
     if ran < len(orders):
         return -1.0
@@ -300,7 +296,7 @@ def critical_path(
     """
     count = len(orders)
     num_stages, num_microbatches = len(placement), len(route)
-    lanes = _lanes(placement, route, times_s, sends_s, np.zeros((2, num_stages)))
+    lanes = lanes_of(placement, route, times_s, sends_s, np.zeros((2, num_stages)))
     ran, start, end, _ = kernel.run_orders(orders, offsets, np.empty(0, dtype=np.uint8), lanes)
     if ran < count:
         return -1.0

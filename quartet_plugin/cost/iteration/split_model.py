@@ -243,7 +243,7 @@ class SplitModel:
             plans = [replace(plan, mapping=mapping) for plan in (self._plan, self._other_split)]
             self._steps[key] = (self._step_terms_of(plans[0]), self._step_terms_of(plans[1]))
         first, second = (float(scale @ terms) for terms in self._steps[key])
-        (held, layers), (other_held, other_layers) = map(self._fullest, (self._plan, self._other_split))
+        (held, layers), (other_held, other_layers) = self._fullest_of_both
         start_s = float(scale[INDEX[Coefficient.OPTIMIZER]]) * self._raw.layer_start_s
         more_s, more = second - first - start_s * (other_layers - layers), other_held - held
         # Without another split nothing depends on the slope.
@@ -264,6 +264,11 @@ class SplitModel:
         return float(weights[fullest] / self._layer_weights), int(
             counts[self._raw.placement == fullest].sum()
         )
+
+    @functools.cached_property
+    def _fullest_of_both(self) -> tuple[tuple[float, int], tuple[float, int]]:
+        """`_fullest` of the plan and of its other split."""
+        return self._fullest(self._plan), self._fullest(self._other_split)
 
     def _weights(self, plan: Plan) -> FloatArray:
         counts = np.array(plan.split.transformer_layers_per_stage, dtype=np.float64)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.cost.iteration.orders import FULL_ROUNDS, OrderedActions, folded
-from quartet_plugin.cost.iteration.replay import SAME, critical_path
+from quartet_plugin.cost.iteration.replay import SAME, critical_path, makespan, makespans
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
@@ -78,11 +78,57 @@ def test_counts_are_the_derivative(case: tuple[Schedule, np.ndarray, np.ndarray]
     assert slope == pytest.approx(actions[kind, stage], abs=1e-3)
 
 
-def test_orders_that_wait_for_each_other_have_no_makespan() -> None:
+def waiting() -> Schedule:
+    """Orders that wait for each other."""
     good = named("1f1b", num_devices=2, num_microbatches=2)
     first = good.orders[0][::-1].copy()
-    waiting = Schedule(num_devices=2, num_microbatches=2, placement=(0, 1), orders=(first, good.orders[1]))
-    assert path(waiting, np.ones((4, 2)), np.zeros((2, 2)))[0] == -1
+    return Schedule(num_devices=2, num_microbatches=2, placement=(0, 1), orders=(first, good.orders[1]))
+
+
+def test_orders_that_wait_for_each_other_have_no_makespan() -> None:
+    assert path(waiting(), np.ones((4, 2)), np.zeros((2, 2)))[0] == -1
+    assert together(waiting(), np.ones((4, 2, 3)), np.zeros((2, 2, 3))).tolist() == [-1.0] * 3
+    assert len(OrderedActions(waiting()).sequence) < 8
+
+
+def together(schedule: Schedule, times: np.ndarray, sends: np.ndarray) -> np.ndarray:
+    """The makespans under several times, the last axis of `times` and `sends`."""
+    ordered = OrderedActions(schedule)
+    return makespans(
+        ordered.orders,
+        ordered.sequence,
+        ordered.num_devices,
+        ordered.placement,
+        ordered.num_microbatches,
+        times,
+        sends,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(1, 20))
+def test_several_times_together_take_what_each_takes_alone(
+    case: tuple[Schedule, np.ndarray, np.ndarray], num: int
+) -> None:
+    """To the last bit; the sequence holds every action once, after those that it waits for."""
+    schedule, times, sends = case
+    ordered = OrderedActions(schedule)
+    assert sorted(ordered.sequence.tolist()) == list(range(len(ordered.orders)))
+    scales = np.linspace(0.5, 1.5, num)
+    each = [
+        makespan(
+            ordered.orders,
+            ordered.offsets,
+            np.empty(0, dtype=np.uint8),
+            ordered.placement,
+            ordered.num_microbatches,
+            times * scale,
+            sends / scale,
+            np.zeros_like(sends),
+        )
+        for scale in scales
+    ]
+    assert together(schedule, times[..., None] * scales, sends[..., None] / scales).tolist() == each
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
