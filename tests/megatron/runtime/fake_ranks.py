@@ -1,4 +1,4 @@
-"""`fake_ranks.py RANK...` prints `RANK DEVICE DIGEST...` for ranks of a fake group of 64 with TP 8 and PP 8.
+"""`fake_ranks.py RANK...` prints `RANK DEVICE DIGEST...` for ranks of a fake group of 16 with TP 2 and PP 8.
 
 Each rank makes its programs anew, as its process would; nothing is communicated.
 """
@@ -18,12 +18,13 @@ from quartet_plugin.schedule.family import plain_family
 from quartet_plugin.schedule.placement import build
 from tests.runtime.pipelines import stage_costs
 
-DEGREE, RANKS = 8, 64
+TENSOR, PIPELINE = 2, 8
+RANKS = TENSOR * PIPELINE
 
 
 def specs() -> list[ScheduleSpec]:
     """A named schedule, and an order of the family, whose keys are sums of seconds that no float holds."""
-    costs = stage_costs(build("v", num_devices=DEGREE, num_chunks=None), transfer_s=0.1)
+    costs = stage_costs(build("v", num_devices=PIPELINE, num_chunks=None), transfer_s=0.1)
     by_name = ScheduleSpec(costs=costs, name="zb-v")
     return [
         by_name,
@@ -36,8 +37,8 @@ def main() -> None:
     for rank in map(int, sys.argv[1:]):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=DEGREE,
-            pipeline_model_parallel_size=DEGREE,
+            tensor_model_parallel_size=TENSOR,
+            pipeline_model_parallel_size=PIPELINE,
             create_gloo_process_groups=False,
         )
         executors = [
