@@ -2,13 +2,15 @@
 
 The logarithm of a measured time is what a model predicts under its coefficients, plus a residual that similar
 plans share, plus noise. Coefficients have Gaussian priors, residuals are a Gaussian process (Rasmussen and
-Williams 2006, section 2.7: explicit basis functions) whose scale is learned by its marginal likelihood; a
-lone measurement that is far off counts as noisier. A pipeline's time has kinks: a measurement bounds what is
+Williams 2006, section 2.7: explicit basis functions). The marginal likelihood (the same, section 5.4.1) sets
+the scale of residuals, how much noisier launches are than stated, and how unlike the devices are; a lone
+measurement that is far off counts as noisier. A pipeline's time has kinks: a measurement bounds what is
 not on the critical path but does not determine it, and different causes may explain the same times. So the
 posterior is a sample by randomized maximum likelihood (Oliver et al. 1996): priors and measurements are
 drawn, and the best explanation of each draw is a sample.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +30,13 @@ CONVERGED = 1e-3
 # Candidates for the scale of residuals over their expected size; the spread of that expectation's logarithm.
 SCALES = (0.3, 0.55, 1.0, 1.8, 3.2)
 SCALE_SPREAD = 0.7
+# The same for the deviation of launches over what is stated: two launches of one plan may lie further apart
+# than the iterations inside of each.
+LAUNCH_NOISES = (1.0, 1.6, 2.5)
+LAUNCH_NOISE_SPREAD = 0.5
+# The same for the deviations of slowdowns, with their odds: devices are mostly alike, and unlike ones would
+# explain much of what is not known of links.
+SLOWDOWN_SCALES = {0.2: 1.0, 1.0: 0.1}
 # Standard deviations beyond which a measurement counts as noisier than stated.
 OUTLIER = 3.0
 # The number of samples, fewer where measurements are many; samples below the least weight are left out.
@@ -39,7 +48,7 @@ LEAST_WEIGHT = 0.01
 class Measured:
     """Measured times [n]: logarithms of seconds, deviations of their noise, and the residuals' covariance.
 
-    `covariance` [n, n] is at scale 1, with zero rows for times that have no residual.
+    `covariance` [n, n] is at scale 1, with zero rows for times that have no residual: those of actions.
     """
 
     log_s: FloatArray
@@ -75,17 +84,24 @@ class PosteriorSample:
 
 
 def fit(
-    model: Model, measured: Measured, *, starts: Sequence[FloatArray], spreads: FloatArray
+    model: Model,
+    measured: Measured,
+    *,
+    starts: Sequence[FloatArray],
+    spreads: FloatArray,
+    slowdowns: slice = slice(0),
 ) -> list[PosteriorSample]:
     """The samples, the most likely point first; their weights sum to 1.
 
     The search for that point starts at each of `starts` [k]; the priors' draws are centred on the first
-    start. `spreads` [k] are the priors' deviations around 0. The same arguments give the same samples.
+    start. `spreads` [k] are the priors' deviations around 0, and `slowdowns` is where the coefficients are
+    that tell devices apart. The same arguments give the same samples.
     """
-    problem = _Problem(model=model, measured=measured, spreads=spreads, scale=1.0)
+    stated = _Problem(model=model, measured=measured, spreads=spreads, scale=1.0)
+    problem = stated
     point, _ = min((problem.best(start) for start in starts), key=lambda point_and_loss: point_and_loss[1])
     for _ in range(2):
-        problem = problem.learned(point)
+        problem = stated.learned(point, slowdowns=slowdowns)
         point, loss = problem.best(point)
     generator = np.random.default_rng(len(measured.log_s))
     num = max(MIN_SAMPLES, min(MAX_SAMPLES, SAMPLES_TIMES_MEASUREMENTS // len(measured.log_s)))
@@ -127,23 +143,36 @@ class _Problem:
             spreads=self.spreads,
         )
 
-    def learned(self, point: FloatArray) -> "_Problem":
-        """The problem with the scale and the noise that fit best at `point`."""
+    def scaled(self, scale: float, *, noise: float, slowdown: float, slowdowns: slice) -> "_Problem":
+        """The problem with another scale of residuals, and with the noise of launches and the deviations of
+        slowdowns multiplied."""
+        spreads = self.spreads.copy()
+        spreads[slowdowns] *= slowdown
+        is_launch = np.diag(self.measured.covariance) > 0.0
+        measured = replace(self.measured, noise=self.measured.noise * np.where(is_launch, noise, 1.0))
+        return replace(self, scale=scale, spreads=spreads, measured=measured)
+
+    def learned(self, point: FloatArray, *, slowdowns: slice) -> "_Problem":
+        """The problem with the scales of residuals, noise and slowdowns, and the noise, that fit `point`."""
         log_s, slopes = self.model(point)
         unexplained = self.measured.log_s - log_s
-        by_coefficients = (slopes * self.spreads**2) @ slopes.T
         at_prior = unexplained + slopes @ point
 
-        def likelihood(scale: float) -> float:
-            covariance = by_coefficients + replace(self, scale=scale).covariance
+        def likelihood(option: tuple[float, float, float]) -> float:
+            scale, noise, slowdown = option
+            problem = self.scaled(scale, noise=noise, slowdown=slowdown, slowdowns=slowdowns)
+            covariance = (slopes * problem.spreads**2) @ slopes.T + problem.covariance
             fits = float(at_prior @ np.linalg.solve(covariance, at_prior))
             fits += float(np.linalg.slogdet(covariance)[1])
-            return -0.5 * fits - 0.5 * float(np.log(scale) / SCALE_SPREAD) ** 2
+            unusual = (np.log(scale) / SCALE_SPREAD) ** 2 + (np.log(noise) / LAUNCH_NOISE_SPREAD) ** 2
+            return -0.5 * (fits + float(unusual)) + float(np.log(SLOWDOWN_SCALES[slowdown]))
 
-        scaled = replace(self, scale=max(SCALES, key=likelihood))
+        options = itertools.product(SCALES, LAUNCH_NOISES, SLOWDOWN_SCALES)
+        scale, noise_scale, slowdown = max(options, key=likelihood)
+        scaled = self.scaled(scale, noise=noise_scale, slowdown=slowdown, slowdowns=slowdowns)
         expected = np.sqrt(np.diag(scaled.covariance))
-        noise = self.measured.noise * np.maximum(1.0, np.abs(unexplained) / (OUTLIER * expected))
-        return replace(scaled, measured=replace(self.measured, noise=noise))
+        noise = scaled.measured.noise * np.maximum(1.0, np.abs(unexplained) / (OUTLIER * expected))
+        return replace(scaled, measured=replace(scaled.measured, noise=noise))
 
     def drawn(
         self, generator: np.random.Generator, *, around: FloatArray, least: float

@@ -387,6 +387,7 @@ class PlanPredictor:
             Measured(log_s=log_s, noise=noise, covariance=covariance),
             starts=[self._anchored(iterations[0], start) for start in self._starts()],
             spreads=self.machine_model.spreads,
+            slowdowns=slice(len(COEFFICIENTS), None),
         )
         slopes = model(samples[0].point)[1]
         information = slopes.T @ samples[0].inverse @ slopes + np.diag(self.machine_model.spreads**-2.0)

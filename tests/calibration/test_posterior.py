@@ -142,3 +142,54 @@ def test_one_measurement_that_is_far_off_does_not_carry_the_others_away() -> Non
         spreads=np.array([1.0]),
     )
     assert abs(float(samples[0].point[0])) < 0.5 * np.log(3.0) / num
+
+
+def predicted_spread(samples: list[PosteriorSample], at: int) -> float:
+    """The deviation of a coefficient over the samples, by their weights."""
+    return float(moments(samples)[1][at])
+
+
+def noisy_sums(noise: float, *, stated: float, num: int = 24) -> tuple[Model, Measured]:
+    """Launches of sums of two parts whose noise is `noise`, and is stated as `stated`."""
+    generator = np.random.default_rng(5)
+    model = sums(np.exp(generator.normal(size=(num, 2))))
+    measured = Measured(
+        log_s=model(np.zeros(2))[0] + noise * generator.normal(size=num),
+        noise=np.full(num, stated),
+        covariance=1e-8 * np.eye(num),
+    )
+    return model, measured
+
+
+def test_launches_that_are_noisier_than_stated_leave_more_open() -> None:
+    deviations = []
+    for noise in (0.02, 0.05):
+        model, measured = noisy_sums(noise, stated=0.02)
+        samples = fit(model, measured, starts=[np.zeros(2)], spreads=np.ones(2))
+        deviations.append(predicted_spread(samples, 0))
+    assert deviations[1] > 1.8 * deviations[0]
+
+
+@pytest.mark.parametrize(("slowdown", "is_alike"), [(0.0, True), (0.7, False)])
+def test_devices_are_alike_until_times_tell_them_apart(slowdown: float, is_alike: bool) -> None:
+    """The first coefficient is of both devices, the others of one each; a time is that of the slower one."""
+
+    def model(point: FloatArray) -> tuple[FloatArray, FloatArray]:
+        log_s, slopes = np.empty(8), np.zeros((8, 3))
+        for row in range(8):
+            of_devices = np.array([0.0, 0.4 * (row - 3.5)]) + point[1:]
+            slowest = int(np.argmax(of_devices))
+            log_s[row] = point[0] + of_devices[slowest]
+            slopes[row, [0, 1 + slowest]] = 1.0
+        return log_s, slopes
+
+    truth = np.array([0.3, slowdown, 0.0])
+    noise = 0.02 * np.random.default_rng(2).normal(size=8)
+    measured = Measured(log_s=model(truth)[0] + noise, noise=np.full(8, 0.02), covariance=1e-8 * np.eye(8))
+    spreads = np.array([3.0, 0.35, 0.35])
+    samples = fit(model, measured, starts=[np.zeros(3)], spreads=spreads, slowdowns=slice(1, None))
+    apart = samples[0].point[1] - samples[0].point[2]
+    assert abs(apart) < 0.05 if is_alike else apart == pytest.approx(slowdown, abs=0.1)
+    wide = fit(model, measured, starts=[np.zeros(3)], spreads=spreads)
+    own = predicted_spread(samples, 1)
+    assert (own < 0.5 * predicted_spread(wide, 1)) == is_alike
