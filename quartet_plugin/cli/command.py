@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import typer
 
 from quartet_plugin.errors import ConfigError, UsageError
+from quartet_plugin.protocol.accepted_sources import EVERY_FUNCTION
 from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ Device = Literal["auto", "cpu", "cuda"]
 def pass_on_changed_source(*, is_accepted: bool) -> None:
     """Let the ranks know: they inherit the variable from the launcher that this process starts."""
     if is_accepted:
-        os.environ[ACCEPT_CHANGED_SOURCE] = "1"
+        os.environ[ACCEPT_CHANGED_SOURCE] = EVERY_FUNCTION
 
 
 def device_named(text: str) -> Device:

@@ -16,13 +16,15 @@ from quartet_plugin.cli.output import show
 from quartet_plugin.cli.report import report_line
 from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.cli.tune_summary import summary_lines
-from quartet_plugin.cli.workers import slices_of
+from quartet_plugin.cli.workers import cores_per_trial_of, slices_of
 from quartet_plugin.errors import InfeasibleError, InfrastructureError
 from quartet_plugin.launchers.command import Command, parse_command
 from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.launchers.local import check_start
 from quartet_plugin.launchers.placement import Placement
 from quartet_plugin.model.launch import Observer
+from quartet_plugin.protocol.accepted_sources import accepted_text, paths_of
+from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE
 from quartet_plugin.protocol.masking import masked_argv
 from quartet_plugin.report.live import reporter
 from quartet_plugin.report.search_expense import expense_lines
@@ -30,6 +32,7 @@ from quartet_plugin.report.tensorboard import Scalars
 from quartet_plugin.schedule.compilation import compilation_notice
 from quartet_plugin.study.samplers import check_installed
 from quartet_plugin.trial.lease import Lease
+from quartet_plugin.tuner.accepted_sources import accepted_before
 from quartet_plugin.tuner.config import TuneConfig, default_run_name, placement_of, read_config, with_launcher
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.coordinator import Coordinator
@@ -87,7 +90,11 @@ class TuneOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneRequest:
-    """A search that may start: its configuration and command were checked, nothing was written."""
+    """A search that may start: its configuration and command were checked, nothing was written.
+
+    `is_begun`: an earlier session of the run has launched something. `cores_per_trial` is then the number of
+    processor cores that each trial had; None where that is not known, or trials train on accelerators.
+    """
 
     options: TuneOptions
     words: tuple[str, ...]
@@ -99,6 +106,8 @@ class TuneRequest:
     is_resumed: bool
     is_taken_over: bool
     earlier_folder: Path | None
+    cores_per_trial: int | None = None
+    is_begun: bool = False
 
     def slices(self, config: TuneConfig) -> tuple[DeviceSlice, ...]:
         """The parts of the devices, one for each trial at a time. Raises ConfigError."""
@@ -108,6 +117,7 @@ class TuneRequest:
             num_workers=self.options.num_workers,
             command=self.command,
             oversubscribe=self.options.oversubscribe,
+            cores_per_trial=self.cores_per_trial,
         )
 
 
@@ -122,12 +132,15 @@ def checked_request(words: Sequence[str], options: TuneOptions) -> TuneRequest:
     path, cwd = options.run_dir / run_name, Path.cwd()
     is_again = _is_requeued(path)
     is_resumed = options.is_resumed or is_again
+    is_begun, cores_per_trial = False, None
     if is_resumed:
         if options.config is None:
             begun = begun_run(path, config=None, command=None)
             config = options.over(begun.config).with_options(run=None, trials=options.trials)
         resumed = begun_run(path, config=config, command=words)
         config, cwd = resumed.config, resumed.cwd
+        is_begun = resumed.folder.is_begun
+        cores_per_trial = resumed.cores_per_trial if is_begun else None
         training = parse_command(words, cwd=cwd)
     check_installed(config.study.sampler)
     placement = placement_of(config, cwd=cwd)
@@ -142,9 +155,13 @@ def checked_request(words: Sequence[str], options: TuneOptions) -> TuneRequest:
         is_resumed=is_resumed,
         is_taken_over=options.is_taken_over or is_again,
         earlier_folder=earlier_folder,
+        cores_per_trial=cores_per_trial,
+        is_begun=is_begun,
     )
     if not is_resumed:
         _check_first_start(request)
+    elif placement.is_local:
+        request.slices(config)
     return request
 
 
@@ -173,6 +190,8 @@ def search_and_show(request: TuneRequest) -> None:
         DiskReserve(folder) as kept,
     ):
         run = _begin(request, folder)
+        if request.is_resumed:
+            _accept_known_sources(run)
         result = _search(request, run=run, lease=lease, kept=kept)
         plan = write_best(result, run=run)
         native = write_native(plan, run=run)
@@ -197,12 +216,27 @@ def _failure_reported(folder: Path) -> Iterator[None]:
 
 def _begin(request: TuneRequest, folder: Path) -> TuningRun:
     """The run, with the files that the search reads kept in its folder."""
+    cores_per_trial = None
+    if request.placement.is_local and not request.is_begun:
+        cores_per_trial = cores_per_trial_of(request.config, slices=request.slices(request.config))
     if request.is_resumed:
-        return resume_run(folder, config=request.config, command=request.words)
+        return resume_run(
+            folder, config=request.config, command=request.words, cores_per_trial=cores_per_trial
+        )
     keep_machine(request.config.machine, cwd=request.cwd, folder=RunFolder(path=folder))
     keep_schedule_files(request.config.search, cwd=request.cwd, folder=RunFolder(path=folder))
     named = request.config.model_copy(update={"run": request.path.name})
-    return create_run(folder, config=named, command=request.words)
+    return create_run(folder, config=named, command=request.words, cores_per_trial=cores_per_trial)
+
+
+def _accept_known_sources(run: TuningRun) -> None:
+    """Let the ranks accept the changed functions that earlier sessions accepted, in their sources then."""
+    functions = accepted_before(run.folder)
+    if functions and ACCEPT_CHANGED_SOURCE not in os.environ:
+        os.environ[ACCEPT_CHANGED_SOURCE] = accepted_text(functions)
+        first, *more = paths_of(functions)
+        others = f" and {len(more)} more" if more else ""
+        show(f"changed source ({first}{others}) is accepted as in an earlier session; no other change is")
 
 
 def _search(request: TuneRequest, *, run: TuningRun, lease: Lease, kept: DiskReserve) -> TuneResult:
@@ -223,6 +257,8 @@ def _search(request: TuneRequest, *, run: TuningRun, lease: Lease, kept: DiskRes
         shown.message(f"run {run.name} in {request.path}; the command: {command_line}")
         if placement.batch_divisor > 1:
             shown.message(placement.share_words)
+        if first_slice is not None and placement.is_local and request.options.num_workers is None:
+            shown.message(f"trials run on {first_slice.label}: as many as the run's earlier trials had")
 
         def stops() -> bool:
             # Trials ask this all the time, also while they show no progress: the lease must not expire.

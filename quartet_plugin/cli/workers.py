@@ -32,25 +32,68 @@ def slices_of(
     num_workers: int | None,
     command: "Command",
     oversubscribe: bool,
+    cores_per_trial: int | None = None,
 ) -> "tuple[DeviceSlice, ...]":
     """This host, or a launcher's nodes, divided between `num_workers`; raises ConfigError.
 
-    Without a number nothing of this host, and the nodes of one trial.
+    Without a number nothing of this host, and the nodes of one trial. `cores_per_trial` is the number of
+    cores that each trial of a run on this host's processor had before: its later trials get as many, also
+    without a number of workers.
     """
-    from quartet_plugin.launchers.device_slices import divide
+    from quartet_plugin.launchers.device_slices import divide, num_cores_here, slice_of_cores
     from quartet_plugin.launchers.local import resolve_device
 
     if not placement.is_local:
         return placement.slices(at_once=num_workers or 1, device=config.device)
+    device, size = resolve_device(config.device, environment=os.environ), None
+    if device == "cpu" and cores_per_trial is not None and (num_cores := num_cores_here()) is not None:
+        size = cores_per_trial
+        _refuse_other_size(size, num_cores=num_cores, num_workers=num_workers, oversubscribe=oversubscribe)
+        if num_workers is None and num_cores > size:
+            return (slice_of_cores(size),)
     if num_workers is None:
         return ()
     return divide(
-        resolve_device(config.device, environment=os.environ),
+        device,
         num_slices=num_workers,
         command=command,
         environment=os.environ,
+        size=size,
         oversubscribe=oversubscribe,
     )
+
+
+def _refuse_other_size(size: int, *, num_cores: int, num_workers: int | None, oversubscribe: bool) -> None:
+    """Refuse to resume a run whose trials had `size` cores each with trials on another number of cores."""
+    is_shared = oversubscribe and num_workers is not None
+    num_needed = size if is_shared else size * (num_workers or 1)
+    if num_needed <= num_cores and (num_cores == size or not is_shared):
+        return
+    most = num_cores // size
+    if not most:
+        fix = f"resume where at least {size} cores are available"
+    elif is_shared:
+        fix = "omit --oversubscribe"
+    else:
+        fix = f"use at most {most} workers" if most > 1 else "omit --workers"
+    options = "--resume" if num_workers is None else f"--workers {num_workers}"
+    raise ConfigError(
+        f"{options}{' --oversubscribe' if is_shared else ''}: {num_cores} cores here, and each trial of this "
+        f"run had {size}; times on another number of cores cannot be compared; {fix}, or start another run"
+    )
+
+
+def cores_per_trial_of(config: "TuneConfig", *, slices: "Sequence[DeviceSlice]") -> int | None:
+    """The number of this host's cores for each trial of a run; None where trials train on accelerators.
+
+    `slices` are this host's, one for each trial at a time; none where a trial has the whole host.
+    """
+    from quartet_plugin.launchers.device_slices import num_cores_here
+    from quartet_plugin.launchers.local import resolve_device
+
+    if resolve_device(config.device, environment=os.environ) != "cpu":
+        return None
+    return slices[0].num_devices if slices else num_cores_here()
 
 
 def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubscribe: bool) -> None:

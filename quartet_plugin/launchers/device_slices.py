@@ -184,6 +184,16 @@ def divide(
     )
 
 
+def slice_of_cores(num_cores: int) -> DeviceSlice:
+    """The first `num_cores` of the cores that this process may use, for one trial at a time."""
+    return DeviceSlice(device="cpu", cores=_cores()[:num_cores])
+
+
+def num_cores_here() -> int | None:
+    """The number of cores that this process may use; None where the system does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
 def _refuse_fixed_places(
     command: Command, *, num_slices: int, device: str, environment: Mapping[str, str]
 ) -> None:

@@ -64,6 +64,7 @@ def describe_job(
     from quartet_plugin.megatron import cpu_device
     from quartet_plugin.megatron.runtime.refusals import layers_need_full_backwards
     from quartet_plugin.megatron.support import (
+        accepted_functions,
         changed_for_schedules,
         changed_source_reason,
         tensor_partition_reason,
@@ -77,7 +78,7 @@ def describe_job(
         features.append(FEWER_STAGES)
     if "mtp" in features and args.pipeline_model_parallel_size == 1 and forward_step is not None:
         features += [] if knows_further_tokens(forward_step) else ["mtp_without_tokens"]
-    changed = () if no_custom_schedules else changed_for_schedules(args)
+    changed = {} if no_custom_schedules else changed_for_schedules(args)
     split = None if "encoder_decoder" in features else dump(split_of(args))
     return {
         "framework": FRAMEWORK,
@@ -103,6 +104,7 @@ def describe_job(
         **({"mtp_kinds": dump(kinds)} if (kinds := mtp_kinds_of(args)) else {}),
         **({"logged_expert_layers": list(logged)} if (logged := logged_expert_layers_of(args)) else {}),
         **({"changed_functions": list(changed)} if changed else {}),
+        **({"accepted_sources": list(accepted)} if (accepted := accepted_functions(args)) else {}),
         **({"stage_divisor": stage_divisor} if stage_divisor > 1 else {}),
         **_routed(args),
     }

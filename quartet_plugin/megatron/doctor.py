@@ -25,7 +25,7 @@ from quartet_plugin.megatron.seams.declared import (
     TOKENIZER,
     TRAIN_STEP,
 )
-from quartet_plugin.megatron.support import accepts_changed_source, source_faults
+from quartet_plugin.megatron.support import accepts_changed_source, source_faults, texts_of
 from quartet_plugin.rank.source_tree import SourceTree
 from quartet_plugin.space.axes import Axis
 from quartet_plugin.space.knobs.registry import SETTINGS
@@ -66,7 +66,7 @@ def report() -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         return {**content, "fault": f"{ARGUMENTS.path}: its flags cannot be read ({error})"}
     axes = [_axis(axis, known_flags) for axis in Axis]
-    return {**content, "axes": [*axes, _custom_schedules(faults), _measuring(tree)]}
+    return {**content, "axes": [*axes, _custom_schedules(faults, tree), _measuring(tree)]}
 
 
 def _faults(tree: SourceTree) -> dict[str, str]:
@@ -140,12 +140,15 @@ def _flags(names: Iterable[str]) -> str:
     return ", ".join(flag_of(name) for name in names)
 
 
-def _custom_schedules(faults: Mapping[str, str]) -> dict[str, str]:
-    changed = [seam.path for seam in CUSTOM_SCHEDULE if seam.path in faults]
+def _custom_schedules(faults: Mapping[str, str], tree: SourceTree) -> dict[str, str]:
+    changed = texts_of(
+        lambda seam: tree.function(seam.module, seam.name),
+        (seam for seam in CUSTOM_SCHEDULE if seam.path in faults),
+    )
     if not changed:
         return _row(CUSTOM_SCHEDULES, WORKS, "every function that they replace is unchanged")
-    names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-    if accepts_changed_source():
+    names = ", ".join([*changed][:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    if accepts_changed_source(changed.values()):
         return _row(
             CUSTOM_SCHEDULES, WORKS, f"changed functions are accepted, under the parity gate: {names}"
         )

@@ -6,7 +6,7 @@ A custom schedule replaces functions, and needs a known source of each of them.
 
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
 from quartet_plugin.errors import SeamError
@@ -14,15 +14,19 @@ from quartet_plugin.megatron.partition.refusals import argument_refusal
 from quartet_plugin.megatron.seams import Seam, known_function, package_roots
 from quartet_plugin.megatron.seams.declared import CUSTOM_SCHEDULE, GPT_MODEL_INIT, HYBRID_SEGMENT
 from quartet_plugin.model.megatron_arguments import hybrid_pattern
+from quartet_plugin.protocol.accepted_sources import accepts, function_text
 from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE
 from quartet_plugin.rank.source_tree import KnownFunction, SourceTree
 
 ReadFunction = Callable[[Seam], KnownFunction | None]
 
 
-def accepts_changed_source(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user gives custom schedules back where functions have changed, under the parity gate."""
-    return bool(environment.get(ACCEPT_CHANGED_SOURCE))
+def accepts_changed_source(functions: Iterable[str], environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user gives custom schedules back where these functions changed, under the parity gate.
+
+    `functions` are texts of `protocol.accepted_sources`.
+    """
+    return accepts(environment.get(ACCEPT_CHANGED_SOURCE), functions)
 
 
 def source_faults(read: ReadFunction, seams: Iterable[Seam] = CUSTOM_SCHEDULE) -> dict[str, str]:
@@ -38,6 +42,20 @@ def source_faults(read: ReadFunction, seams: Iterable[Seam] = CUSTOM_SCHEDULE) -
     return faults
 
 
+def texts_of(read: ReadFunction, seams: Iterable[Seam]) -> dict[str, str]:
+    """The functions by path, each as a text of `protocol.accepted_sources` with its source here."""
+    return {seam.path: function_text(seam.path, _source(read, seam)) for seam in seams}
+
+
+def _source(read: ReadFunction, seam: Seam) -> str:
+    """The hash of a function's source; empty where there is none that can be read."""
+    try:
+        function = read(seam)
+    except (SeamError, SyntaxError):
+        return ""
+    return "" if function is None else function.source
+
+
 def has_known_parameters(*seams: Seam) -> bool:
     """Whether all of these functions are Megatron's own, with the parameters of some known release."""
     try:
@@ -47,16 +65,32 @@ def has_known_parameters(*seams: Seam) -> bool:
 
 
 @cache
-def changed_functions(seams: tuple[Seam, ...] = CUSTOM_SCHEDULE) -> tuple[str, ...]:
-    """Those of the functions whose source is not a known one, read from the files of the Megatron here."""
+def changed_functions(seams: tuple[Seam, ...] = CUSTOM_SCHEDULE) -> Mapping[str, str]:
+    """Those of the functions whose source is not a known one, as `texts_of` has them.
+
+    They are read from the files of the Megatron here.
+    """
     tree = SourceTree(package_roots())
-    return tuple(source_faults(lambda seam: tree.function(seam.module, seam.name), seams))
+
+    def read(seam: Seam) -> KnownFunction | None:
+        return tree.function(seam.module, seam.name)
+
+    faults = source_faults(read, seams)
+    return texts_of(read, (seam for seam in seams if seam.path in faults))
 
 
-def changed_for_schedules(args: Namespace) -> tuple[str, ...]:
+def changed_for_schedules(args: Namespace) -> Mapping[str, str]:
     """The functions of unknown source that a custom schedule of this job would replace or call."""
-    of_pattern = changed_functions((HYBRID_SEGMENT,)) if hybrid_pattern(args) else ()
-    return (*changed_functions(), *of_pattern)
+    of_pattern = changed_functions((HYBRID_SEGMENT,)) if hybrid_pattern(args) else {}
+    return {**changed_functions(), **of_pattern}
+
+
+def accepted_functions(args: Namespace) -> tuple[str, ...]:
+    """The changed functions that the user accepts in this job, as texts of `protocol.accepted_sources`."""
+    if not accepts_changed_source(()):
+        return ()
+    changed = {**changed_for_schedules(args), **changed_functions((GPT_MODEL_INIT,))}
+    return tuple(text for text in changed.values() if accepts_changed_source((text,)))
 
 
 def read_sources() -> None:
@@ -65,9 +99,12 @@ def read_sources() -> None:
     changed_functions((GPT_MODEL_INIT,))
 
 
-def changed_source_reason(changed: Sequence[str]) -> str | None:
-    """Why functions of unknown source keep custom schedules off, and what to do; None where they do not."""
-    if not changed or accepts_changed_source():
+def changed_source_reason(changed: Mapping[str, str]) -> str | None:
+    """Why functions of unknown source keep custom schedules off, and what to do; None where they do not.
+
+    `changed` are functions as `changed_functions` has them.
+    """
+    if not changed or accepts_changed_source(changed.values()):
         return None
     first, *more = changed
     others = f" and {len(more)} more" if more else ""
@@ -82,8 +119,10 @@ def require_known_sources(seams: Iterable[Seam] = CUSTOM_SCHEDULE) -> None:
 
     A user who accepts changed sources gets a SeamError only where a function is missing.
     """
+    seams = tuple(seams)
     faults = source_faults(known_function, seams)
-    if not faults or accepts_changed_source():
+    changed = texts_of(known_function, (seam for seam in seams if seam.path in faults))
+    if not faults or accepts_changed_source(changed.values()):
         return
     first, *more = faults.values()
     others = f" (and {len(more)} more)" if more else ""

@@ -139,6 +139,7 @@ class Conclusion:
         self.context.events.add(
             "finalists",
             trials=[trial.number for trial in finalists],
+            first_round=self.context.run.folder.num_final_rounds,
             ranked=[{"trial": trial.number, "speedup": speedups.get(trial.number)} for trial in ranked],
         )
         return words

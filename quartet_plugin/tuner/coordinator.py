@@ -212,6 +212,7 @@ class Coordinator:
             longest_begin_s=result.start_s + result.first_step_s,
             modules=context.backend.modules(result),
             cold_reason=first.cold_reason,
+            accepted_functions=first.accepted_functions,
         )
 
     # The search

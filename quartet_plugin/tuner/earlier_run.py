@@ -4,6 +4,9 @@ The same job on the same nodes: its measurements become trials with their source
 the two baselines, so that a machine that was slower or faster that day does not count. They cost no budget,
 and the final rounds measure again what could win. Another cluster or another model: its best plans, as far as
 they exist here, are only the first to be tried.
+
+What the other run was itself begun with is passed on with its first source. The log of the other run has it,
+so the runs before it need not be there any more.
 """
 
 from collections.abc import Iterable
@@ -15,12 +18,13 @@ from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Mapping, Plan
 from quartet_plugin.model.trial_record import REFUSED_EXCESS, Score, TrialRecord, score_of_median
-from quartet_plugin.space.param_sources import Params
+from quartet_plugin.space.param_sources import FixedParams, Params
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.split.layers import even_split
 from quartet_plugin.split.shifts import scaled_split
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.memory_limit import above_limit
+from quartet_plugin.tuner.run_folder import RunFolder
 
 MAX_TRIALS = 200
 MAX_STARTS = 5
@@ -55,6 +59,8 @@ def read_earlier_measurements(
     except StorageError:
         study = None  # the trials' folders say enough
     other = read_history(path, study=study)
+    rows = [row for row in other.trials if row.source is None]
+    other = replace(other, trials=(*rows, *_passed_on(path)))
     baseline_row = other.baseline
     if baseline_row is None or baseline_row.plan is None or baseline_row.iteration_s is None:
         raise ConfigError(f"{path}: its baseline was not measured; name another run with --from")
@@ -67,13 +73,60 @@ def read_earlier_measurements(
     ratio = baseline_row.iteration_s / baseline.iteration_s
     trials = tuple(_trials(other, space, ratio=ratio, objective=objective, limit_bytes=limit_bytes))
     most = f" (no more than the best {MAX_TRIALS} are taken)" if len(trials) == MAX_TRIALS else ""
+    sources = [record.source or "" for _, record in trials]
+    num_passed_on = sum(source.rpartition(":")[0] != other.name for source in sources)
+    earlier = f", {num_passed_on} of them of runs before it" if num_passed_on else ""
     return EarlierMeasurements(
         trials=trials,
         words=(
-            f"from {other.name}: {len(trials)} of its measurements hold here{most}, "
+            f"from {other.name}: {len(trials)} of its measurements hold here{most}{earlier}, "
             f"times divided by {ratio:.2f}: "
             "what the baseline has gained since"
         ),
+    )
+
+
+def _passed_on(path: Path) -> list[TrialRow]:
+    """The measurements that the run in `path` was itself begun with, as far as its log has them.
+
+    Their times are as they were scaled for that run's baseline.
+    """
+    from quartet_plugin.study.study_log import read_log
+    from quartet_plugin.tuner.history_rows import read_events
+    from quartet_plugin.tuner.run_space import space_of_run
+
+    log = read_log(read_events(RunFolder(path=path).events_file))
+    if log is None or not log.earlier_trials:
+        return []
+    try:
+        space = space_of_run(path)
+    except QuartetError:
+        return []  # a run whose baseline cannot be read is refused by the caller
+    rows = []
+    for number, (params, record) in enumerate(log.earlier_trials, start=1):
+        try:
+            plan = space.decode(FixedParams(params), trial=number)
+        except (KeyError, ValueError, QuartetError):
+            continue  # another version of the plugin chose otherwise
+        rows.append(_row_of(number, plan, record))
+    return rows
+
+
+def _row_of(number: int, plan: Plan, record: TrialRecord) -> TrialRow:
+    """A trial's row from its record alone."""
+    return TrialRow(
+        number=number,
+        plan=plan,
+        outcome=record.outcome,
+        verdict=record.verdict,
+        reason=record.reason,
+        value=record.value,
+        iteration_s=record.iteration_s,
+        peak_memory_bytes=record.peak_memory_bytes,
+        memory_excess_bytes=int(record.excess),
+        source=record.source,
+        is_cut=record.is_cut,
+        drift=record.drift,
     )
 
 
@@ -86,7 +139,7 @@ def _trials(
         is_first = row.number > 0 and row.repeats is None
         if plan is None or not is_first or plan.key in seen or len(seen) > MAX_TRIALS:
             continue
-        source = f"{other.name}:{row.number}"
+        source = row.source or f"{other.name}:{row.number}"
         record = _record_here(row, plan, source=source, ratio=ratio, objective=objective)
         if record is not None and limit_bytes is not None:
             record = _within(record, limit_bytes)
@@ -100,10 +153,11 @@ def _record_here(
     row: TrialRow, plan: Plan, *, source: str, ratio: float, objective: Objective
 ) -> TrialRecord | None:
     """The record of another run's trial here; None for one that was unstable, wrong or lost."""
+    where = f" (in {source})"
     common = TrialRecord(
         verdict="infeasible",
         outcome=row.outcome,
-        reason=f"{row.reason} (in {source})",
+        reason=f"{row.reason.removesuffix(where)}{where}",
         attempt_id="",
         excess=float(row.memory_excess_bytes) or REFUSED_EXCESS,
         peak_memory_bytes=row.peak_memory_bytes,

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.model.launch import LaunchPosition
@@ -10,7 +11,15 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.context import TuningContext
-from quartet_plugin.tuner.finalists import is_failure, log_values, order_of_round, rank, sequential_test_of
+from quartet_plugin.tuner.finalists import (
+    first_rounds_of,
+    is_failure,
+    log_values,
+    order_of_round,
+    rank,
+    sequential_test_of,
+)
+from quartet_plugin.tuner.history_rows import read_events
 from quartet_plugin.tuner.launches_left import final_launches
 from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.sequential_search import MAX_LOST_IN_A_ROW
@@ -66,11 +75,14 @@ def proven_finalists(
 
 
 def _num_begun(trials: Sequence[FinishedTrial], *, context: TuningContext) -> int:
-    """The number of trials that an earlier session has launched in the first final round."""
+    """The number of trials that an earlier session has launched in a final round."""
+    launches = context.run.folder.final_launches()
 
     def is_begun(trial: FinishedTrial) -> bool:
-        folder = context.run.folder.final_launch(trial.number, round_number=0)
-        return context.backend.recorded(folder, plan_key=trial.plan.key) is not None
+        first = context.run.folder.final_launch(trial.number, round_number=0)
+        folders = (first, *launches.get(trial.number, {}).values())
+        key = trial.plan.key
+        return any(context.backend.recorded(folder, plan_key=key) is not None for folder in folders)
 
     return sum(map(is_begun, trials))
 
@@ -137,7 +149,11 @@ def most_iterations(trials: Sequence[FinishedTrial], *, finalists: Sequence[Fini
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalRounds:
-    """Measures finalists against the baseline, round by round, as far as there is time."""
+    """Measures finalists against the baseline, round by round, as far as there is time.
+
+    A finalist that is new in a resumed run joins behind the rounds of earlier sessions, so that the baseline
+    is launched again in turns with it; whoever was launched before keeps those rounds.
+    """
 
     context: TuningContext
     launcher: TrialLauncher
@@ -153,16 +169,13 @@ class FinalRounds:
         if not finalists:
             return []
         plans = {BASELINE: self.baseline.plan, **{trial.number: trial.plan for trial in finalists}}
-        progress = _Progress(
-            test=sequential_test_of(finalists, num_rounds=config.rounds),
-            results={number: {} for number in plans},
-            num_left=final_launches(config),
-        )
+        progress = self._progress(finalists)
         test = progress.test
         for num_done in itertools.count():
             if test.is_over:
                 break
-            if num_done >= MIN_ROUNDS and not self._has_time(plans, test.live, round_number=num_done):
+            is_enough = num_done >= test.latest_first_round + MIN_ROUNDS
+            if is_enough and not self._has_time(plans, progress, round_number=num_done):
                 context.observer.message(f"time limit reached after {num_done} final rounds")
                 context.budget.was_short = True
                 break
@@ -182,6 +195,30 @@ class FinalRounds:
             test=test,
         )
 
+    def _progress(self, finalists: Sequence[FinishedTrial]) -> "_Progress":
+        """The state before the first round that this session launches; the user reads who is new."""
+        config, folder = self.context.run.config.study, self.context.run.folder
+        launched, events = folder.final_launches(), read_events(folder.events_file)
+        num_begun = folder.num_final_rounds
+        test = sequential_test_of(
+            finalists,
+            num_rounds=config.rounds,
+            first_rounds=first_rounds_of(events, launched=launched),
+        )
+        new = [n for n in test.finalists if n not in launched and test.first_rounds[n] == num_begun > 0]
+        if new:
+            numbers = ", ".join(map(str, new))
+            self.context.observer.message(
+                f"new in the final rounds: trial {numbers}; your command is launched again in turns with the "
+                f"new plans, from round {num_begun + 1} on"
+            )
+        return _Progress(
+            test=test,
+            results={number: {} for number in (BASELINE, *test.finalists)},
+            num_left=final_launches(config),
+            num_over=num_begun - _is_interrupted(events) if num_begun else 0,
+        )
+
     def _launch_round(self, plans: Mapping[int, Plan], progress: "_Progress", *, round_number: int) -> None:
         """Add the round's measured results; a plan that fails joins `failed`, and cannot win.
 
@@ -189,11 +226,12 @@ class FinalRounds:
         """
         config = self.context.run.config.study
         test = progress.test
-        in_turn = order_of_round([BASELINE, *test.live], seed=config.seed, round_number=round_number)
+        numbers = [BASELINE, *test.participants(round_number)]
+        in_turn = order_of_round(numbers, seed=config.seed, round_number=round_number)
         num_later = progress.num_later(round_number)
         for turn, number in enumerate(in_turn):
             launch = self._launch_of(number, plans[number], round_number=round_number)
-            if self._is_lost(launch, plans, round_number=round_number):
+            if self._is_lost(launch, progress, round_number=round_number):
                 continue
             result = self.launcher.launch(launch, num_left=len(in_turn) - turn + num_later)
             progress.num_lost = progress.num_lost + 1 if result.outcome is Outcome.INFRA else 0
@@ -218,22 +256,17 @@ class FinalRounds:
             position=LaunchPosition.of_round(round_number, num_rounds=self.context.run.config.study.rounds),
         )
 
-    def _is_lost(self, launch: TrialLaunch, plans: Mapping[int, Plan], *, round_number: int) -> bool:
-        """Whether an earlier session has lost the launch and gone on: the round's others are of that time."""
-        folder = self.context.run.folder
-        return (
-            launch.folder.is_dir()
-            and self.launcher.recorded(launch) is None
-            and any(folder.final_launch(other, round_number=round_number + 1).is_dir() for other in plans)
-        )
+    def _is_lost(self, launch: TrialLaunch, progress: "_Progress", *, round_number: int) -> bool:
+        """Whether an earlier session went on without the launch: the round's others are of that time."""
+        return round_number < progress.num_over and self.launcher.recorded(launch) is None
 
-    def _has_time(self, plans: Mapping[int, Plan], live: Sequence[int], *, round_number: int) -> bool:
+    def _has_time(self, plans: Mapping[int, Plan], progress: "_Progress", *, round_number: int) -> bool:
         """Whether the round is likely to end in time; one that an earlier session launched takes none."""
-        numbers = (BASELINE, *live)
+        numbers = (BASELINE, *progress.test.participants(round_number))
         launches = (self._launch_of(number, plans[number], round_number=round_number) for number in numbers)
         return self.context.budget.fits(num_launches=len(numbers)) or all(
             self.launcher.recorded(launch) is not None
-            or self._is_lost(launch, plans, round_number=round_number)
+            or self._is_lost(launch, progress, round_number=round_number)
             for launch in launches
         )
 
@@ -260,6 +293,17 @@ class FinalRounds:
             say(f"dropped after {rounds}, unlikely to win: trial {', '.join(map(str, gone))}")
 
 
+def _is_interrupted(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the latest session that launched final rounds did not come to its end."""
+    is_interrupted = False
+    for event in events:
+        if event["kind"] == "launch" and event.get("stage") == "final":
+            is_interrupted = True
+        elif event["kind"] == "end":
+            is_interrupted = False
+    return is_interrupted
+
+
 def faster_words(proven: Sequence[int]) -> str:
     """The trials that the final rounds have proven faster; the winner among several is chosen afterwards."""
     if not proven:
@@ -274,18 +318,20 @@ def faster_words(proven: Sequence[int]) -> str:
 class _Progress:
     """The state of the rounds. `num_left` is the estimate of the launches to come, which never grows.
 
-    `failed` has the round in which a finalist did.
+    `num_over` rounds were ended by earlier sessions: what they lack is not launched any more. `failed` has
+    the round in which a finalist did.
     """
 
     test: SequentialTest
     results: RoundResults
     num_left: int
+    num_over: int = 0
     failed: dict[int, int] = field(default_factory=dict)
     num_lost: int = 0
 
     def num_later(self, round_number: int) -> int:
         """The launches expected after this round."""
-        num_live = 1 + len(self.test.live)
+        num_live = 1 + len(self.test.participants(round_number + 1))
         expected = num_live * (self.test.num_rounds_expected(num_done=round_number) - round_number - 1)
         later = max(0, min(self.num_left - num_live, expected))
         self.num_left = later

@@ -8,7 +8,8 @@ order, so that slow drift of the machine meets all alike; only the ratio inside 
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,8 @@ from quartet_plugin.tuner.winner_choice import (
 # A candidate this much below the baseline when it was searched is not measured again: between two runs
 # of one plan lie a few percent.
 CANDIDATE_MARGIN = 0.93
+# No final round has a larger number.
+MAX_ROUND = 10**6
 # That of the interval of a speedup.
 CONFIDENCE = 0.95
 
@@ -78,12 +81,40 @@ def order_of_round(numbers: Sequence[int], *, seed: int, round_number: int) -> l
     return shuffled
 
 
-def sequential_test_of(trials: Sequence[FinishedTrial], *, num_rounds: int) -> SequentialTest:
-    """The sequential test of these finalists, of whom another model needs a clear gain."""
+def first_rounds_of(
+    events: Iterable[Mapping[str, Any]], *, launched: Mapping[int, Collection[int]]
+) -> dict[int, int]:
+    """The final round, from 0, in which each finalist joins: 0 in the first session, by trial.
+
+    Whoever is new in a later session joins behind the rounds that were begun before: their baseline was
+    measured at another time, maybe on a machine that differs by now. `launched` are the rounds of every
+    finalist that has been launched, by which the log of an earlier version is read.
+    """
+    first: dict[int, int] = {}
+    for event in events:
+        if event["kind"] == "finalists" and isinstance(event.get("trials"), list):
+            begun = event.get("first_round")
+            for number in event["trials"]:
+                first.setdefault(number, begun if type(begun) is int and begun > 0 else 0)
+    for number, rounds in launched.items():
+        first[number] = min(first.get(number, MAX_ROUND), *rounds)
+    return first
+
+
+def sequential_test_of(
+    trials: Sequence[FinishedTrial], *, num_rounds: int, first_rounds: Mapping[int, int] | None = None
+) -> SequentialTest:
+    """The sequential test of these finalists, of whom another model needs a clear gain.
+
+    `first_rounds` has the round, from 0, in which a finalist joins. There are as many rounds more.
+    """
+    joined = {trial.number: (first_rounds or {}).get(trial.number, 0) for trial in trials}
+    latest = max(joined.values(), default=0)
     return SequentialTest(
         finalists=sorted(trial.number for trial in trials),
-        num_rounds=num_rounds,
-        max_rounds=MAX_EXTENDED * num_rounds,
+        num_rounds=latest + num_rounds,
+        max_rounds=latest + MAX_EXTENDED * num_rounds,
+        first_rounds=joined,
         least_gains={trial.number: math.log(CLEAR_GAIN) for trial in trials if trial.plan.is_other_model},
         careful_chance=1.0 - CLEAR_CHANCE,
     )
@@ -125,17 +156,20 @@ def rank(
     num_asked: int,
     failed: Mapping[int, int],
     test: SequentialTest | None = None,
+    first_rounds: Mapping[int, int] | None = None,
 ) -> list[FinalistResult]:
     """Every candidate that never failed and was measured in two rounds with the baseline, in order of choice.
 
     `launches[number][round]` are the final launches' measured results, the baseline's under number 0;
     `num_asked` is `study.rounds`, `failed` has the round in which a finalist failed. `test` has its
-    decisions; without it they are made again from the launches.
+    decisions; without it they are made again from the launches, with `first_rounds` as `first_rounds_of` has
+    them.
     """
     plans = {BASELINE: baseline, **{trial.number: trial.plan for trial in trials}}
     values = log_values(plans, launches=launches, objective=objective)
     if test is None:
-        test = replayed(sequential_test_of(trials, num_rounds=num_asked), values, failed=failed)
+        test = sequential_test_of(trials, num_rounds=num_asked, first_rounds=first_rounds)
+        test = replayed(test, values, failed=failed)
     trials = [trial for trial in trials if trial.number not in failed]
     values = {number: by_round for number, by_round in values.items() if number not in failed}
     effects = fit(values)

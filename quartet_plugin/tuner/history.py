@@ -28,7 +28,7 @@ from quartet_plugin.study.view import StudyView
 from quartet_plugin.trial.attempt import PREFIX, read_result
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.attempts import AttemptState, holder_of, read_launch, workers_of
-from quartet_plugin.tuner.finalists import BASELINE, is_failure, rank
+from quartet_plugin.tuner.finalists import BASELINE, first_rounds_of, is_failure, rank
 from quartet_plugin.tuner.history_rows import (
     baseline_note_of,
     drift_checks_of,
@@ -161,6 +161,7 @@ class _Reader:
             objective=objective,
             nodes=self._nodes,
             features=features,
+            precision=self._job.product_precision if self._job else "bf16",
             neutralised=self._job.neutralised if self._job else (),
             locked={axis.value: feature for axis, feature in locked.items()},
             trials=tuple(self._valued(row, objective=objective) for row in rows),
@@ -296,11 +297,10 @@ class _Reader:
 
     def _read_finals(self) -> None:
         """Read `_finals[number][round]`, rounds counted from 0."""
-        for path in sorted(self._run.folder.final.glob("*-round-*")):
-            number, _, round_number = path.name.partition("-round-")
-            if number.isdecimal() and round_number.isdecimal() and int(round_number) > 0:
-                launch = read_launch(path, faults=self._faults)
-                self._finals.setdefault(int(number), {})[int(round_number) - 1] = launch
+        for number, rounds in self._run.folder.final_launches().items():
+            self._finals[number] = {
+                index: read_launch(path, faults=self._faults) for index, path in rounds.items()
+            }
 
     def _finalists(self, *, objective: Objective) -> tuple[Finalist, ...]:
         if self._baseline is None:
@@ -335,6 +335,7 @@ class _Reader:
             seed=self._run.config.study.seed,
             num_asked=self._run.config.study.rounds,
             failed=failed,
+            first_rounds=first_rounds_of(self._events, launched=self._finals),
         )
         return tuple(
             Finalist(number=ranking.trial.number, comparison=ranking.comparison) for ranking in rankings

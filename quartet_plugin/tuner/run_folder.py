@@ -3,7 +3,7 @@
 import shlex
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,18 +126,35 @@ class RunFolder:
         """The folder of a trial's plan in one of the final rounds, both counted from 0."""
         return self.final / f"{number:06d}-round-{round_number + 1}"
 
+    def final_launches(self) -> dict[int, dict[int, Path]]:
+        """The folders of the final rounds' launches so far, by trial and round, both counted from 0."""
+        launches: dict[int, dict[int, Path]] = {}
+        for path in sorted(self.final.glob("*-round-*")):
+            number, _, round_number = path.name.partition("-round-")
+            if number.isdecimal() and round_number.isdecimal() and int(round_number) > 0:
+                launches.setdefault(int(number), {})[int(round_number) - 1] = path
+        return launches
+
+    @property
+    def num_final_rounds(self) -> int:
+        """The number of final rounds that were begun."""
+        return max((1 + max(rounds) for rounds in self.final_launches().values()), default=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningRun:
     """A run as it was begun: its folder, configuration, the user's command and where that starts.
 
     A run that is read back without its command has the secrets in it masked, as they are on disk.
+    `cores_per_trial` is the number of processor cores that each trial may use; None where trials do not
+    train on this host's processor, or the run was begun by a version that did not keep it.
     """
 
     folder: RunFolder
     config: TuneConfig
     command: tuple[str, ...]
     cwd: Path
+    cores_per_trial: int | None = None
 
     @property
     def name(self) -> str:
@@ -185,20 +202,40 @@ def _has_failed(attempt: Path) -> bool:
     return isinstance(result, dict) and result.get("outcome") not in ("OK", "UNSTABLE")
 
 
-def create_run(path: Path, *, config: TuneConfig, command: Sequence[str]) -> TuningRun:
-    """Start a run: write its configuration and command. Raises ConfigError if the run already exists."""
+def create_run(
+    path: Path, *, config: TuneConfig, command: Sequence[str], cores_per_trial: int | None = None
+) -> TuningRun:
+    """Start a run: write its configuration and command, and the cores of each trial.
+
+    Raises ConfigError if the run already exists.
+    """
     folder = RunFolder(path=prepare_folder(path, is_resumed=False))
-    run = TuningRun(folder=folder, config=config, command=tuple(command), cwd=Path.cwd())
+    run = TuningRun(
+        folder=folder,
+        config=config,
+        command=tuple(command),
+        cwd=Path.cwd(),
+        cores_per_trial=cores_per_trial,
+    )
     _write_config(run)
     return run
 
 
-def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] | None) -> TuningRun:
+def resume_run(
+    path: Path,
+    *,
+    config: TuneConfig | None,
+    command: Sequence[str] | None,
+    cores_per_trial: int | None = None,
+) -> TuningRun:
     """The run of `begun_run`, whose configuration is written down where one is given.
 
     Whoever gives the command holds the run's lease: what a killed tuner left half-written is removed.
+    `cores_per_trial`, where given, replaces what the run was begun with: nothing was measured with that.
     """
     run = begun_run(path, config=config, command=command)
+    if cores_per_trial is not None:
+        run = replace(run, cores_per_trial=cores_per_trial)
     if command is not None:
         _remove_torn(run.folder)
     if config is not None:
@@ -218,6 +255,11 @@ def begun_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] |
         raise ConfigError(f"{folder.config_file}: command: must be a list of words")
     if not isinstance(data.get("cwd"), str):
         raise ConfigError(f"{folder.config_file}: cwd: must be the folder that the command starts in")
+    cores_per_trial = data.get("cores_per_trial")
+    if cores_per_trial is not None and not (type(cores_per_trial) is int and cores_per_trial > 0):
+        raise ConfigError(
+            f"{folder.config_file}: cores_per_trial: must be a number of cores from 1 on, or null"
+        )
     begun = parse_config(_unfilled(_with_auto(data.get("config"))), where=str(folder.config_file))
     begun_with = masked_argv(data["command"])
     if command is not None and not is_same_command(data["command"], command):
@@ -233,6 +275,7 @@ def begun_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] |
         config=begun if config is None else config.model_copy(update={"run": begun.run}),
         command=tuple(begun_with if command is None else command),
         cwd=Path(data["cwd"]),
+        cores_per_trial=cores_per_trial,
     )
 
 
@@ -296,5 +339,6 @@ def _write_config(run: TuningRun) -> None:
         "config": run.config.model_dump(mode="json"),
         "command": masked_argv(run.command),
         "cwd": str(run.cwd),
+        "cores_per_trial": run.cores_per_trial,
     }
     write_json_atomic(run.folder.config_file, content)

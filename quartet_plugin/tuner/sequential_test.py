@@ -11,6 +11,9 @@ launches, so that plans are compared inside of rounds, also where some have left
 - The rounds are over where the leader is proven and no other finalist is expected to gain more than
   `NEGLIGIBLE`.
 
+A finalist may join later than others: its own rounds count for what it needs, and nothing is over before it
+has enough of them.
+
 `level` is chosen so that, of three finalists as fast as the baseline, one is proven in less than 2 % of all
 searches (`python -m benchmarks.final_rounds`). It depends on the round alone, so a run that goes on, or is
 given more rounds, keeps its decisions.
@@ -125,7 +128,8 @@ class SequentialTest:
     `num_rounds` are planned, after `max_rounds` the test ends whatever is known.
     `least_gains` are logarithms by which a finalist must lead to be chosen: over the baseline, and over each
     finalist whose own least gain is smaller. `careful_chance` is the chance to be the best with which a
-    finalist with a smaller least gain stays. `proven` and `dropped` are numbers of rounds by finalist.
+    finalist with a smaller least gain stays. `first_rounds` has the round, from 0, in which a finalist joins;
+    0 where it has none. `proven` and `dropped` are numbers of rounds by finalist.
     """
 
     finalists: Sequence[int]
@@ -133,6 +137,7 @@ class SequentialTest:
     max_rounds: int
     least_gains: Mapping[int, float] = field(default_factory=dict)
     careful_chance: float = LEAST_CHANCE_OF_BEST
+    first_rounds: Mapping[int, int] = field(default_factory=dict)
     live: list[int] = field(init=False)
     proven: dict[int, int] = field(init=False, default_factory=dict)
     dropped: dict[int, int] = field(init=False, default_factory=dict)
@@ -159,7 +164,7 @@ class SequentialTest:
         }
         self.effects = fit(seen) if num_done >= FIRST_LOOK else None
         if self.effects is not None and BASELINE in self.effects.index:
-            measured = [number for number in self.live if number in self.effects.index]
+            measured = self._looked_at(self.effects, num_done=num_done)
             paired = [
                 number
                 for number in measured
@@ -178,11 +183,33 @@ class SequentialTest:
         if self.effects is None or self.leader is None:
             return max(num_done, self.num_rounds)
         gain, error = self.effects.difference(self.leader, BASELINE)
+        num_own = self._num_own(self.leader, num_done)
         for num_rounds in range(num_done + 1, self.max_rounds):
-            score = gain / error * math.sqrt(num_rounds / num_done)
+            score = gain / error * math.sqrt(1.0 + (num_rounds - num_done) / num_own)
             if float(scipy.special.stdtr(self.effects.freedom, -score)) <= self._family_level(num_rounds):
                 return num_rounds
         return self.max_rounds
+
+    def participants(self, round_number: int) -> list[int]:
+        """The live finalists that take part in a round, counted from 0."""
+        return [number for number in self.live if self._num_own(number, round_number) >= 0]
+
+    @property
+    def latest_first_round(self) -> int:
+        """The latest round, from 0, in which a live finalist joins."""
+        return max((self.first_rounds.get(number, 0) for number in self.live), default=0)
+
+    def _num_own(self, number: int, num_done: int) -> int:
+        """The rounds, of `num_done`, since the finalist joined; below 0 where it has not yet."""
+        return num_done - self.first_rounds.get(number, 0)
+
+    def _looked_at(self, effects: Effects, *, num_done: int) -> list[int]:
+        """The live finalists that were measured and have rounds enough to leave or to lead."""
+        return [
+            number
+            for number in self.live
+            if number in effects.index and self._num_own(number, num_done) >= FIRST_LOOK
+        ]
 
     # Proof
 
@@ -225,8 +252,9 @@ class SequentialTest:
         for number in measured:
             gain, error = effects.difference(number, BASELINE)
             if number not in self.proven:
-                chance = self._chance_of_proof(gain / error, effects.freedom, num_done=num_done)
-                if num_done >= MIN_ROUNDS and chance < LEAST_CHANCE_OF_PROOF:
+                chance = self._chance_of_proof(number, gain / error, effects.freedom, num_done=num_done)
+                is_enough = self._num_own(number, num_done) >= MIN_ROUNDS
+                if is_enough and chance < LEAST_CHANCE_OF_PROOF:
                     self._drop(number, num_done)
                     continue
             least = self._least_gain(number)
@@ -234,18 +262,18 @@ class SequentialTest:
             if least and float(scipy.special.stdtr(effects.freedom, -short)) < LEAST_CHANCE_OF_PROOF:
                 self._drop(number, num_done)
 
-    def _chance_of_proof(self, statistic: float, freedom: int, *, num_done: int) -> float:
+    def _chance_of_proof(self, number: int, statistic: float, freedom: int, *, num_done: int) -> float:
         """The chance that the last round proves it, by what is known of its gain (predictive power)."""
         if num_done >= self.max_rounds:
             return 0.0
         score = -float(scipy.special.ndtri(max(float(scipy.special.stdtr(freedom, -statistic)), 1e-300)))
-        share = num_done / self.max_rounds
+        share = self._num_own(number, num_done) / self._num_own(number, self.max_rounds)
         needed = -float(scipy.special.ndtri(level(self.max_rounds) / len(self.finalists)))
         return float(scipy.special.ndtr((score - needed * math.sqrt(share)) / math.sqrt(1.0 - share)))
 
     def _drop_behind(self, effects: Effects, *, num_done: int) -> None:
         """Drop finalists that are unlikely to be the best of those left; the leader is set."""
-        ranked = [number for number in self.live if number in effects.index]
+        ranked = self._looked_at(effects, num_done=num_done)
         self.leader = max(ranked, key=lambda number: (self._gain_over_least(number), -number), default=None)
         if self.leader is None:
             return
@@ -256,13 +284,18 @@ class SequentialTest:
             chance = float(scipy.special.stdtr(effects.freedom, -behind / error))
             least = LEAST_CHANCE_OF_BEST
             if self._needs_care(number):
-                least = self.careful_chance if num_done >= CAREFUL_ROUNDS else 0.0
+                least = self.careful_chance if self._is_careful_enough(number, num_done) else 0.0
             if chance < least:
                 self._drop(number, num_done)
 
     def _needs_care(self, number: int) -> bool:
         """Whether the leader needs a gain over this finalist."""
         return self.leader is not None and self._least_gain(number) < self._least_gain(self.leader)
+
+    def _is_careful_enough(self, number: int, num_done: int) -> bool:
+        """Whether the finalist and the leader have the rounds that a decision with a least gain needs."""
+        assert self.leader is not None
+        return min(self._num_own(each, num_done) for each in (number, self.leader)) >= CAREFUL_ROUNDS
 
     def _is_decided(self, effects: Effects, *, num_done: int) -> bool:
         """Whether the leader is proven, has the gain that it needs, and no other is expected to gain more."""
@@ -271,8 +304,11 @@ class SequentialTest:
             return False
         if effects.difference(leader, BASELINE)[0] < self._least_gain(leader):
             return False
-        if num_done < CAREFUL_ROUNDS and any(
-            self._needs_care(number) for number in {*self.live, *self.proven}
+        if any(self._num_own(number, num_done) < MIN_ROUNDS for number in self.live):
+            return False
+        if any(
+            self._needs_care(number) and not self._is_careful_enough(number, num_done)
+            for number in {*self.live, *self.proven}
         ):
             return False
         others = [number for number in self.live if number != leader and number in effects.index]

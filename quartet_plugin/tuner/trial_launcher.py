@@ -31,6 +31,8 @@ from quartet_plugin.trial.request import (
     TrialRequest,
     TrialResult,
 )
+from quartet_plugin.tuner.accepted_sources import EVENT as ACCEPTED
+from quartet_plugin.tuner.accepted_sources import accepted_in
 from quartet_plugin.tuner.config import PRECISION
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.slow_nodes import NodeMonitor
@@ -102,8 +104,9 @@ class TrialLauncher:
     seconds until the end of a first step. `num_measured` iterations are measured at most, None: as many as
     the configuration says; each launch of the final rounds measures `num_measured_finally` of them.
     `modules` are the classes that ran in the user's command. `cold_reason` is why the latest launch did
-    not start warm, as it was said. `node_monitor` takes in every launch. `judge` says what a launch comes to
-    once the parity gate has compared its first iterations.
+    not start warm, as it was said. `accepted_functions` are the changed functions that the event log names as
+    accepted. `node_monitor` takes in every launch. `judge` says what a launch comes to once the parity gate
+    has compared its first iterations.
     """
 
     context: TuningContext
@@ -115,6 +118,7 @@ class TrialLauncher:
     longest_begin_s: float = 0.0
     modules: tuple[str, ...] | None = None
     cold_reason: str | None = None
+    accepted_functions: tuple[str, ...] = ()
     judge: Callable[[TrialLaunch, TrialResult], TrialResult] = lambda _, result: result
 
     def launch(self, launch: TrialLaunch, *, num_left: int) -> TrialResult:
@@ -212,6 +216,10 @@ class TrialLauncher:
         self.context.events.add(
             "outcome", trial=launch.number, outcome=result.outcome.value, reason=result.reason
         )
+        accepted = [text for text in accepted_in(result) if text not in self.accepted_functions]
+        if accepted:
+            self.accepted_functions += (*accepted,)
+            self.context.events.add(ACCEPTED, trial=launch.number, functions=accepted)
         if result.cold_reason is not None and result.cold_reason != self.cold_reason:
             self.cold_reason = result.cold_reason
             self.context.observer.message(f"processes start cold: {result.cold_reason}")

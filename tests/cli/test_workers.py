@@ -16,17 +16,21 @@ import pytest
 
 from quartet_plugin.cli import tune_search
 from quartet_plugin.cli.main import main
-from quartet_plugin.cli.workers import join
+from quartet_plugin.cli.tune_search import TuneOptions, checked_request
+from quartet_plugin.cli.tune_search import _begin as begin_search
+from quartet_plugin.cli.workers import join, slices_of
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers import command
 from quartet_plugin.launchers.command import Command, parse_command
+from quartet_plugin.launchers.placement import Placement
 from quartet_plugin.launchers.running_process import current_identity
+from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.protocol.work_queue_files import Claim, SliceRecord, WorkerRecord, WorkerRequirement
 from quartet_plugin.study.storage import StudyStorage
 from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.processes import marked_processes
-from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.run_folder import create_run
+from quartet_plugin.tuner.config import parse_config, read_config
+from quartet_plugin.tuner.run_folder import begun_run, create_run
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.faults.conftest import assert_nothing_left
@@ -330,6 +334,7 @@ def test_row_30_another_process_joins_and_a_second_tuner_is_refused(
 def test_a_run_that_takes_no_workers_is_not_joined(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tuner = Tuner(tmp_path)
     wait_until(lambda: (tuner.run / "config.json").exists(), what="the run")
+    assert read_json(tuner.run / "config.json")["cores_per_trial"] == len(os.sched_getaffinity(0))
     assert main(["tune", "--join", str(tuner.run)]) == 6
     assert "start its tuner with --workers" in capfd.readouterr().err
     assert main(["tune", "--join", str(tmp_path / "nowhere")]) == 2
@@ -358,6 +363,107 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_written(
     assert not (tmp_path / "runs").exists()
 
 
+PLAIN = (sys.executable, "train.py")
+TWO_RANKS = parse_command(["torchrun", "--nproc-per-node", "2", "train.py"], environment={})
+UNKNOWN = parse_command(["bash", "train.sh"], environment={})
+
+
+def cut_again(num_cores: int, size: int | None, command: Command = TWO_RANKS, **options: Any) -> list[int]:
+    """The cores of each slice on a host of `num_cores`, where the run's trials had `size` before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+        slices = slices_of(
+            parse_config({"device": "cpu"}, where="test"),
+            placement=Placement(launcher="local"),
+            command=command,
+            cores_per_trial=size,
+            **{"num_workers": None, "oversubscribe": False, **options},
+        )
+    return [part.num_devices for part in slices]
+
+
+def test_a_resumed_run_keeps_the_cores_of_a_trial() -> None:
+    assert cut_again(8, None, num_workers=2) == [4, 4]
+    assert cut_again(8, 2, num_workers=4) == [2, 2, 2, 2]
+    assert cut_again(8, 2, num_workers=2) == [2, 2]
+    assert cut_again(8, 2) == [2]
+    assert cut_again(8, 8) == cut_again(8, None) == cut_again(8, 8, UNKNOWN) == []
+    assert cut_again(8, 2, UNKNOWN) == [2]
+    assert cut_again(8, 8, num_workers=1) == [8]
+    assert cut_again(8, 8, num_workers=3, oversubscribe=True) == [8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "size", "options", "says"),
+    [
+        (8, 4, {"num_workers": 4}, r"--workers 4: 8 cores here, .* run had 4; .*; use at most 2 workers, or"),
+        (8, 8, {"num_workers": 2}, r"--workers 2: 8 cores here, .* run had 8; .*; omit --workers, or start"),
+        (4, 8, {}, r"--resume: 4 cores here, .*; resume where at least 8 cores are available, or start"),
+        (4, 8, {"num_workers": 1}, r"--workers 1: 4 cores here, .*; resume where at least 8 cores"),
+        (
+            8,
+            4,
+            {"num_workers": 2, "oversubscribe": True},
+            r"--workers 2 --oversubscribe: 8 cores here, .* run had 4; .*; omit --oversubscribe, or start",
+        ),
+        (8, 4, {"num_workers": 0}, "must be from 1 to 64"),
+    ],
+)
+def test_a_resumed_run_with_other_cores_for_a_trial_is_refused_in_one_line(
+    num_cores: int, size: int, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        cut_again(num_cores, size, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_a_run_that_has_launched_something_keeps_the_cores_of_a_trial(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, command = prepare(tmp_path, config=CONFIG.replace("STORAGE", "journal"))
+    config = read_config(tmp_path / "q.yaml")
+    run = create_run(tmp_path / "runs" / "fake", config=config, command=command, cores_per_trial=2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5, 6})
+    again = [*words, "--resume", "--workers", "2"]
+    options = TuneOptions(
+        config=tmp_path / "q.yaml",
+        run_dir=tmp_path / "runs",
+        name=None,
+        trials=None,
+        is_resumed=True,
+        is_taken_over=False,
+        max_minutes=None,
+        earlier_run=None,
+        num_workers=2,
+        oversubscribe=False,
+        launcher=None,
+        trial_nodes=None,
+        nodes=None,
+        site=None,
+    )
+    request = checked_request(command, options)
+    assert [part.num_devices for part in request.slices(config)] == [3, 3]
+    assert begin_search(request, run.folder.path).cores_per_trial == 3
+    (run.folder.trial(0) / "attempt-1").mkdir(parents=True)
+    request = checked_request(command, options)
+    assert [part.num_devices for part in request.slices(config)] == [3, 3]
+    assert begin_search(request, run.folder.path).cores_per_trial == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    for start in (["--dry-run"], []):
+        assert main([*again, *start, "--", *command]) == 2
+        (line,) = capfd.readouterr().err.strip().splitlines()
+        assert "--workers 2: 4 cores here, and each trial of this run had 3" in line
+
+
+@pytest.mark.parametrize("value", [0, True, "2", 1.5])
+def test_a_number_of_cores_that_is_none_is_refused(tmp_path: Path, value: Any) -> None:
+    run = create_run(tmp_path / "r", config=parse_config({}, where="test"), command=PLAIN)
+    content = read_json(run.folder.config_file)
+    write_json_atomic(run.folder.config_file, {**content, "cores_per_trial": value})
+    with pytest.raises(ConfigError, match=r"config\.json: cores_per_trial: must be a number of cores"):
+        begun_run(tmp_path / "r", config=None, command=None)
+
+
 def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> WorkQueue:
     """A run that takes workers, as its folder looks on another host."""
     (tmp_path / "train.py").write_text("")
@@ -370,7 +476,6 @@ def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Wo
 
 
 TAKEN = "are worker there's; name others with taskset"
-PLAIN = (sys.executable, "train.py")
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,20 @@ def test_a_changed_source_is_accepted_under_the_gate(tmp_path: Path) -> None:
     output, run = tune(clone, schedule="[zb-h1]", trials=1, options=("--accept-changed-source",))
     assert "parity check of zb-h1 (linear) passed: losses" in output
     assert [plan.schedule.label for plan in finished_plans(run)] == ["zb-h1"]
+    output, run = tune(clone, schedule="[zb-h1]", trials=2, options=("--resume",))
+    path = "megatron.core.pipeline_parallel.schedules.backward_step"
+    assert f"changed source ({path}) is accepted as in an earlier session" in output
+    # A trial is made twice where its times scatter.
+    assert {plan.schedule.label for plan in finished_plans(run)} == {"zb-h1"}
+    assert {plan.provenance.trial for plan in finished_plans(run)} == {1, 2}
+    file = clone / "megatron" / "core" / "pipeline_parallel" / "schedules.py"
+    file.write_text(file.read_text().replace("len('changed')", "len('changed again')"))
+    (clone / "q.yaml").write_text(CONFIG.format(schedule="[zb-h1]", trials=3))
+    words = ("quartet", "tune", "--resume", "--config", "q.yaml", "--run-dir", "runs", "--")
+    done = run_there(clone, *words, *training_command(*PIPELINE), timeout_s=2000)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert f"{path}: source differs" in done.stderr
+    assert "--accept-changed-source allows" in done.stderr
 
 
 def test_the_doctor_names_the_changed_function_and_shows_its_difference(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.earlier_run import read_earlier_measurements
 from quartet_plugin.tuner.history import read_history
+from quartet_plugin.tuner.tune_result import TuneResult
 from tests.cli.runs import kept_run
 from tests.space.jobs import make_job, make_nodes, make_shape
 from tests.tuner.fakes import FakeMachine, Killed, Watching, by_formula, resume, tune
@@ -121,6 +122,61 @@ def test_the_best_are_taken_and_what_was_cut_short_stays_so(
         assert (record.verdict, record.value) == ("infeasible", None)
         assert record.excess == record.peak_memory_bytes - 1
         assert "above the 0 MiB of machine.cluster" in record.reason
+
+
+def measured_times(result: TuneResult) -> dict[str, tuple[str, float]]:
+    """The source and the seconds of an iteration of what a run was begun with, by plan."""
+    return {
+        trial.plan.key: (trial.record.source, trial.record.iteration_s)
+        for trial in result.trials
+        if trial.record.source and trial.record.repeats is None and trial.record.iteration_s is not None
+    }
+
+
+def test_what_a_run_was_begun_with_is_passed_on(tmp_path: Path) -> None:
+    """Also where the first run is gone, and through a run that measured on a slower machine."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    machine = WritingMachine(outcome=no_data_parallel, noise=0.0)
+    write_run(first, machine, run="first", study={"trials": 10, "rounds": 3, "storage": "journal"})
+    slower = WritingMachine(outcome=no_data_parallel, noise=0.0, seconds=lambda plan: 3.0 * by_formula(plan))
+    begun = begin(second, run="second", study=STUDY)
+    middle = tune(begun, slower, earlier_run=first)
+    shutil.rmtree(first)
+    watching = Watching()
+    last = tune(
+        begin(tmp_path / "last", study=STUDY),
+        FakeMachine(outcome=no_data_parallel, noise=0.0),
+        earlier_run=second,
+        observer=watching,
+    )
+    passed_on = {key: of for key, of in measured_times(last).items() if of[0].startswith("first:")}
+    assert {key: source for key, (source, _) in passed_on.items()} == {
+        key: source for key, (source, _) in measured_times(middle).items()
+    }
+    assert len(passed_on) >= 3
+    for trial in last.trials:
+        if trial.plan.key in passed_on and trial.record.repeats is None:
+            assert trial.record.iteration_s == pytest.approx(by_formula(trial.plan))
+    infeasible = [r.record for r in last.trials if r.record.source and r.record.verdict == "infeasible"]
+    sources = {(record.source or "").partition(":")[0] for record in infeasible}
+    assert "first" in sources
+    assert all(record.reason.count("(in ") == 1 for record in infeasible)
+    num_passed_on = sum((r.record.source or "").startswith("first:") for r in last.trials)
+    assert any(f", {num_passed_on} of them of runs before it" in text for text in watching.messages)
+
+
+def test_what_was_passed_on_to_another_cluster_is_tried_first(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    machine = WritingMachine(outcome=no_data_parallel, noise=0.0)
+    write_run(first, machine, run="first", study={"trials": 10, "rounds": 3, "storage": "journal"})
+    run = begin(second, run="second", study={**STUDY, "trials": 1})
+    best = tune(run, machine=WritingMachine(outcome=no_data_parallel, noise=0.0), earlier_run=first)
+    assert best.winner is not None
+    assert best.winner.trial.record.source is not None
+    elsewhere = FakeMachine(cluster=make_nodes(1, 1), noise=0.0)
+    result = tune(begin(tmp_path / "last", study=STUDY), elsewhere, earlier_run=second)
+    first_tried, winner = result.trials[1].plan, best.winner.trial.plan
+    assert (first_tried.layout, first_tried.split) == (winner.layout, winner.split)
 
 
 def test_another_cluster_only_says_what_to_try_first(tmp_path: Path, earlier: Path) -> None:

@@ -165,3 +165,41 @@ def test_the_rounds_to_come_are_those_that_the_lead_needs() -> None:
     undecided.decide(table({0: [0.0, 0.05, -0.05], 1: [0.1, 0.05, 0.1]}), num_done=3)
     assert not undecided.is_over
     assert 3 < undecided.num_rounds_expected(num_done=3) <= 15
+
+
+def test_a_finalist_that_joins_later_is_measured_before_anything_is_over() -> None:
+    """It neither leads nor leaves after one round, and it has as many rounds as the others had."""
+    test = SequentialTest(finalists=[1, 2], num_rounds=8, max_rounds=18, first_rounds={2: 3})
+    values: Rows = {0: {}, 1: {}, 2: {}}
+    for index in range(3):
+        assert test.participants(index) == [1]
+        values[0][index], values[1][index] = 0.001 * index, 0.2 + 0.002 * index
+        test.decide(values, num_done=index + 1)
+    assert test.proven == {1: 3}
+    assert (test.leader, test.is_over, test.latest_first_round) == (1, False, 3)
+    late = (0.9, -0.3, 0.1)
+    for index in range(3, 6):
+        assert not test.is_over
+        assert test.participants(index) == [1, 2]
+        values[0][index], values[1][index], values[2][index] = 0.0, 0.2, late[index - 3]
+        test.decide(values, num_done=index + 1)
+        if index == 3:
+            assert (test.leader, test.live) == (1, [1, 2])
+    again = SequentialTest(finalists=[1, 2], num_rounds=8, max_rounds=18, first_rounds={2: 3})
+    replayed(again, values, failed={})
+    assert (again.live, again.proven, again.dropped) == (test.live, test.proven, test.dropped)
+
+
+def test_a_late_finalist_that_is_clearly_slower_ends_the_rounds_once_it_has_enough_of_them() -> None:
+    test = SequentialTest(finalists=[1, 2], num_rounds=7, max_rounds=17, first_rounds={2: 2})
+    values: Rows = {0: {}, 1: {}, 2: {}}
+    for index in range(20):
+        if test.is_over:
+            break
+        values[0][index], values[1][index] = 0.001 * (index % 2), 0.2
+        if 2 in test.participants(index):
+            values[2][index] = -0.1
+        test.decide(values, num_done=index + 1)
+    assert test.dropped == {2: 4}
+    assert winner(test) == 1
+    assert index == 4

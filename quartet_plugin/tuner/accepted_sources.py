@@ -1,0 +1,28 @@
+"""The changed functions of the framework that earlier sessions of a run accepted, kept in its event log.
+
+Trials run custom schedules over these functions, under the parity gate. A session without the option
+`--accept-changed-source` goes on with the same sources, and refuses any other change anew.
+"""
+
+from quartet_plugin.trial.request import TrialResult
+from quartet_plugin.tuner.history_rows import read_events
+from quartet_plugin.tuner.run_folder import RunFolder
+
+EVENT = "accepted-source"
+
+
+def accepted_in(result: TrialResult) -> tuple[str, ...]:
+    """The functions whose changed source a launch accepted, as `protocol.accepted_sources` writes them."""
+    return _texts((result.job or {}).get("accepted_sources"))
+
+
+def accepted_before(folder: RunFolder) -> tuple[str, ...]:
+    """The functions that launches of all sessions accepted. Raises StorageError."""
+    events = (event for event in read_events(folder.events_file) if event["kind"] == EVENT)
+    return tuple(dict.fromkeys(text for event in events for text in _texts(event.get("functions"))))
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        return ()
+    return tuple(text for text in value if isinstance(text, str))
