@@ -34,9 +34,10 @@ SCALE_SPREAD = 0.7
 # than the iterations inside of each.
 LAUNCH_NOISES = (1.0, 1.6, 2.5)
 LAUNCH_NOISE_SPREAD = 0.5
-# The same for the deviations of slowdowns, with their odds: devices are mostly alike, and unlike ones would
-# explain much of what is not known of links.
-SLOWDOWN_SCALES = {0.2: 1.0, 1.0: 0.1}
+# The same for the deviations of slowdowns: of devices that are alike, and of unlike ones.
+ALIKE, UNLIKE = 0.2, 1.0
+# The odds of unlike devices: they would explain much of what is not known of links.
+UNLIKE_ODDS = 0.1
 # Standard deviations beyond which a measurement counts as noisier than stated.
 OUTLIER = 3.0
 # The number of samples, fewer where measurements are many; samples below the least weight are left out.
@@ -90,18 +91,27 @@ def fit(
     starts: Sequence[FloatArray],
     spreads: FloatArray,
     slowdowns: slice = slice(0),
+    unlike_odds: float = UNLIKE_ODDS,
 ) -> list[PosteriorSample]:
     """The samples, the most likely point first; their weights sum to 1.
 
     The search for that point starts at each of `starts` [k]; the priors' draws are centred on the first
-    start. `spreads` [k] are the priors' deviations around 0, and `slowdowns` is where the coefficients are
-    that tell devices apart. The same arguments give the same samples.
+    start. `spreads` [k] are the priors' deviations around 0. `slowdowns` is where the coefficients are that
+    tell devices apart, and `unlike_odds` are the prior odds that devices differ. The same arguments give the
+    same samples.
     """
-    stated = _Problem(model=model, measured=measured, spreads=spreads, scale=1.0)
+    stated = _Problem(
+        model=model,
+        measured=measured,
+        spreads=spreads,
+        scale=1.0,
+        slowdowns=slowdowns,
+        unlike_odds=unlike_odds,
+    )
     problem = stated
     point, _ = min((problem.best(start) for start in starts), key=lambda point_and_loss: point_and_loss[1])
     for _ in range(2):
-        problem = stated.learned(point, slowdowns=slowdowns)
+        problem = stated.learned(point)
         point, loss = problem.best(point)
     generator = np.random.default_rng(len(measured.log_s))
     num = max(MIN_SAMPLES, min(MAX_SAMPLES, SAMPLES_TIMES_MEASUREMENTS // len(measured.log_s)))
@@ -124,6 +134,8 @@ class _Problem:
     measured: Measured
     spreads: FloatArray
     scale: float
+    slowdowns: slice
+    unlike_odds: float
 
     @property
     def covariance(self) -> FloatArray:
@@ -143,16 +155,16 @@ class _Problem:
             spreads=self.spreads,
         )
 
-    def scaled(self, scale: float, *, noise: float, slowdown: float, slowdowns: slice) -> "_Problem":
+    def scaled(self, scale: float, *, noise: float, slowdown: float) -> "_Problem":
         """The problem with another scale of residuals, and with the noise of launches and the deviations of
         slowdowns multiplied."""
         spreads = self.spreads.copy()
-        spreads[slowdowns] *= slowdown
+        spreads[self.slowdowns] *= slowdown
         is_launch = np.diag(self.measured.covariance) > 0.0
         measured = replace(self.measured, noise=self.measured.noise * np.where(is_launch, noise, 1.0))
         return replace(self, scale=scale, spreads=spreads, measured=measured)
 
-    def learned(self, point: FloatArray, *, slowdowns: slice) -> "_Problem":
+    def learned(self, point: FloatArray) -> "_Problem":
         """The problem with the scales of residuals, noise and slowdowns, and the noise, that fit `point`."""
         log_s, slopes = self.model(point)
         unexplained = self.measured.log_s - log_s
@@ -160,16 +172,17 @@ class _Problem:
 
         def likelihood(option: tuple[float, float, float]) -> float:
             scale, noise, slowdown = option
-            problem = self.scaled(scale, noise=noise, slowdown=slowdown, slowdowns=slowdowns)
+            problem = self.scaled(scale, noise=noise, slowdown=slowdown)
             covariance = (slopes * problem.spreads**2) @ slopes.T + problem.covariance
             fits = float(at_prior @ np.linalg.solve(covariance, at_prior))
             fits += float(np.linalg.slogdet(covariance)[1])
             unusual = (np.log(scale) / SCALE_SPREAD) ** 2 + (np.log(noise) / LAUNCH_NOISE_SPREAD) ** 2
-            return -0.5 * (fits + float(unusual)) + float(np.log(SLOWDOWN_SCALES[slowdown]))
+            odds = self.unlike_odds if slowdown == UNLIKE else 1.0
+            return -0.5 * (fits + float(unusual)) + float(np.log(odds))
 
-        options = itertools.product(SCALES, LAUNCH_NOISES, SLOWDOWN_SCALES)
+        options = itertools.product(SCALES, LAUNCH_NOISES, (ALIKE, UNLIKE))
         scale, noise_scale, slowdown = max(options, key=likelihood)
-        scaled = self.scaled(scale, noise=noise_scale, slowdown=slowdown, slowdowns=slowdowns)
+        scaled = self.scaled(scale, noise=noise_scale, slowdown=slowdown)
         expected = np.sqrt(np.diag(scaled.covariance))
         noise = scaled.measured.noise * np.maximum(1.0, np.abs(unexplained) / (OUTLIER * expected))
         return replace(scaled, measured=replace(scaled.measured, noise=noise))

@@ -18,7 +18,7 @@ from quartet_plugin.calibration.feasibility import FeasibilityModel
 from quartet_plugin.calibration.machine_prior import LINKS
 from quartet_plugin.calibration.observations import LEAST_NOISE, MeasuredAction, action_times, launch_noise
 from quartet_plugin.calibration.plan_gp import Groups, Residuals
-from quartet_plugin.calibration.posterior import Measured, PosteriorSample, fit
+from quartet_plugin.calibration.posterior import UNLIKE_ODDS, Measured, PosteriorSample, fit
 from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient, MachineModel
 from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.cost.iteration.model import IterationModel
@@ -388,6 +388,7 @@ class PlanPredictor:
             starts=[self._anchored(iterations[0], start) for start in self._starts()],
             spreads=self.machine_model.spreads,
             slowdowns=slice(len(COEFFICIENTS), None),
+            unlike_odds=1.0 if any(node.crowds for node in self.machine_model.nodes) else UNLIKE_ODDS,
         )
         slopes = model(samples[0].point)[1]
         information = slopes.T @ samples[0].inverse @ slopes + np.diag(self.machine_model.spreads**-2.0)

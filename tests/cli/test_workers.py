@@ -46,6 +46,7 @@ device: cpu
 """
 ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 FOUR = ("--workers", "4", "--oversubscribe")
+TWO = ("--workers", "2", "--oversubscribe")
 QUICK = ("--step-s", "0.05", "--nominal")
 
 
@@ -254,11 +255,11 @@ def test_many_workers_on_one_study_whose_database_is_killed(tmp_path: Path, num_
 @pytest.mark.slow
 def test_row_8_a_killed_coordinator_with_several_trials_under_way(tmp_path: Path) -> None:
     """What was under way is seen to its end by the resumed one and told, each once."""
-    tuner = Tuner(tmp_path, *FOUR, fake=QUICK)
-    claims = tuner.under_way(3)
+    tuner = Tuner(tmp_path, *TWO, fake=QUICK)
+    claims = tuner.under_way(2)
     tuner.process.kill()
     tuner.process.wait(timeout=30)
-    resumed = Tuner(tmp_path, "--resume", *FOUR, fake=QUICK)
+    resumed = Tuner(tmp_path, "--resume", *TWO, fake=QUICK)
     assert resumed.ends() == 0, resumed.words
     resumed.check_study()
     for claim in claims:
@@ -269,7 +270,7 @@ def test_row_8_a_killed_coordinator_with_several_trials_under_way(tmp_path: Path
 @pytest.mark.slow
 def test_row_8_workers_whose_coordinator_is_killed_end_after_their_trial(tmp_path: Path) -> None:
     """Also where nobody resumes the run."""
-    tuner = Tuner(tmp_path, *FOUR, fake=QUICK)
+    tuner = Tuner(tmp_path, *TWO, fake=QUICK)
     claims = tuner.under_way(2)
     tuner.process.kill()
     tuner.process.wait(timeout=30)
@@ -284,7 +285,7 @@ def test_row_8_workers_whose_coordinator_is_killed_end_after_their_trial(tmp_pat
 
 @pytest.mark.slow
 def test_row_9_ctrl_c_ends_every_worker_and_the_run_goes_on(tmp_path: Path) -> None:
-    tuner = Tuner(tmp_path, *FOUR, fake=QUICK)
+    tuner = Tuner(tmp_path, *TWO, fake=QUICK)
     tuner.under_way(2)
     tuner.process.send_signal(signal.SIGINT)
     assert tuner.ends() == 130
@@ -296,7 +297,7 @@ def test_row_9_ctrl_c_ends_every_worker_and_the_run_goes_on(tmp_path: Path) -> N
 
 
 def test_row_9_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
-    tuner = Tuner(tmp_path, *FOUR, fake=(*QUICK, "--stubborn"))
+    tuner = Tuner(tmp_path, *TWO, fake=(*QUICK, "--stubborn"))
     tuner.under_way(2)
     tuner.process.send_signal(signal.SIGINT)
     wait_until(lambda: "press again" in tuner.words, what="the first one's answer")
