@@ -79,7 +79,7 @@ SAME = (
     (
         "search-cost.md",
         r"two devices \| 112 \| (\d+) \([^|]*\| (\d+) ",
-        r"6,695 plans \| (\d+) against (\d+);",
+        r"space of 112 plans \| (\d+) against (\d+) ",
     ),
     ("faults.md", r"baseline ([\d.]+) % ended with a winner", r"like the baseline \| ([\d.]+) % after"),
 )
