@@ -168,7 +168,7 @@ def test_what_a_run_was_begun_with_is_passed_on(tmp_path: Path) -> None:
 def test_what_was_passed_on_to_another_cluster_is_tried_first(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     machine = WritingMachine(outcome=no_data_parallel, noise=0.0)
-    write_run(first, machine, run="first", study={"trials": 10, "rounds": 3, "storage": "journal"})
+    write_run(first, machine, run="first", study={"trials": 16, "rounds": 3, "storage": "journal"})
     run = begin(second, run="second", study={**STUDY, "trials": 1})
     best = tune(run, machine=WritingMachine(outcome=no_data_parallel, noise=0.0), earlier_run=first)
     assert best.winner is not None
