@@ -30,13 +30,13 @@ CONVERGED = 1e-3
 # Candidates for the scale of residuals over their expected size; the spread of that expectation's logarithm.
 SCALES = (0.3, 0.55, 1.0, 1.8, 3.2)
 SCALE_SPREAD = 0.7
-# The same for the deviation of launches over what is stated: two launches of one plan may lie further apart
-# than the iterations inside of each.
+# Candidates for the deviation of launches over the stated one, and the spread of its expected logarithm: two
+# launches of one plan may lie further apart than the iterations inside of each.
 LAUNCH_NOISES = (1.0, 1.6, 2.5)
 LAUNCH_NOISE_SPREAD = 0.5
-# The same for the deviations of slowdowns: of devices that are alike, and of unlike ones.
+# Candidates for the deviations of slowdowns over their priors': for alike devices, and for unlike ones.
 ALIKE, UNLIKE = 0.2, 1.0
-# The odds of unlike devices: they would explain much of what is not known of links.
+# The prior odds that devices are unlike. With even odds, unlike devices explain what slow links cause.
 UNLIKE_ODDS = 0.1
 # Standard deviations beyond which a measurement counts as noisier than stated.
 OUTLIER = 3.0

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 from quartet_plugin.protocol.environment import ATTEMPT_ID
+from quartet_plugin.protocol.node_identity import distinct_names
 
 if TYPE_CHECKING:
     from quartet_plugin.launchers.protocol import Engine, NodesHandle
@@ -136,7 +136,7 @@ def _names_of_hosts(folder: Path, number: int) -> tuple[str, ...]:
     for index in range(number):
         file = folder / f"node-{index}.json"
         hosts.append(json.loads(file.read_text())["host"] if file.exists() else "node")
-    times = Counter(hosts)
     return tuple(
-        host if times[host] == 1 and host != "node" else f"{host} {index}" for index, host in enumerate(hosts)
+        f"node {index}" if host == "node" else name
+        for index, (host, name) in enumerate(zip(hosts, distinct_names(hosts), strict=True))
     )

@@ -8,17 +8,14 @@ from pathlib import Path
 
 import psutil
 
+from quartet_plugin.protocol.node_identity import recorded_boot_id
 from quartet_plugin.protocol.process_identity import Identity
-
-_BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
 @functools.cache
 def boot_id() -> str:
     """The id of this boot of the machine."""
-    with contextlib.suppress(OSError):
-        return _BOOT_FILE.read_text().strip()
-    return f"{psutil.boot_time():.0f}"
+    return recorded_boot_id() or f"{psutil.boot_time():.0f}"
 
 
 def find(identity: Identity) -> psutil.Process | None:

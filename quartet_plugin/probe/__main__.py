@@ -21,7 +21,8 @@ def main() -> None:
     import torch.distributed as dist
 
     from quartet_plugin.probe import devices, links
-    from quartet_plugin.probe.node_names import machine_id, node_names
+    from quartet_plugin.probe.node_names import node_names
+    from quartet_plugin.protocol.node_identity import recorded_boot_id
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(1)
@@ -34,7 +35,7 @@ def main() -> None:
     )
     try:
         where = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
-        rank = {"host": socket.gethostname(), "machine": machine_id(), "local_rank": local_rank}
+        rank = {"host": socket.gethostname(), "machine": recorded_boot_id(), "local_rank": local_rank}
         rank |= devices.describe(where) | devices.place_of_node()
         dist.barrier()
         rank |= devices.measure_rates(where)

@@ -115,16 +115,6 @@ def test_nodes_of_one_host_name_are_told_apart(places: list[str], names: list[st
     assert node_names(ranks) == names
 
 
-def test_the_machine_has_one_id_and_may_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quartet_plugin.probe import node_names
-
-    (tmp_path / "boot_id").write_text("6f1e\n")
-    monkeypatch.setattr(node_names, "_BOOT_FILE", tmp_path / "boot_id")
-    assert node_names.machine_id() == "6f1e"
-    monkeypatch.setattr(node_names, "_BOOT_FILE", tmp_path / "absent")
-    assert node_names.machine_id() == ""
-
-
 def test_ranks_of_two_machines_with_one_name_are_two_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
