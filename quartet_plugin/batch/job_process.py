@@ -108,6 +108,14 @@ def find_tuner(file: JobFile, *, paths: BatchPaths) -> JobProcess | None:
     return JobProcess(min(roots, key=lambda root: root.process_start)) if roots else None
 
 
+def is_held_elsewhere(run: Path) -> bool:
+    """Whether a process of another host holds the lease of a job's run."""
+    with contextlib.suppress(QuartetError):
+        holder = read_holder(run)
+        return holder is not None and holder.host != socket.gethostname()
+    return False
+
+
 def job_processes(mark: str, *, without_trials: bool = False) -> set[Identity]:
     """The running processes of this user that inherited a job's mark; reads every process of the host."""
     identities: set[Identity | None] = set()

@@ -24,6 +24,7 @@ from quartet_plugin.batch.job_process import (
     JobProcess,
     end_left_behind,
     find_tuner,
+    is_held_elsewhere,
     last_line,
     start,
     stop,
@@ -338,7 +339,10 @@ class BatchRunner:
         reason = "" if code == ExitCode.DONE else last_line(self._paths.job(name) / OUTPUT_NAME)
         if code < 0:
             reason = f"its tuner was killed by signal {-code}, {file.num_lost + 1} times"
-        state: JobState = "done" if code == 0 else "stopped" if code == ExitCode.INTERRUPTED else "failed"
+        # A tuner of a lost host may hold its run some seconds longer than that host held the batch.
+        is_held = code == ExitCode.STORAGE and is_held_elsewhere(self._paths.runs / name)
+        is_stopped = is_held or code == ExitCode.INTERRUPTED
+        state: JobState = "done" if code == 0 else "stopped" if is_stopped else "failed"
         self._finish(name, state, exit_code=code, reason=reason)
 
     def _is_finished(self, name: str) -> bool:

@@ -23,8 +23,7 @@ from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.launchers.local import check_start
 from quartet_plugin.launchers.placement import Placement
 from quartet_plugin.model.launch import Observer
-from quartet_plugin.protocol.accepted_sources import accepted_text, paths_of
-from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE
+from quartet_plugin.protocol.accepted_sources import paths_of
 from quartet_plugin.protocol.masking import masked_argv
 from quartet_plugin.report.live import reporter
 from quartet_plugin.report.search_expense import expense_lines
@@ -32,7 +31,7 @@ from quartet_plugin.report.tensorboard import Scalars
 from quartet_plugin.schedule.compilation import compilation_notice
 from quartet_plugin.study.samplers import check_installed
 from quartet_plugin.trial.lease import Lease
-from quartet_plugin.tuner.accepted_sources import accepted_before
+from quartet_plugin.tuner.accepted_sources import accept_as_before
 from quartet_plugin.tuner.config import TuneConfig, default_run_name, placement_of, read_config, with_launcher
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.coordinator import Coordinator
@@ -230,10 +229,9 @@ def _begin(request: TuneRequest, folder: Path) -> TuningRun:
 
 
 def _accept_known_sources(run: TuningRun) -> None:
-    """Let the ranks accept the changed functions that earlier sessions accepted, in their sources then."""
-    functions = accepted_before(run.folder)
-    if functions and ACCEPT_CHANGED_SOURCE not in os.environ:
-        os.environ[ACCEPT_CHANGED_SOURCE] = accepted_text(functions)
+    """Let the ranks accept the changed functions that earlier sessions accepted, and say so."""
+    functions = accept_as_before(run.folder)
+    if functions:
         first, *more = paths_of(functions)
         others = f" and {len(more)} more" if more else ""
         show(f"changed source ({first}{others}) is accepted as in an earlier session; no other change is")

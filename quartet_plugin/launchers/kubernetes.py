@@ -66,7 +66,8 @@ class KubernetesLauncher:
         folder = SharedFolder(stdout)
         folder.write_request(
             argv,
-            env={**env, **self.site.environment},
+            env=env,
+            of_the_site=self.site.environment,
             cwd=cwd,
             num_nodes=self.num_nodes,
             index_variables=(INDEX_VARIABLES[kubernetes_site.kind],),

@@ -1,6 +1,7 @@
 """Requests to Kubernetes through its official client: jobs by name, pods and their logs.
 
-Where the API server does not answer (it is being restarted), a question is repeated for `PATIENCE_S`.
+Where the API server does not answer (it is being restarted), a question is repeated for `patience_s`; then it
+raises NoAnswerError.
 """
 
 import json
@@ -12,8 +13,9 @@ from typing import Any
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
 from quartet_plugin.launchers.kubernetes_objects import APIS, ATTEMPT_LABEL
+from quartet_plugin.launchers.patience import PATIENCE_S, NoAnswerError
 
-REQUEST_S, PATIENCE_S = 30.0, 180.0
+REQUEST_S = 30.0
 _PAUSE_S = 2.0
 _ABSENT, _CONFLICT = 404, 409
 # Answers of a server that is overloaded or away.
@@ -73,13 +75,14 @@ class KubernetesApi:
         uid: str = made["metadata"]["uid"]
         return uid
 
-    def read(self, job: JobReference) -> dict[str, Any] | None:
+    def read(self, job: JobReference, *, patience_s: float = PATIENCE_S) -> dict[str, Any] | None:
         """The object; None where there is none, or where one of its name is another."""
         answer: dict[str, Any] | None = self._asked(
             lambda: self._objects.get_namespaced_custom_object(
                 *self._where(job), job.name, _request_timeout=REQUEST_S
             ),
             allowed=_ABSENT,
+            patience_s=patience_s,
         )
         if answer is not None and job.uid is not None and answer["metadata"]["uid"] != job.uid:
             return None
@@ -98,12 +101,15 @@ class KubernetesApi:
             allowed=(_ABSENT, _CONFLICT),
         )
 
-    def pods(self, job: JobReference, attempt_id: str) -> list[dict[str, Any]]:
+    def pods(
+        self, job: JobReference, attempt_id: str, *, patience_s: float = PATIENCE_S
+    ) -> list[dict[str, Any]]:
         """The pods of an attempt, as plain data."""
         answer = self._asked(
             lambda: self._core.list_namespaced_pod(
                 job.namespace, label_selector=f"{ATTEMPT_LABEL}={attempt_id}", _request_timeout=REQUEST_S
-            )
+            ),
+            patience_s=patience_s,
         )
         pods: list[dict[str, Any]] = self._core.api_client.sanitize_for_serialization(answer)["items"]
         return sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
@@ -124,13 +130,15 @@ class KubernetesApi:
         return group, version, job.namespace, plural
 
     @staticmethod
-    def _asked(ask: Callable[[], Any], *, allowed: int | tuple[int, ...] = ()) -> Any:
+    def _asked(
+        ask: Callable[[], Any], *, allowed: int | tuple[int, ...] = (), patience_s: float = PATIENCE_S
+    ) -> Any:
         """The answer; None for an allowed status. Raises InfrastructureError with the server's reason."""
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
         is_allowed = (allowed,) if isinstance(allowed, int) else allowed
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + patience_s
         while True:
             try:
                 return ask()
@@ -143,7 +151,7 @@ class KubernetesApi:
             except (HTTPError, OSError) as error:
                 fault = f"no answer: {type(error).__name__}"
             if time.monotonic() >= end:
-                raise InfrastructureError(f"Kubernetes: {fault} for {PATIENCE_S:g} s; is the API server up?")
+                raise NoAnswerError(f"Kubernetes: {fault}; is the API server up?")
             time.sleep(_PAUSE_S)
 
 

@@ -15,6 +15,7 @@ from quartet_plugin.launchers.kubernetes_faults import (
     terminal_condition,
     unseen_fault,
 )
+from quartet_plugin.launchers.patience import PATIENCE_S, Patience
 from quartet_plugin.launchers.shared_run import SharedFolder, highest
 
 _LOOK_S, _POLL_S = 2.0, 0.5
@@ -41,6 +42,7 @@ class KubernetesJob:
         self._is_over = reference is None
         self._over_s: float | None = None
         self._next_look_s = 0.0
+        self._patience = Patience()
         self._is_ending = False
         self._has_collected = False
 
@@ -131,9 +133,11 @@ class KubernetesJob:
         if self._is_over or self._reference is None or (now < self._next_look_s and not is_forced):
             return
         self._next_look_s = now + _LOOK_S
-        api = api_of(self._reference.context)
-        job_content = api.read(self._reference)
-        pods = api.pods(self._reference, self._attempt_id) if job_content is not None else []
+        patience_s = PATIENCE_S if is_forced else 0.0
+        answer = self._patience.answer(lambda: self._job_and_pods(patience_s))
+        if answer is None:
+            return
+        job_content, pods = answer
         begun = self._folder.num_begun()
         fault = next((words for pod in pods if (words := pod_fault(pod)) is not None), None)
         if job_content is None:
@@ -154,6 +158,15 @@ class KubernetesJob:
             self._fault = self._fault or fault
         if self._is_over and not begun:
             self._add_logs(pods)
+
+    def _job_and_pods(self, patience_s: float) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+        """The object as it is, and its pods; None and none where it is gone."""
+        assert self._reference is not None
+        api = api_of(self._reference.context)
+        job_content = api.read(self._reference, patience_s=patience_s)
+        if job_content is None:
+            return None, []
+        return job_content, api.pods(self._reference, self._attempt_id, patience_s=patience_s)
 
     def _add_logs(self, pods: Sequence[Mapping[str, Any]]) -> None:
         """Add the output of pods that failed before the command started, which no other file has."""

@@ -37,7 +37,7 @@ def check_start(command: Command, *, cwd: Path, environment: Mapping[str, str]) 
     Raises ConfigError for one that is not there.
     """
     known = {**environment, **dict(command.environment)}
-    _find_program(command.program, path=known.get("PATH"))
+    check_program(command.program, cwd=cwd, path=known.get("PATH"))
     if command.starter == "other":
         return
     if not command.is_module and not (cwd / command.target).exists():
@@ -61,8 +61,18 @@ def check_one_node(command: Command) -> None:
     )
 
 
-def _find_program(program: str, *, path: str | None) -> None:
-    if shutil.which(program, path=os.defpath if path is None else path) is None:
+def program_path(program: str, *, cwd: Path, path: str | None) -> str | None:
+    """The file that a command in `cwd` starts by the name `program`; None where there is none.
+
+    `path` is the command's PATH; a name with a slash is a path from `cwd`, as for the system.
+    """
+    where = str(cwd / program) if os.sep in program else program
+    return shutil.which(where, path=os.defpath if path is None else path)
+
+
+def check_program(program: str, *, cwd: Path, path: str | None) -> None:
+    """Raise ConfigError where a command in `cwd` does not find its program."""
+    if program_path(program, cwd=cwd, path=path) is None:
         raise ConfigError(f"command {program!r}: not found; activate the environment that contains it")
 
 
@@ -100,7 +110,7 @@ class LocalLauncher:
         """Start `argv`. Raises ConfigError for a program that is not there, InfrastructureError for one
         that cannot start, StorageError when `stdout` cannot be made.
         """
-        _find_program(argv[0], path=env.get("PATH"))
+        check_program(argv[0], cwd=cwd, path=env.get("PATH"))
         output = open_output(stdout)
         try:
             return self.spawn(argv, env=env, cwd=cwd, output=output)

@@ -85,7 +85,8 @@ class NemoRunLauncher:
         shared, asked = SharedFolder(stdout), self.site.nemo_run
         shared.write_request(
             argv,
-            env={**env, **self.site.environment},
+            env=env,
+            of_the_site=self.site.environment,
             cwd=cwd,
             num_nodes=self.num_nodes,
             index_variables=INDEX_VARIABLES if self.num_nodes > 1 else (),

@@ -26,6 +26,8 @@ ATTEMPT_ID = "QUARTET_ATTEMPT_ID"
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 _PR_SET_CHILD_SUBREAPER = 36
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# The exit code of a command that fails because somebody has asked for its end.
+TERMINATED_EXIT = 128 + signal.SIGTERM
 _KILL_S = 5.0
 
 
@@ -76,15 +78,19 @@ def set_node_variables(environment: MutableMapping[str, str], names: Sequence[st
 def run(argv: Sequence[str], *, started: Callable[["subprocess.Popen[bytes]"], None] | None = None) -> int:
     """Run the command to its end and kill what it leaves; its exit code, 128 and a signal's number.
 
-    `started` gets the process.
+    TERMINATED_EXIT where it fails after a SIGTERM of this process, which it gets too. `started` gets the
+    process.
     """
+    is_terminated = False
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     process = subprocess.Popen(list(argv), stdin=subprocess.DEVNULL)
     if started is not None:
         started(process)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal is_terminated
         del frame
+        is_terminated = is_terminated or number == signal.SIGTERM
         if process.poll() is None:
             process.send_signal(number)
 
@@ -92,6 +98,8 @@ def run(argv: Sequence[str], *, started: Callable[["subprocess.Popen[bytes]"], N
         signal.signal(number, pass_on)
     code = process.wait()
     _kill_rest()
+    if is_terminated and code:
+        return TERMINATED_EXIT
     return code if code >= 0 else 128 - code
 
 

@@ -173,6 +173,7 @@ class RayAttempt:
         }
         codes: list[int] = []
         lost: list[str] = []
+        faults: list[str] = []
         begun_s: float | None = None
         is_closed = False
         while running:
@@ -180,9 +181,11 @@ class RayAttempt:
                 index = running.pop(call)
                 try:
                     codes.append(ray.get(call))
+                except ray.exceptions.RayTaskError as error:
+                    faults.append(f"{addresses[index]}: {_cause(error)}")
                 except ray.exceptions.RayError:
                     lost.append(addresses[index])
-            if (self._is_asked or lost or any(codes)) and begun_s is None:
+            if (self._is_asked or lost or faults or any(codes)) and begun_s is None:
                 begun_s = time.monotonic()
                 for index in running.values():
                     actors[index].terminate.remote()
@@ -193,7 +196,15 @@ class RayAttempt:
                     actors[index].close.remote()
         if lost:
             raise RayLostError(f"Ray has lost {', '.join(lost)}")
+        if faults:
+            raise RayLostError(f"the command cannot start on {'; '.join(faults)}")
         return max(code if code >= 0 else 128 - code for code in codes)
+
+
+def _cause(error: Any) -> str:
+    """The exception of a call on a node, without Ray's own lines around it."""
+    cause = error.cause
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
 
 
 def connect(address: str | None) -> None:

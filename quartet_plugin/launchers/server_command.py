@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from quartet_plugin.launchers.command import (
     Command,
     parse_command,
 )
+from quartet_plugin.launchers.local import program_path
 from quartet_plugin.launchers.starter_options import read_options
 from quartet_plugin.protocol.environment import ATTEMPT_ID, CPU_REEXECUTED, CPU_SETTINGS, DEVICE_FLAG
 from quartet_plugin.protocol.trial_server import NO_ATTEMPT, SERVER_MODULE, ForkRequest, Preload
@@ -87,7 +87,7 @@ def server_command(argv: Sequence[str], *, env: Mapping[str, str], cwd: Path) ->
     if reason := _cold_reason(command):
         return reason
     given = {**env, **dict(command.environment), ATTEMPT_ID: NO_ATTEMPT}
-    interpreter = _interpreter(command, path=given.get("PATH"))
+    interpreter = _interpreter(command, cwd=cwd, path=given.get("PATH"))
     if interpreter is None:
         return f"the interpreter of {command.program!r} is not known"
     options = _python_options(command)
@@ -136,9 +136,9 @@ def _cold_reason(command: Command) -> str | None:
     return None
 
 
-def _interpreter(command: Command, *, path: str | None) -> str | None:
+def _interpreter(command: Command, *, cwd: Path, path: str | None) -> str | None:
     """The Python that runs the command's ranks: its program, or the one that torchrun's script names."""
-    program = shutil.which(command.program, path=os.defpath if path is None else path)
+    program = program_path(command.program, cwd=cwd, path=path)
     if program is None or Path(program).name != "torchrun":
         return program
     try:

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from quartet_plugin.launchers.node_task import run, set_node_variables
+from quartet_plugin.launchers.node_task import TERMINATED_EXIT, run, set_node_variables
 
 # The request, and the files beside it: {} is a node's index.
 REQUEST_FILE = "request.json"
@@ -34,28 +34,33 @@ FAILED_FILE = "failed"
 # Made by the launcher: the command is asked to end, or is killed.
 TERMINATE_FILE, KILL_FILE = "terminate", "kill"
 # Exit codes of a node that does not see the request (sysexits(3), EX_CONFIG), or has been started before.
-NOT_SEEN_EXIT, BEGUN_BEFORE_EXIT, STOPPED_EXIT = 78, 79, 143
-# An engine's own variables of its ranks: those of the command are set anew.
+NOT_SEEN_EXIT, BEGUN_BEFORE_EXIT, STOPPED_EXIT = 78, 79, TERMINATED_EXIT
+# An engine's own variables of its ranks, which are set anew for those of the command. A name that ends with _
+# stands for all that begin with it.
 OF_THE_RANKS = (
     "PET_",
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
-    "MASTER_",
+    "MASTER_ADDR",
+    "MASTER_PORT",
     "NNODES",
     "NODE_RANK",
 )
 # Variables of the node that the launcher's environment does not replace.
 OF_THE_NODE = (
     "KUBERNETES_",
-    "NVIDIA_",
+    "NVIDIA_VISIBLE_DEVICES",
+    "NVIDIA_DRIVER_CAPABILITIES",
+    "NVIDIA_REQUIRE_",
     "CUDA_VISIBLE_DEVICES",
     "HOSTNAME",
-    "SLURM",
-    "PMI",
+    "SLURM_",
+    "SLURMD_",
+    "PMI_",
     "PMIX_",
-    "JOB_COMPLETION",
+    "JOB_COMPLETION_",
 )
 _SEE_S, _POLL_S, _GRACE_S = 30.0, 0.2, 5.0
 # Above this number of nodes each looks less often, so that the file server is asked no more often in all.
@@ -130,7 +135,7 @@ class NodePart:
         """This file of every node once each has made it; None where the attempt is ended before."""
         paths = [self._folder / name.format(index) for index in range(self._request["num_nodes"])]
         for path in paths:
-            while not path.exists():
+            while not is_there(path):
                 if self._is_stopped or self._is_to_end():
                     return None
                 time.sleep(self._poll_s)
@@ -164,7 +169,7 @@ class NodePart:
         """End the command where the launcher asks for it, or within seconds where another node has failed."""
         asked_s: float | None = None
         while process.poll() is None:
-            if (self._folder / KILL_FILE).exists():
+            if self._has(KILL_FILE):
                 process.kill()
             if asked_s is None and self._is_to_end():
                 asked_s = time.monotonic()
@@ -175,10 +180,18 @@ class NodePart:
 
     def _is_asked(self) -> bool:
         """Whether the launcher asks for the end, which it waits for: the command takes its time."""
-        return (self._folder / TERMINATE_FILE).exists()
+        return self._has(TERMINATE_FILE)
 
     def _is_to_end(self) -> bool:
-        return any((self._folder / name).exists() for name in (TERMINATE_FILE, KILL_FILE, FAILED_FILE))
+        return any(map(self._has, (TERMINATE_FILE, KILL_FILE, FAILED_FILE)))
+
+    def _has(self, name: str) -> bool:
+        return is_there(self._folder / name)
+
+
+def is_there(path: Path) -> bool:
+    """Whether the file is there; False also while the file server fails, where `Path.exists` raises."""
+    return os.path.exists(path)  # noqa: PTH110
 
 
 def exit_code(path: Path) -> int | None:
@@ -205,7 +218,12 @@ def _name(kind: str) -> str:
 
 def _kept_environment() -> dict[str, str]:
     """The node's variables without those with which its engine identifies its own ranks."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(OF_THE_RANKS)}
+    return {name: value for name, value in os.environ.items() if not is_among(name, OF_THE_RANKS)}
+
+
+def is_among(name: str, names: Sequence[str]) -> bool:
+    """Whether a variable is one of `names`, or begins with one that ends with _."""
+    return any(name.startswith(one) if one.endswith("_") else name == one for one in names)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ from quartet_plugin.launchers.shared_node import (
     REQUEST_FILE,
     TERMINATE_FILE,
     exit_code,
+    is_among,
+    is_there,
 )
 from quartet_plugin.model.files import write_json_atomic, write_text_atomic
 
@@ -65,16 +67,18 @@ class SharedFolder:
         index_variables: Sequence[str],
         names: Literal["address", "host"],
         of_the_node: Sequence[str] = (),
+        of_the_site: Mapping[str, str] | None = None,
     ) -> None:
         """Write what every node of the attempt is to run. Raises InfrastructureError where it cannot.
 
         A node's index is in the first of `index_variables` that is set there; without one it is 0. `names`
         says by what the nodes reach one another: their addresses, or the names of their hosts. Variables that
-        begin with one of `of_the_node` stay as the engine sets them on a node, beside those of OF_THE_NODE.
+        begin with one of `of_the_node` stay as the engine sets them on a node, beside those of OF_THE_NODE;
+        those of `of_the_site` are set in any case.
         """
         request = {
             "argv": list(argv),
-            "env": _sent(env, of_the_node=of_the_node),
+            "env": {**_sent(env, of_the_node=of_the_node), **(of_the_site or {})},
             "cwd": str(cwd),
             "stdout": str(self.stdout),
             "num_nodes": num_nodes,
@@ -97,7 +101,7 @@ class SharedFolder:
 
     def has_begun(self, num_nodes: int) -> bool:
         """Whether every node has begun."""
-        return all((self.path / BEGUN_FILE.format(index)).exists() for index in range(num_nodes))
+        return all(is_there(self.path / BEGUN_FILE.format(index)) for index in range(num_nodes))
 
     def num_begun(self) -> int:
         """The number of nodes that have begun."""
@@ -114,7 +118,7 @@ class SharedFolder:
     @property
     def is_to_kill(self) -> bool:
         """Whether the nodes are to kill the command."""
-        return (self.path / KILL_FILE).exists()
+        return is_there(self.path / KILL_FILE)
 
     def await_end(self, num_nodes: int, *, limit_s: float) -> list[int]:
         """Wait for the end of every node that has begun; those that have not ended in time."""
@@ -141,7 +145,7 @@ class SharedFolder:
 
     def _running(self, num_nodes: int) -> list[int]:
         codes = self.exit_codes(num_nodes)
-        begun = [index for index in range(num_nodes) if (self.path / BEGUN_FILE.format(index)).exists()]
+        begun = [index for index in range(num_nodes) if is_there(self.path / BEGUN_FILE.format(index))]
         return [index for index in begun if index not in codes]
 
     def _mark(self, name: str) -> None:
@@ -161,5 +165,6 @@ def _sent(env: Mapping[str, str], *, of_the_node: Sequence[str]) -> dict[str, st
     return {
         name: value
         for name, value in env.items()
-        if name not in inherited or not name.startswith((*OF_THE_NODE, *of_the_node, *OF_THE_RANKS))
+        if name not in inherited
+        or not (is_among(name, (*OF_THE_NODE, *OF_THE_RANKS)) or name.startswith(tuple(of_the_node)))
     }

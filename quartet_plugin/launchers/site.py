@@ -174,6 +174,15 @@ class Site(Section):
         default=None, description="the python on the nodes, if it differs from the tuner's"
     )
 
+    def seen_from(self, folder: Path) -> "Site":
+        """The site with its relative paths below `folder`: a run goes on from any other folder."""
+        ssh, nemo_run = self.ssh, self.nemo_run
+        if ssh is not None and ssh.config is not None:
+            ssh = ssh.model_copy(update={"config": str(folder / ssh.config)})
+        if _FACTORY.fullmatch(nemo_run.executor):
+            nemo_run = nemo_run.model_copy(update={"executor": str(folder / nemo_run.executor)})
+        return self.model_copy(update={"ssh": ssh, "nemo_run": nemo_run})
+
 
 def read_site(path: Path | None) -> Site:
     """The site in `path`, or one that asks for nothing. Raises ConfigError in one line."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from quartet_plugin.errors import ConfigError, InfrastructureError
 from quartet_plugin.launchers import slurm_commands as slurm
 from quartet_plugin.launchers.local import LocalLauncher
+from quartet_plugin.launchers.patience import Patience
 from quartet_plugin.launchers.protocol import NodesHandle
 from quartet_plugin.launchers.site import Site
 from quartet_plugin.protocol.environment import ATTEMPT_ID
@@ -48,6 +49,7 @@ class SlurmStep:
         self._name, self._nodes, self._process = name, nodes, process
         self._has_ended = False
         self._next_look_s = 0.0
+        self._patience = Patience()
 
     @property
     def pid(self) -> int:
@@ -70,7 +72,8 @@ class SlurmStep:
         if self._process is not None:
             return self._process.poll()
         if not self._has_ended and time.monotonic() >= self._next_look_s:
-            self._has_ended = not slurm.steps_named(self._name)
+            steps = self._patience.answer(lambda: slurm.steps_named(self._name, patience_s=0.0))
+            self._has_ended = steps == []
             self._next_look_s = time.monotonic() + 1.0
         return _UNKNOWN_EXIT if self._has_ended else None
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quartet_plugin.launchers import slurm_commands as slurm
+from quartet_plugin.launchers.node_task import TERMINATED_EXIT
+from quartet_plugin.launchers.patience import Patience
 from quartet_plugin.launchers.protocol import NodesHandle
 from quartet_plugin.launchers.site import Site
 from quartet_plugin.launchers.slurm import END_S, node_task_words, step_name
@@ -38,6 +40,9 @@ _POLL_S = 0.5
 _UNKNOWN_EXIT = 1
 # A job that has just been queued may not be listed yet, and one that has ended is forgotten some time.
 _GONE_S = 20.0
+# States in which Slurm has ended a job by itself, and in which it lets the job's processes wait.
+_ENDED = frozenset({"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "TIMEOUT", "DEADLINE", "REVOKED", "CANCELLED"})
+_STOPPED = frozenset({"SUSPENDED", "STOPPED"})
 
 
 class SlurmJob:
@@ -48,6 +53,8 @@ class SlurmJob:
         self._state: str | None = None
         self._next_look_s = 0.0
         self._seen_s = time.monotonic()
+        self._patience = Patience()
+        self._is_ended_here = False
 
     @property
     def pid(self) -> int:
@@ -61,16 +68,24 @@ class SlurmJob:
 
     @property
     def fault(self) -> str | None:
-        """The state in which Slurm has ended the job by itself, in words."""
+        """What Slurm has done to the job by itself, in words.
+
+        Before it preempts a job it may leave the processes a grace time after a SIGTERM (slurm.conf(5),
+        GraceTime), of which the job's state says nothing.
+        """
         state = self._looked()
-        if state in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "TIMEOUT", "DEADLINE", "REVOKED", "CANCELLED"):
+        if state in _ENDED:
             return f"Slurm has ended the job: {state}"
+        if state in _STOPPED:
+            return f"Slurm has stopped the job: {state}"
+        if self._written_exit == TERMINATED_EXIT and not self._is_ended_here:
+            return "the job's processes got a SIGTERM: Slurm preempts it, or somebody has cancelled it"
         return None
 
     def poll(self) -> int | None:
         """The command's exit code as the job's script wrote it, else that the job has ended."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            return int(self._exit_file.read_text())
+        if (code := self._written_exit) is not None:
+            return code
         state = self._looked()
         if state in slurm.PENDING or state in slurm.RUNNING:
             return None
@@ -80,6 +95,7 @@ class SlurmJob:
 
     def terminate(self) -> None:
         """End the job: SIGTERM to its processes, SIGKILL after the cluster's own time."""
+        self._is_ended_here = True
         for job in self._jobs():
             slurm.cancel(job, is_step=False)
 
@@ -98,6 +114,13 @@ class SlurmJob:
             time.sleep(_POLL_S)
         return ()
 
+    @property
+    def _written_exit(self) -> int | None:
+        """The exit code that the job's script has written; None before, and while the file server fails."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(self._exit_file.read_text())
+        return None
+
     def _jobs(self) -> list[str]:
         states = slurm.jobs_named(self._name)
         return [job for job, state in states.items() if state in slurm.PENDING or state in slurm.RUNNING]
@@ -106,10 +129,12 @@ class SlurmJob:
         """The job's state, asked for at most every two seconds; None where Slurm does not know it."""
         now = time.monotonic()
         if now >= self._next_look_s:
-            states = slurm.jobs_named(self._name)
+            states = self._patience.answer(lambda: slurm.jobs_named(self._name, patience_s=0.0))
+            if states is None or states:
+                self._seen_s = time.monotonic()
             if states:
-                self._state, self._seen_s = states[max(states, key=_number)], now
-            elif self._state in slurm.PENDING or self._state in slurm.RUNNING:
+                self._state = states[max(states, key=_number)]
+            elif states is not None and (self._state in slurm.PENDING or self._state in slurm.RUNNING):
                 self._state = None
             self._next_look_s = now + _LOOK_S
         return self._state

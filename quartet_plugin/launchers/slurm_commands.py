@@ -1,7 +1,7 @@
 """Requests to Slurm: its programs, with arguments as lists, and strict parsers of their output.
 
 Formats are those of the manual pages of Slurm 22.05 and later. Where the controller does not answer (it is
-being restarted), a question is repeated for `PATIENCE_S`.
+being restarted), a question is repeated for `patience_s`; then it raises NoAnswerError.
 """
 
 import os
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
+from quartet_plugin.launchers.patience import PATIENCE_S, NoAnswerError
 
-# Seconds that one of Slurm's programs may take, and for which a controller may be away.
-PROGRAM_S, PATIENCE_S = 60.0, 180.0
+# Seconds that one of Slurm's programs may take.
+PROGRAM_S = 60.0
 _PAUSE_S = 2.0
 _JOB_ID = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
 _ABSENT_JOB = ("Invalid job id", "Invalid job array")
@@ -74,18 +75,20 @@ def hostnames(listed: str) -> tuple[str, ...]:
     return tuple(_asked(["scontrol", "show", "hostnames", listed]).split())
 
 
-def steps_named(name: str) -> list[str]:
+def steps_named(name: str, *, patience_s: float = PATIENCE_S) -> list[str]:
     """The ids of this user's running steps with this name."""
-    lines = _asked(["squeue", "--steps", "--noheader", "--format=%i|%j", f"--user={os.getuid()}"])
+    words = ["squeue", "--steps", "--noheader", "--format=%i|%j", f"--user={os.getuid()}"]
+    lines = _asked(words, patience_s=patience_s)
     pairs = (line.strip().partition("|") for line in lines.splitlines())
     return [step for step, _, step_name in pairs if step_name == name]
 
 
-def jobs_named(name: str) -> dict[str, str]:
+def jobs_named(name: str, *, patience_s: float = PATIENCE_S) -> dict[str, str]:
     """The state of each of this user's jobs with this name, by id, that Slurm still knows."""
     user = str(os.getuid())
     lines = _asked(
-        ["squeue", "--noheader", "--states=all", "--format=%i|%T", f"--name={name}", f"--user={user}"]
+        ["squeue", "--noheader", "--states=all", "--format=%i|%T", f"--name={name}", f"--user={user}"],
+        patience_s=patience_s,
     )
     pairs = (line.strip().partition("|") for line in lines.splitlines() if line.strip())
     return {job: state for job, _, state in pairs}
@@ -126,12 +129,13 @@ def _asked(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     is_done: Callable[[], bool] = lambda: False,
+    patience_s: float = PATIENCE_S,
 ) -> str:
     """The output of one of Slurm's programs. Raises InfrastructureError with its last line of error.
 
     `is_done` is asked before a request without an answer is repeated: where it holds, the output is empty.
     """
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + patience_s
     while True:
         try:
             result = subprocess.run(
@@ -160,8 +164,9 @@ def _asked(
             fault = lines[-1]
             if not any(text in result.stderr for text in _AWAY):
                 raise InfrastructureError(f"{argv[0]}: {fault}")
-        time.sleep(_PAUSE_S)
+        if patience_s:
+            time.sleep(_PAUSE_S)
         if is_done():
             return ""
         if time.monotonic() >= end:
-            raise InfrastructureError(f"{argv[0]}: {fault} for {PATIENCE_S:g} s; is slurmctld up?")
+            raise NoAnswerError(f"{argv[0]}: {fault}; is slurmctld up?")

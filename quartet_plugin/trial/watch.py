@@ -188,9 +188,9 @@ class AttemptMonitor:
             snapshot = self._files.scan()
             iteration = min((beat.iteration for beat in snapshot.beats.values()), default=0)
             if now >= self._next_rescan_s:
-                self._next_rescan_s = now + (_RESCAN_MEASURING_S if iteration > 0 else _RESCAN_S)
                 self._rescan(snapshot)
                 self._log.trim()
+                self._next_rescan_s = now + (_RESCAN_MEASURING_S if iteration > 0 else _RESCAN_S)
         except StorageError:
             self._lost_since_s = now if self._lost_since_s is None else self._lost_since_s
             if now - self._lost_since_s >= _LOST_S:
@@ -297,16 +297,34 @@ class AttemptMonitor:
                 self._wait(end - self.clock(), until=partial(_has_ended, rank))
 
     def _kill_rest(self) -> None:
-        """Until two looks show nothing: a process may start another one while it is being ended."""
-        end = self.clock() + _KILL_S
-        grace_s = _KILL_GRACE_S
-        while alive := self._remaining() or self._remaining():
-            reap(alive, grace_s=grace_s, clock=self.clock)
-            grace_s = 0.0
-            if self.clock() >= end:
-                break
+        """Kill what is left, on the nodes first: an engine's driver here may be what ends or cancels there.
+
+        Then once more, where a launcher here was killed: it may just have started something.
+        """
+        try:
+            self._end_on_nodes()
+        finally:
+            was_left = self._reap_rest()
+        if was_left:
+            self._end_on_nodes()
+
+    def _end_on_nodes(self) -> None:
         if isinstance(self.handle, NodesHandle):
             self._left_on_nodes = self.handle.end_on_nodes()
+
+    def _reap_rest(self) -> bool:
+        """Until two looks show nothing: a process may start another one while it is being ended.
+
+        Whether there was something.
+        """
+        end = self.clock() + _KILL_S
+        grace_s, was_left = _KILL_GRACE_S, False
+        while alive := self._remaining() or self._remaining():
+            reap(alive, grace_s=grace_s, clock=self.clock)
+            grace_s, was_left = 0.0, True
+            if self.clock() >= end:
+                break
+        return was_left
 
     def _engine_fault(self, stopped_by: StoppedBy) -> str | None:
         """Why the engine has ended the attempt, asked where it neither measured nor was stopped."""
@@ -336,14 +354,15 @@ class AttemptMonitor:
         with contextlib.suppress(Exception):
             self._rescan(self._files.scan())
         with contextlib.suppress(Exception):
+            self._end_on_nodes()
+        with contextlib.suppress(Exception):
             reap(self._remaining(), grace_s=0.0, clock=self.clock)
         with contextlib.suppress(Exception):
             if self.handle.poll() is None:
                 self.handle.kill()
                 self._wait(5.0, until=self._has_exited)
-        if isinstance(self.handle, NodesHandle):
-            with contextlib.suppress(Exception):
-                self.handle.end_on_nodes()
+        with contextlib.suppress(Exception):
+            self._end_on_nodes()
 
 
 def _has_ended(process: Identity) -> bool:

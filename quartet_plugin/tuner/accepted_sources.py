@@ -4,6 +4,10 @@ Trials run custom schedules over these functions, under the parity gate. A sessi
 `--accept-changed-source` goes on with the same sources, and refuses any other change anew.
 """
 
+import os
+
+from quartet_plugin.protocol.accepted_sources import accepted_text
+from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE
 from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.history_rows import read_events
 from quartet_plugin.tuner.run_folder import RunFolder
@@ -20,6 +24,19 @@ def accepted_before(folder: RunFolder) -> tuple[str, ...]:
     """The functions that launches of all sessions accepted. Raises StorageError."""
     events = (event for event in read_events(folder.events_file) if event["kind"] == EVENT)
     return tuple(dict.fromkeys(text for event in events for text in _texts(event.get("functions"))))
+
+
+def accept_as_before(folder: RunFolder) -> tuple[str, ...]:
+    """Let the ranks accept the changed functions that launches of the run accepted, in their sources then.
+
+    They inherit it from this process. Returns the functions; none where the user has said what is accepted.
+    Raises StorageError.
+    """
+    functions = accepted_before(folder)
+    if not functions or ACCEPT_CHANGED_SOURCE in os.environ:
+        return ()
+    os.environ[ACCEPT_CHANGED_SOURCE] = accepted_text(functions)
+    return functions
 
 
 def _texts(value: object) -> tuple[str, ...]:

@@ -278,12 +278,13 @@ def with_launcher(
 
 
 def placement_of(config: TuneConfig, *, cwd: Path | None = None) -> Placement:
-    """The place where the run's trials start; the site's file is looked for in `cwd`. Raises ConfigError."""
-    site = None if config.site is None else (cwd or Path()) / config.site
+    """The place where the run's trials start, with the site's files found from `cwd`. Raises ConfigError."""
+    folder = cwd or Path()
+    site = read_site(None if config.site is None else folder / config.site)
     return Placement(
         launcher=config.launcher,
         num_nodes=config.trial.nodes,
-        site=read_site(site),
+        site=site.seen_from(folder),
         num_full_nodes=config.nodes,
     )
 

@@ -12,7 +12,7 @@ from quartet_plugin.batch.job_file import JobFile, read_job_file, write_job_file
 from quartet_plugin.batch.results import read_batch_state
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model.batch import BatchPaths, BatchResults
-from quartet_plugin.trial.lease import LeaseLostError
+from quartet_plugin.trial.lease import Lease, LeaseLostError
 from tests.batch.support import Watcher, batch_of, log_of, runner_of
 from tests.cli.tuning import living
 
@@ -201,6 +201,22 @@ def test_a_job_whose_tuner_has_ended_meanwhile_is_not_shown_as_running(tmp_path:
     results = runner_of(batch, tmp_path, observer=Watcher(lambda now: shown.append(states(now)))).run()
     assert shown[:2] == [{"a": "stopped", "b": "waiting"}, {"a": "stopped", "b": "running"}]
     assert states(results) == {"a": "done", "b": "done"}
+
+
+def test_a_job_whose_run_another_host_holds_is_stopped_and_has_not_failed(
+    tmp_path: Path, log: Callable[[], list[list[str]]]
+) -> None:
+    """The tuner of a lost host holds the run some seconds longer than that host held the batch."""
+    batch = batch_of(
+        tmp_path, {"name": "a", "words": ["--code", "6"]}, {"name": "b", "words": ["--code", "6"]}
+    )
+    run = BatchPaths(tmp_path / batch.name).runs / "a"
+    run.mkdir(parents=True)
+    Lease.acquire(run)
+    lock = run / "lock.json"
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "another"}))
+    results = runner_of(batch, tmp_path).run()
+    assert states(results) == {"a": "stopped", "b": "failed"}
 
 
 def test_scripts_are_read_where_the_batch_was_started(tmp_path: Path) -> None:

@@ -122,3 +122,17 @@ def test_the_device_is_what_was_asked_for() -> None:
 
 def test_a_free_port_can_be_bound() -> None:
     assert 1024 <= free_port() <= 65535
+
+
+def test_a_relative_program_is_found_from_the_commands_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "train").symlink_to("/bin/true")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    start = LocalLauncher().start
+    started = start(["bin/train"], env={}, cwd=tmp_path, stdout=tmp_path / "a")
+    assert started.wait(timeout=30) == 0
+    with pytest.raises(ConfigError, match="bin/train"):
+        start(["bin/train"], env={}, cwd=tmp_path / "elsewhere", stdout=tmp_path / "b")

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import psutil
 
-from quartet_plugin.launchers.node_task import ATTEMPT_ID, NODE_INDEX, NODES, set_node_variables
+from quartet_plugin.launchers.node_task import (
+    ATTEMPT_ID,
+    NODE_INDEX,
+    NODES,
+    TERMINATED_EXIT,
+    set_node_variables,
+)
 from quartet_plugin.protocol import environment
 
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -89,3 +95,18 @@ def test_signals_are_passed_on_and_daemons_end(tmp_path: Path) -> None:
     task.communicate(timeout=60)
     assert task.returncode == 128 + 15
     assert not psutil.pid_exists(int(daemon.read_text()))
+
+
+def test_a_command_that_fails_after_a_sigterm_was_ended(tmp_path: Path) -> None:
+    """Whatever its own code is; what ends well, with a checkpoint, has ended well."""
+    for handled, expected in (("sys.exit(1)", TERMINATED_EXIT), ("sys.exit(0)", 0)):
+        code = (
+            "import signal, sys, time; "
+            f"signal.signal(signal.SIGTERM, lambda *_: {handled}); print('ready', flush=True); time.sleep(60)"
+        )
+        task = start("--", sys.executable, "-c", code)
+        assert task.stdout is not None
+        assert task.stdout.readline() == "ready\n"
+        task.terminate()
+        task.communicate(timeout=60)
+        assert task.returncode == expected

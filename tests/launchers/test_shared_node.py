@@ -1,5 +1,6 @@
 """A node's part of an attempt whose launcher and nodes meet in a shared folder."""
 
+import errno
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +75,36 @@ def test_variables_of_the_engines_ranks_are_set_anew(tmp_path: Path) -> None:
     assert seen["MASTER_PORT"] != "1"
     # Both in the engine's own log and in the attempt's output.
     assert json.loads(shared.stdout.read_text()) == seen
+
+
+def test_a_node_keeps_its_own_devices_and_no_other_variable_of_the_tuners_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("NVIDIA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "RANKING", "SLURM_JOB_ID")
+    for name in names:
+        monkeypatch.setenv(name, "the tuner's")
+    show = f"import os; print([os.environ.get(name) for name in {names}])"
+    shared = request_of(tmp_path, [sys.executable, "-c", show], env=dict(os.environ))
+    of_the_node: dict[str, Any] = dict.fromkeys(names, "the node's")
+    printed, _ = node(shared, **of_the_node).communicate(timeout=30)
+    assert printed == '["the node\'s", "the tuner\'s", "the tuner\'s", "the node\'s"]\n'
+
+
+def test_what_the_site_sets_is_set_also_where_the_tuner_has_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    shared = SharedFolder(tmp_path / "stdout.log")
+    shared.write_request(
+        [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"],
+        env=dict(os.environ),
+        cwd=tmp_path,
+        num_nodes=1,
+        index_variables=(),
+        names="host",
+        of_the_site={"CUDA_VISIBLE_DEVICES": "0"},
+    )
+    assert node(shared, CUDA_VISIBLE_DEVICES="1,2").communicate(timeout=30)[0] == "0\n"
 
 
 @pytest.mark.parametrize(("of_the_node", "seen"), [((), "the tuner's"), (("FLUX_",), "the node's")])
@@ -146,3 +178,17 @@ def await_text(path: Path, text: str) -> None:
     while not (path.exists() and text in path.read_text()):
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def test_a_file_server_that_fails_for_a_moment_says_nothing_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: object, **options: object) -> object:
+        raise OSError(errno.EIO, "input/output error")
+
+    (tmp_path / "terminate").touch()
+    assert shared_node.is_there(tmp_path / "terminate")
+    monkeypatch.setattr(os, "stat", fails)
+    with pytest.raises(OSError, match="input/output"):
+        (tmp_path / "terminate").exists()
+    assert not shared_node.is_there(tmp_path / "terminate")

@@ -1,14 +1,15 @@
 """What `slurm-batch` gives to sbatch, without a Slurm."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
-from quartet_plugin.launchers import slurm_commands
+from quartet_plugin.launchers import patience, slurm_batch, slurm_commands
 from quartet_plugin.launchers.site import Site
-from quartet_plugin.launchers.slurm_batch import SlurmBatchLauncher
+from quartet_plugin.launchers.slurm_batch import SlurmBatchLauncher, SlurmJob
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 
 AWAY = (
@@ -86,3 +87,63 @@ def test_sbatch_sees_the_users_variables_and_the_sites(
     seen = dict(line.split("=", 1) for line in (tmp_path / "seen").read_text().splitlines())
     assert users | {"SBATCH_QOS": "high"} == {name: seen[name] for name in users}
     assert not of_a_job.keys() & seen.keys()
+
+
+def job(folder: Path) -> SlurmJob:
+    """The handle of a job whose script writes into `folder`."""
+    return SlurmJob("quartet-a", folder / "exit-code")
+
+
+def test_a_look_does_not_wait_for_a_controller_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits in a question renews no lease."""
+    monkeypatch.setattr(slurm_commands, "_PAUSE_S", 1e6)
+    monkeypatch.setattr(slurm_batch, "_LOOK_S", 0.0)
+    programs(tmp_path, monkeypatch, squeue=AWAY)
+    looked_at = job(tmp_path)
+    monkeypatch.setattr(looked_at, "_seen_s", time.monotonic() - 1e6)
+    assert looked_at.poll() is None
+    assert looked_at.poll() is None
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.0)
+    with pytest.raises(patience.NoAnswerError, match="is slurmctld up"):
+        looked_at.poll()
+
+
+def test_a_controller_that_answers_again_is_waited_for_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_batch, "_LOOK_S", 0.0)
+    looked_at = job(tmp_path)
+    for squeue in (AWAY, "echo '7|RUNNING'", AWAY):
+        programs(tmp_path, monkeypatch, squeue=squeue)
+        assert looked_at.poll() is None
+        assert looked_at.fault is None
+    programs(tmp_path, monkeypatch, squeue="echo '7|COMPLETED'")
+    assert looked_at.poll() == 1
+
+
+def test_processes_that_got_a_sigterm_were_ended_by_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the grace time of a preemption the job's state says nothing yet."""
+    programs(tmp_path, monkeypatch, squeue="echo '7|COMPLETING'", scancel="true")
+    looked_at = job(tmp_path)
+    (tmp_path / "exit-code").write_text("143\n")
+    assert looked_at.poll() == 143
+    assert looked_at.fault is not None
+    assert "got a SIGTERM: Slurm preempts it" in looked_at.fault
+    looked_at.terminate()
+    assert looked_at.fault is None
+
+
+def test_a_suspended_job_is_no_plans_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs(tmp_path, monkeypatch, squeue="echo '7|SUSPENDED'")
+    assert job(tmp_path).poll() is None
+    assert job(tmp_path).fault == "Slurm has stopped the job: SUSPENDED"
+
+
+def test_a_file_server_that_fails_ends_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs(tmp_path, monkeypatch, squeue="echo '7|RUNNING'")
+    (tmp_path / "exit-code").mkdir()  # reading it is an error of the system
+    assert job(tmp_path).poll() is None

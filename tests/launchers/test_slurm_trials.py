@@ -207,6 +207,37 @@ def test_a_preempted_job_is_queued_again(
 
 
 @pytest.mark.usefixtures("outside_of_jobs")
+def test_a_job_in_the_grace_time_of_a_preemption_is_queued_again(
+    cluster: SlurmCluster, tmp_path: Path, request_of: Callable[..., TrialRequest]
+) -> None:
+    """Its steps get the first SIGTERM, its script does not (slurm.conf(5), GraceTime): as by this scancel."""
+    running = Running(request_of(), in_jobs())
+    running.await_ranks()
+    cluster.run("scancel", "--signal=TERM", "--user=root")
+    running.await_ranks(attempt=2)
+    go(tmp_path)
+    assert running.result.outcome is Outcome.OK
+    first = json.loads((running.folder / "attempt-1" / "result.json").read_text())
+    assert first["outcome"] == "INFRA"
+    assert "the job's processes got a SIGTERM" in first["reason"]
+
+
+@pytest.mark.usefixtures("outside_of_jobs")
+def test_a_suspended_job_is_queued_again(
+    cluster: SlurmCluster, tmp_path: Path, request_of: Callable[..., TrialRequest]
+) -> None:
+    running = Running(request_of(timeouts=HASTY), in_jobs())
+    running.await_ranks()
+    job = cluster.run("squeue", "-h", "-o", "%i", "--user=root")
+    cluster.run("scontrol", "suspend", job)
+    running.await_ranks(attempt=2)
+    go(tmp_path)
+    assert running.result.outcome is Outcome.OK
+    first = json.loads((running.folder / "attempt-1" / "result.json").read_text())
+    assert "Slurm has stopped the job: SUSPENDED" in first["reason"]
+
+
+@pytest.mark.usefixtures("outside_of_jobs")
 def test_a_job_that_waits_is_no_hang(
     cluster: SlurmCluster,
     tmp_path: Path,

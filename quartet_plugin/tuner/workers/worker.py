@@ -22,6 +22,7 @@ from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt
 from quartet_plugin.trial.lease import renewal_of
 from quartet_plugin.trial.processes import ProcessRegistry, reap
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialRequest
+from quartet_plugin.tuner.accepted_sources import accept_as_before
 from quartet_plugin.tuner.attempts import holder_of
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.trial_backend import ShouldStop, TrialBackend
@@ -124,6 +125,8 @@ class Worker:
             return not is_held  # once lost it stays lost
 
         try:
+            # The tuner's own variables are not those of a worker on another host.
+            accept_as_before(self.run.folder)
             request = self._request(queued)
             result = self.backend.run(request, on_progress=lambda _: None, should_stop=should_end)
         except QuartetError as error:

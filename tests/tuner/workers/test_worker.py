@@ -20,7 +20,7 @@ from quartet_plugin.launchers.running_process import current_identity
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import CommandRecord, TrialSpec
-from quartet_plugin.protocol.environment import ATTEMPT_ID, EXPIRY_S
+from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE, ATTEMPT_ID, EXPIRY_S
 from quartet_plugin.protocol.work_queue_files import (
     Claim,
     Done,
@@ -311,3 +311,19 @@ def write_attempt(queue: WorkQueue, told: QueuedTrial) -> None:
     )
     write_json_atomic(folder / "trial.json", dump(sheet))
     write_json_atomic(folder / "command.json", dump(command))
+
+
+def test_a_worker_of_another_host_accepts_the_changed_sources_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tuner's variables are not its own."""
+    monkeypatch.setenv(ACCEPT_CHANGED_SOURCE, "")
+    monkeypatch.delenv(ACCEPT_CHANGED_SOURCE)
+    seen: list[str | None] = []
+    shift = Shift(tmp_path, Bench(turn=lambda at: seen.append(os.environ.get(ACCEPT_CHANGED_SOURCE))))
+    shift.run.folder.events_file.write_text(
+        '{"time": 1, "kind": "accepted-source", "trial": 0, "functions": ["a.f@01"]}\n'
+    )
+    shift.queue.publish(queued_trial(7, fence="a" * 16), PLAN)
+    shift.worker.work()
+    assert set(seen) == {"a.f@01"}
