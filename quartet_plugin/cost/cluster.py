@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quartet_plugin.cost.constants import ClusterConstants, Constants
+from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, device_named
 from quartet_plugin.cost.run import UniformCluster
 from quartet_plugin.errors import ConfigError
@@ -161,9 +161,15 @@ def best_case_cluster(
 
 
 def topology_of(resolved: ResolvedCluster, constants: Constants) -> Topology:
-    """The cluster slot by slot, with the bandwidths that collectives reach."""
-    links = resolved.cluster.links
-    reach_up, reach_out = (1.0, 1.0) if links.measured else (constants.scale_up, constants.scale_out)
+    """The cluster slot by slot, with the bandwidths that collectives reach.
+
+    A probe measures what collectives reach by the shared constants. What a calibration learned beyond them
+    counts for measured links too: cores that compute carry messages slower than the idle cores of a probe.
+    """
+    links, shared = resolved.cluster.links, fitted()
+    reach_up, reach_out = constants.scale_up, constants.scale_out
+    if links.measured:
+        reach_up, reach_out = reach_up / shared.scale_up, reach_out / shared.scale_out
     bandwidth, latency = _between(resolved)
     slots, segments = resolved.slots, resolved.segment_of_node
     return Topology(

@@ -416,7 +416,9 @@ def tied_ends_s(run: TrainingRun, constants: Constants) -> float:
     has_both = run.shape.tied_embeddings or run.mtp_layers > 0
     if not (is_apart and has_both and run.software.reduces_ends):
         return 0.0
-    stride = layout.tensor_parallel * run.copies * other_rank
+    ranks_between = layout.tensor_parallel * run.copies
+    shares_domain = ranks_between * (other_rank + 1) <= run.cluster.scale_up_devices
+    stride = 1 if shares_domain else ranks_between * other_rank
     both_ends = group(run.cluster, constants, size=2, stride=stride)
     weights = run.shape.embedding_parameters / layout.tensor_parallel
     return both_ends.reduce_s(float(run.software.gradient_bytes) * weights)
@@ -498,7 +500,7 @@ def _reduce_and_gather(
 def sharded_parameters_s(
     run: TrainingRun, constants: Constants, *, num_parameters: float, forward_s: float, backward_s: float
 ) -> float:
-    """The exposed time of fully sharded parameters (ZeRO-3, FSDP) for a microbatch.
+    """The exposed time of a rank's fully sharded parameters (ZeRO-3, FSDP) for a microbatch.
 
     Gather before the forward, gather again and scatter gradients in the backward, prefetched a layer ahead.
     """
@@ -506,7 +508,7 @@ def sharded_parameters_s(
         return 0.0
     size = run.shard_group
     ranks = group(run.cluster, constants, size=size, stride=run.layout.tensor_parallel)
-    calls = float(run.shape.num_layers * run.software.collectives_per_layer)
+    calls = run.shape.num_layers * run.software.collectives_per_layer / run.layout.pipeline_parallel
     gather = ranks.gather_s(float(run.element_bytes) * num_parameters, calls=calls)
     scatter = ranks.gather_s(float(run.software.gradient_bytes) * num_parameters, calls=calls)
     left = constants.data_exposed

@@ -349,7 +349,7 @@ def _experts(
         copied += t * ep * run.expert_shards / tp
     elif not run.software.sends_once_a_domain:
         copied += 2.0 * arriving / tp
-    return (routed, shared_into, shared_out), width, 2.0 * copied * h * 2
+    return (routed, shared_into, shared_out), width, 2.0 * copied * h * run.element_bytes
 
 
 def _routed_width(run: TrainingRun, experts: Experts) -> float:

@@ -234,14 +234,13 @@ def bytes_per_weight(precision: HalfPrecision, software: Software) -> tuple[floa
 def _states(run: TrainingRun, dense: float, expert: float) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state; sharded by the ZeRO stage."""
     weight, gradient, optimizer = bytes_per_weight(run.half, run.software)
-    if run.zero_stage == 3:
-        shards = run.shard_group
-        # One layer's gathered weights, and the next one's that is prefetched. The fp32 shard is the master.
-        layer = 2 * weight * dense / max(1, run.shape.num_layers)
-        return layer, SINGLE * dense / shards, OPTIMIZER_BYTES * dense / shards
     ranks, expert_ranks = run.optimizer_shards
-    states = optimizer * (dense / ranks + expert / expert_ranks)
-    return weight * (dense + expert), gradient * (dense + expert), states
+    shard, whole = dense / ranks + expert / expert_ranks, dense + expert
+    if run.zero_stage == 3:
+        # One layer's gathered weights, and the next one's that is prefetched. The fp32 shard is the master.
+        layer = 2 * weight * whole * run.layout.pipeline_parallel / max(1, run.shape.num_layers)
+        return layer, SINGLE * shard, OPTIMIZER_BYTES * shard
+    return weight * whole, gradient * (shard if run.zero_stage == 2 else whole), optimizer * shard
 
 
 def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
@@ -347,7 +346,7 @@ def _kept_bytes(run: TrainingRun, layer: float, boundary: float, *, experts: Exp
 def _recomputed_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
     """Bytes of one layer that the recompute of its modules makes again."""
     t, tp, size = run.tokens_per_microbatch, run.layout.tensor_parallel, float(run.element_bytes)
-    again = _attention_bytes_again(run) if run.recomputes("core_attn") else 0.0
+    again = attention_bytes_again(run) if run.recomputes("core_attn") else 0.0
     if run.recomputes("layernorm"):
         split = tp if run.layout.sequence_parallel else 1
         again += run.num_norm_modules(has_experts=experts is not None) * t * _norm_bytes(run) / split
@@ -366,7 +365,7 @@ def _recomputed_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
     return again
 
 
-def _attention_bytes_again(run: TrainingRun) -> float:
+def attention_bytes_again(run: TrainingRun) -> float:
     """Bytes of one layer that the recompute of attention's inner part makes again."""
     scores = _scores_bytes(run)
     if not run.software.plain_operations or run.latent is not None:

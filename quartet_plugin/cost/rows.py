@@ -173,7 +173,7 @@ def resolve_with_config(
         raise ConfigError("row: hf: must be the path of a config.json")
     section = model_section(Path(path) if folder is None else folder / path)
     columns = {name: section[key] for name, key in _OF_SECTION.items() if section.get(key) is not None}
-    latent, num_dense = section.get("latent_attention"), section.get("num_dense_layers", 0)
+    latent = section.get("latent_attention")
     if "experts" in columns:
         columns["arch"] = "moe" if latent is None else "moe-mla"
     resolved = resolve(
@@ -182,8 +182,12 @@ def resolve_with_config(
     run = replace(resolved.run, shape=replace(resolved.run.shape, tied_embeddings=section["tied_embeddings"]))
     resolved.assumed.pop("tied_embeddings", None)
     if run.experts is not None:
-        shared = section.get("shared_expert_ffn_hidden_size", 0)
-        experts = replace(run.experts, shared_ffn_hidden_size=shared, num_dense_layers=num_dense)
+        of_file: dict[str, int] = {}
+        if data.get("shared_ffn") is None:
+            of_file["shared_ffn_hidden_size"] = section.get("shared_expert_ffn_hidden_size", 0)
+        if data.get("dense_layers") is None:
+            of_file["num_dense_layers"] = section.get("num_dense_layers", 0)
+        experts = replace(run.experts, **of_file)
         run = replace(run, experts=experts, latent=None if latent is None else LatentAttention(**latent))
         for name in ("latent_attention", "shared_ffn"):
             resolved.assumed.pop(name, None)
@@ -202,7 +206,7 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
     assumed: dict[str, Any] = {}
     warnings: list[str] = []
     software = _software(row, assumed)
-    if software.tensor_overlap is Overlap.FULL and "fp8" in (row.precision or ""):
+    if software.tensor_overlap is Overlap.FULL and "fp8" in (row.precision or "").lower():
         software = replace(software, parameter_bytes=1)
     features = _features(row)
     software = with_features(software, features)

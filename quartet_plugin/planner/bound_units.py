@@ -15,7 +15,13 @@ from quartet_plugin.cost.compute import MEMORY_RATE
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.step import OPTIMIZER_BYTES
 from quartet_plugin.cost.iteration.terms import COMPUTE, unit_parts
-from quartet_plugin.cost.memory import HALF, bytes_per_weight, layer_activation_bytes, weights_of_stages
+from quartet_plugin.cost.memory import (
+    HALF,
+    attention_bytes_again,
+    bytes_per_weight,
+    layer_activation_bytes,
+    weights_of_stages,
+)
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.cost.times import Times
 from quartet_plugin.model.costs import FloatArray, IntArray
@@ -41,12 +47,13 @@ from quartet_plugin.planner.table_rows import layout_of, unique_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRows:
-    """One row of 16 quantities a layout, of one transformer layer unless said otherwise.
+    """One row of 17 quantities a layout, of one transformer layer unless said otherwise.
 
     0 to 1: seconds forward and backward. 2 to 5: the seconds that the embedding adds to them, then the head.
     6 and 7: bytes kept a microbatch, and a stage's boundary. 8 and 9: bytes of weights, gradients and
     optimizer state, and the embedding's. 10 and 11: seconds that selective and full recompute repeat.
     12 and 13: dense and expert weights. 14 and 15: seconds of computation, and those that both ends add.
+    16: of 6, the bytes that selective recompute of the attention's inner part makes again.
 
     `kinds` are those of the layers before `num_dense` and of the others where they differ, and `least` the
     smaller of both.
@@ -177,7 +184,7 @@ def unit_rows(job: PlanRequest, shape: ModelShape, layouts: LayoutTable, constan
 
     def table(job: PlanRequest) -> FloatArray:
         rows = [_unit(job, shape, key, layouts.partitions[cut], constants) for *key, cut in keys.tolist()]
-        return np.array(rows).reshape(-1, 16)
+        return np.array(rows).reshape(-1, 17)
 
     if job.experts is None or job.experts.num_dense_layers == 0:
         units = _of_rows(job, columns, table(job)[inverse])
@@ -201,8 +208,9 @@ def _of_rows(job: PlanRequest, columns: IntArray, units: FloatArray) -> FloatArr
     units[:, 14] += np.where(mode > 0, units[:, 10] * (has_core and has_all), 0.0)
     # Of other modules hardly more than the input may be left; layers in groups share an input.
     together = int(values.get("recompute_num_layers") or 1) if has_all else 1
-    kept = np.where(mode == 2, units[:, 7] / together, units[:, 6])
-    units[:, 6] = kept if has_core else np.where(mode == 1, units[:, 7], kept)
+    of_core = units[:, 6] - units[:, 16] if has_core else units[:, 7]
+    kept = [units[:, 6], of_core, units[:, 7] / together]
+    units[:, 6] = np.select([mode == 0, mode == 1, mode == 2], kept)
     weight, gradient, optimizer = bytes_per_weight(job.half, job.software)
     copies = np.where(columns[:, SHARDED] == 1, columns[:, CP] * columns[:, DP], 1)
     # The ranks of an expert group hold different experts.
@@ -237,7 +245,8 @@ def _unit(
     ]
     weights = weights_of_stages(run)
     sizes = [weights[1].num_total, weights[0].num_total - weights[1].num_total]
-    repeated = [parts[name].forward_s for name in ("attention", "gemm", "elementwise", "launch", "tp_comm")]
+    repeated = [parts[name].forward_s for name in ("attention", "gemm", "elementwise", "launch")]
+    repeated.append(_repeated_collectives_s(run, constants))
     return [
         *layer,
         *ends[0],
@@ -251,7 +260,14 @@ def _unit(
         weights[1].num_expert,
         bare[0],
         bare[1] + bare[2],
+        attention_bytes_again(run),
     ]
+
+
+def _repeated_collectives_s(run: TrainingRun, constants: Constants) -> float:
+    """Seconds of a layer's tensor-parallel collectives that full recompute repeats: ranks wait for none."""
+    pairs = 2.0 if run.experts is None else 1.0 + sum(communication.ffn_pairs(run, run.experts))
+    return communication.tensor_parallel(run, constants)[1] * pairs / 2.0
 
 
 def _both_ways(times: Times) -> tuple[float, float]:

@@ -8,6 +8,7 @@ import pytest
 from quartet_plugin.cost import communication
 from quartet_plugin.cost.compute import LayerTimes
 from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.iteration.overlap import hidden_terms
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ON_CPU, Software, TrainingRun
@@ -105,6 +106,30 @@ def test_stage_3_gathers_every_microbatch() -> None:
     twice = predict(run(NEMO, **changes, gbs=512), CONSTANTS).terms
     assert terms["dp_comm_s"] == 0
     assert twice["fsdp_comm_s"] == pytest.approx(2 * terms["fsdp_comm_s"])
+
+
+def test_stage_3_gathers_what_a_rank_holds() -> None:
+    """Of four pipeline ranks each, hidden and exposed, about a quarter of what a single one does."""
+    sizes = {"zero": 3, "fsdp": 8, "tp": 1, "dp": 8, "sp": False, "gbs": 64}
+    whole = run(NEMO, gpus=8, **sizes)
+    staged = run(NEMO, gpus=32, pp=4, schedule="1F1B", **sizes)
+    seconds = [
+        hidden_terms(each, CONSTANTS)["fsdp_comm_s"] + predict(each, CONSTANTS).terms["fsdp_comm_s"]
+        for each in (whole, staged)
+    ]
+    assert 0.2 * seconds[0] < seconds[1] < 0.35 * seconds[0]
+
+
+def test_tied_ends_that_share_a_domain_sum_over_its_links() -> None:
+    """Also the first and the last of many ranks, which lie nearly a domain apart."""
+    tied = [run(NEMO, tp=1, dp=8 // pp, pp=pp, sp=False, gbs=64, schedule="1F1B") for pp in (2, 4, 8)]
+    software = replace(tied[0].software, reduces_ends=True)
+    shape = replace(tied[0].shape, tied_embeddings=True)
+    seconds = {
+        communication.tied_ends_s(replace(each, software=software, shape=shape), CONSTANTS) for each in tied
+    }
+    assert len(seconds) == 1
+    assert min(seconds) > 0
 
 
 def test_experts_exchange_tokens_only_where_they_are_spread() -> None:

@@ -7,9 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.cost.compute import LayerTimes, Rates, half_rate, head_times, layer_times, products, waves
+from quartet_plugin.cost.compute import (
+    LayerTimes,
+    Rates,
+    _experts,
+    half_rate,
+    head_times,
+    layer_times,
+    products,
+    waves,
+)
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.devices import device_named
+from quartet_plugin.model.job_description import Experts
 from tests.cost.runs import EXPERTS, PIPELINE, ROW, run
 
 CONSTANTS = Constants()
@@ -123,6 +133,14 @@ def test_experts_cost_by_what_is_routed() -> None:
     assert 1.5 < many.gemm.total_s / few.gemm.total_s < 4
     spread = layer(EXPERTS, experts=1600)
     assert spread.gemm.total_s > layer(EXPERTS).gemm.total_s
+
+
+def test_permuted_tokens_have_the_layers_precision() -> None:
+    experts = Experts(num_experts=8, experts_per_token=2, ffn_hidden_size=64)
+    half = replace(run(), experts=experts)
+    whole = replace(half, half="fp32")
+    moved = [_experts(each, Rates(each, CONSTANTS), experts)[2] for each in (half, whole)]
+    assert moved[1] == 2 * moved[0] > 0
 
 
 def test_the_head_pays_for_the_vocabulary() -> None:

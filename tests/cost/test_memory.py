@@ -95,6 +95,20 @@ def test_recompute_and_sharding_save_memory() -> None:
     assert states[2].gradients_bytes < 0.3 * states[1].gradients_bytes
 
 
+def test_stages_of_zero_shard_gradients_and_the_weights_of_experts() -> None:
+    base: dict[str, Any] = {"tp": 1, "dp": 8, "gbs": 32, "sp": False}
+    first, second = (peak_memory(run(**base, zero=stage)) for stage in (1, 2))
+    assert second.gradients_bytes == pytest.approx(first.gradients_bytes / 8)
+    for name in ("parameters_bytes", "optimizer_bytes"):
+        assert getattr(second, name) == getattr(first, name)
+    few, more = (
+        peak_memory(run(EXPERTS, gpus=8, dp=8, tp=1, pp=1, ep=1, sp=False, zero=3, fsdp=8, experts=experts))
+        for experts in (8, 16)
+    )
+    for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert getattr(more, name) > 1.2 * getattr(few, name)
+
+
 def test_an_optimizer_on_the_host_leaves_the_device_and_takes_longer() -> None:
     """Of ten billion parameters on 8 devices: 4 + 2 bytes over the link, 28 through the host's memory."""
     base = replace(run(dp=8, tp=1, zero=1, sp=False), optimizer_group=8)

@@ -118,3 +118,12 @@ def test_rows_take_a_shape_from_a_file() -> None:
     assert assumed["assumed"]["seq_len"] == 4096
     assert "latent_attention" not in assumed["assumed"]
     assert "hf" in refused["error"]
+
+
+def test_a_rows_columns_of_experts_go_before_the_files() -> None:
+    row = {"gpu": "H100", "gpus": 64, "gbs": 128, "hf": "deepseek-v3", "ep": 64, "seq_len": 4096}
+    by_file, wider, all_routed = predict_rows(
+        [row, {**row, "shared_ffn": 8192}, {**row, "dense_layers": 0}], where="rows", folder=CONFIGS
+    )
+    assert wider["iter_time_s"] > 1.01 * by_file["iter_time_s"]
+    assert all_routed["iter_time_s"] != by_file["iter_time_s"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet_plugin.cost.constants import fitted
+from quartet_plugin.cost.constants import ClusterConstants, fitted
 from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.memory import Memory, peak_memory
 from quartet_plugin.cost.predict import predict
@@ -17,7 +17,8 @@ from quartet_plugin.planner import ranking
 from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import layout_table_of
-from tests.planner.planning import job_data, random_cluster_job, runs_of
+from tests.model.clusters import make_cluster
+from tests.planner.planning import cluster_job, job_data, random_cluster_job, runs_of
 
 
 def job_of_two_kinds(seed: int) -> PlanRequest:
@@ -70,6 +71,30 @@ def test_no_prediction_is_under_the_bounds_of_two_kinds_of_layers(seed: int) -> 
     # Each kind of layer counts by itself: a bound by the smaller of both would be far off.
     # The bound leaves out multi-token prediction, which is much of a model of so few layers.
     assert job.mtp_layers or np.median(ratios) > 0.6
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_no_prediction_of_processors_is_under_the_bounds(recompute: str) -> None:
+    """They keep scores and copied queries, which recompute makes again, and ranks wait for the slowest."""
+    cluster = make_cluster(num_nodes=1, device="core")
+    cluster["devices"] = {
+        "core": {
+            "peak_flops": {"fp32": 9e10},
+            "memory_bytes": 2**37,
+            "memory_bandwidth_bytes_per_s": 1e10,
+            "compute_units": 1,
+        }
+    }
+    model = {"hidden_size": 256, "seq_length": 2048, "precision": "fp32"}
+    job = cluster_job(cluster, model=model, search={"recompute": recompute, "schedule": "stock"})
+    constants = replace(ClusterConstants.of(fitted()), skew=0.1)
+    table = layout_table_of(job, job.shape)
+    bounds = bounds_of(job, job.shape, table, constants=constants)
+    for row in range(len(table)):
+        for run in runs_of(job, table, row, bounds.split(job, job.shape, table, row)):
+            words = (run.layout, run.schedule, run.group)
+            assert bounds.time_s[row] <= predict(run, constants).iter_time_s, words
+            assert bounds.memory_bytes[row] <= peak_memory(run).total_bytes, words
 
 
 @pytest.mark.parametrize("seed", range(8, 14))

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.mapping_optimum import compared
-from quartet_plugin.cost.cluster import best_case_cluster, topology_of, uniform_topology_of
+from quartet_plugin.cost.cluster import (
+    best_case_cluster,
+    topology_of,
+    uniform_cluster_of,
+    uniform_topology_of,
+)
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.predict import predict
@@ -276,6 +281,19 @@ def test_measured_links_are_taken_as_they_are() -> None:
     )
     assert ratio == pytest.approx(fitted().scale_up)
     assert measured.machines.scale_up_bytes_per_s * fitted().scale_up == pytest.approx(3e11)
+
+
+def test_what_a_calibration_learned_of_measured_links_counts() -> None:
+    measured = cluster_job(make_cluster(links={"measured": True}))
+    assert measured.cluster is not None
+    learned = replace(fitted(), scale_up=fitted().scale_up / 2, scale_out=fitted().scale_out / 1.5)
+    plain, corrected = topology_of(measured.cluster, fitted()), topology_of(measured.cluster, learned)
+    assert corrected.inside_bytes_per_s == pytest.approx(plain.inside_bytes_per_s / 2)
+    assert corrected.between_bytes_per_s == pytest.approx(plain.between_bytes_per_s / 1.5)
+    # The cost model's links are the same as those that `calibrate` takes, and the constant acts on them.
+    machines = [uniform_cluster_of(measured.cluster, constants) for constants in (fitted(), learned)]
+    for bandwidth in ("scale_up_bytes_per_s", "scale_out_bytes_per_s"):
+        assert getattr(machines[0], bandwidth) == pytest.approx(getattr(machines[1], bandwidth))
 
 
 def test_levels_of_links_join_domains() -> None:

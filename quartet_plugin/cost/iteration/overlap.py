@@ -44,7 +44,11 @@ def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
     hidden = {
         "tp_comm_s": (layers + routed * _further_pairs(run)) * _tensor_s(run, constants),
         "cp_comm_s": layers * _context_s(run, constants),
-        "ep_comm_s": _in_pairs_s(run, constants, parts, sums, rank) if run.has_pairs else 0.0,
+        "ep_comm_s": (
+            _in_pairs_s(run, constants, parts, sums, rank)
+            if run.has_pairs
+            else routed * _exchange_s(run, constants)
+        ),
         "pp_comm_s": 0.0 if blocks_on_sends(run) else count * sent,
         "fsdp_comm_s": count * _sharded_s(run, constants, forward_s=forward_s, backward_s=backward_s),
         "dp_comm_s": _gradients_s(run, constants, forward_s=forward_s, backward_s=backward_s),
@@ -73,6 +77,15 @@ def _in_pairs_s(
     return float(hidden_by_pairs(run, np.array(sums).T, hideable)[rank])
 
 
+def _exchange_s(run: TrainingRun, constants: Constants) -> float:
+    """What a layer's exchanges hide behind its other work, or behind another microbatch's."""
+    if run.experts is None:
+        return 0.0
+    layer = compute.layer_times(run, constants, Rates(run, constants), experts=run.experts)
+    whole = with_repeated(run, "moe", communication.expert_parallel(run, constants, run.experts))
+    return whole.total_s - communication.beside_compute(run, constants, whole, layer).total_s
+
+
 def _context_s(run: TrainingRun, constants: Constants) -> float:
     layer = compute.layer_times(run, constants, Rates(run, constants), experts=None)
     alone, exposed = (
@@ -83,12 +96,12 @@ def _context_s(run: TrainingRun, constants: Constants) -> float:
 
 
 def _sharded_s(run: TrainingRun, constants: Constants, *, forward_s: float, backward_s: float) -> float:
-    parameters = sum(held.num_total for held in weights_of_stages(run))
+    held = held_weights(run, fullest_rank(run, weights_of_stages(run)))
     alone, exposed = (
         communication.sharded_parameters_s(
             run,
             constants,
-            num_parameters=parameters,
+            num_parameters=held.num_total,
             forward_s=beside * forward_s,
             backward_s=beside * backward_s,
         )

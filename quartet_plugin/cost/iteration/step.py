@@ -148,7 +148,7 @@ def step_terms(
         * communication.sharded_parameters_s(
             run,
             constants,
-            num_parameters=sum(w.num_total for w in weights),
+            num_parameters=held.num_total,
             forward_s=forward_s,
             backward_s=backward_s,
         ),
