@@ -150,14 +150,15 @@ class Layout:
         return global_batch_size // sequences
 
     @property
-    def degrees(self) -> tuple[int, int, int, int, int]:
-        """TP, PP, DP, virtual stages, CP."""
+    def degrees(self) -> tuple[int, int, int, int, int, int]:
+        """TP, PP, DP, virtual stages, CP, EP."""
         return (
             self.tensor_parallel,
             self.pipeline_parallel,
             self.data_parallel,
             self.virtual_stages,
             self.context_parallel,
+            self.expert_parallel,
         )
 
     @property

@@ -14,9 +14,15 @@ from typing import Annotated, Any, Literal
 
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.model.canonical import digest
+from quartet_plugin.model.cluster import Precision
 from quartet_plugin.model.custom_schedule import PAIRS_ONLY_SIMULATED, CustomSchedule
 from quartet_plugin.model.files import read_json, write_json_atomic
-from quartet_plugin.model.job_description import JobDescription
+from quartet_plugin.model.job_description import (
+    Experts,
+    JobDescription,
+    LatentAttention,
+    model_flops_per_sequence,
+)
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Comparison, Prediction
 from quartet_plugin.model.schema import ADDED, Bounds, dump, parse, record
@@ -126,6 +132,10 @@ class Baseline:
     schedule: ScheduleChoice
 
 
+# What a plan of a run says of its model beside the shape: the same plan has the same key without it.
+_NOT_IN_KEYS = ("precision", "experts", "latent_attention")
+
+
 @record
 class MadeFor:
     """The job that a plan fits: the user's model, batch and configuration, the framework and the cluster.
@@ -133,7 +143,9 @@ class MadeFor:
     `batching_features` of the job are those by which another micro-batch or DP may change the
     training objective.
     `job` is what the job's file says besides, in a plan that was made without a run. `mtp_layers` predict
-    further tokens, after the last layer and before the head; None for a model without them.
+    further tokens, after the last layer and before the head; None for a model without them. In a plan of a
+    run `precision` is the format of the layers' products, `experts` and `latent_attention` are the model's;
+    they are no part of the plan's key.
     """
 
     framework: str
@@ -146,6 +158,20 @@ class MadeFor:
     batching_features: tuple[str, ...] | None = field(default=None, metadata=ADDED)
     job: JobDescription | None = field(default=None, metadata=ADDED)
     mtp_layers: Annotated[int, Bounds(ge=1, le=MAX_LAYERS)] | None = field(default=None, metadata=ADDED)
+    precision: Precision | None = field(default=None, metadata=ADDED)
+    experts: Experts | None = field(default=None, metadata=ADDED)
+    latent_attention: LatentAttention | None = field(default=None, metadata=ADDED)
+
+    @property
+    def peak_precision(self) -> Precision:
+        """The format of the layers' products, bf16 where nothing says it."""
+        said = self.precision if self.job is None else self.job.precision
+        return said or "bf16"
+
+    def model_flops_per_sequence(self, shape: ModelShape) -> int:
+        """Forward and backward FLOPs of a sequence in the job's model, in `shape`; without recomputation."""
+        said = self if self.job is None else self.job
+        return model_flops_per_sequence(shape, experts=said.experts, latent_attention=said.latent_attention)
 
     def differences(self, here: Values[str, Any]) -> dict[str, Any]:
         """The values of this plan that differ from those of `here`, by name.
@@ -318,7 +344,9 @@ class Plan(_Remembering):
     def _bare(self) -> dict[str, Any]:
         """The plan as data, as nobody has made, predicted or measured it."""
         nobody = Provenance(run="", trial=0, seed=0, quartet_version="")
-        return {**dump(self), "prediction": None, "measurement": None, "provenance": dump(nobody)}
+        content = {**dump(self), "prediction": None, "measurement": None, "provenance": dump(nobody)}
+        made_for = {name: value for name, value in content["made_for"].items() if name not in _NOT_IN_KEYS}
+        return {**content, "made_for": made_for}
 
     @property
     def num_microbatches(self) -> int:

@@ -49,7 +49,7 @@ def score_of_median(plan: Plan, *, iteration_s: float) -> Score:
         iteration_s=iteration_s,
         tokens_per_s=sequences_per_s * plan.shape.seq_length,
         model_flops_per_s_per_device=(
-            sequences_per_s * plan.shape.model_flops_per_sequence / plan.made_for.world_size
+            sequences_per_s * plan.made_for.model_flops_per_sequence(plan.shape) / plan.made_for.world_size
         ),
     )
 

@@ -76,7 +76,7 @@ class OrderCandidates:
 
     def _permutations(self, layout: Layout) -> IntArray:
         """Every legal order [orders, world size]."""
-        key, rules = (layout.degrees, layout.expert_parallel), self._space.order_rules
+        key, rules = layout.degrees, self._space.order_rules
         if key not in self._every:
             self._every[key] = np.array(
                 [
@@ -93,7 +93,7 @@ class OrderCandidates:
         space, rules = self._space, self._space.order_rules
         if not rules.limits_orders:
             return []
-        key = (layout.degrees, layout.expert_parallel)
+        key = layout.degrees
         if key not in self._exchanged:
             orders = [
                 exchanged(self._slots, [pair], length=length, layout=layout, rules=rules)
@@ -117,7 +117,7 @@ class OrderCandidates:
         if len(set(slowdowns.tolist())) == 1 and len(self._space.nodes) == 1:
             return []
         layout = plan.layout
-        key = (layout.degrees, layout.expert_parallel, layout.virtual_stages, self._has_whole_experts(layout))
+        key = (layout.degrees, self._has_whole_experts(layout))
         if key not in self._solved:
             if len(self._solved) >= MAX_SOLVED:
                 self._num_named += 1

@@ -130,15 +130,16 @@ def throughput_of(plan: Plan, iteration_s: float, *, shape: ModelShape | None = 
 
     The peak is that of the device that the nodes name, in bf16 where nothing says the precision.
     """
-    made_for, job = plan.made_for, plan.made_for.job
+    made_for = plan.made_for
+    model = made_for if made_for.job is None else made_for.job
     return throughput(
         iteration_s,
         shape=shape or plan.shape,
         global_batch_size=made_for.global_batch_size,
         num_devices=made_for.world_size,
-        peak=peak_of(made_for.nodes, "bf16" if job is None else job.precision),
-        experts=None if job is None else job.experts,
-        latent_attention=None if job is None else job.latent_attention,
+        peak=peak_of(made_for.nodes, made_for.peak_precision),
+        experts=model.experts,
+        latent_attention=model.latent_attention,
     )
 
 

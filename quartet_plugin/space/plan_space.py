@@ -230,10 +230,9 @@ class Space:
 
     def orders_of(self, layout: Layout) -> tuple[RankOrder, ...]:
         """The rank orders to choose from for `layout`, the stock one first where it is requested."""
-        key = (layout.degrees, layout.expert_parallel)
-        if key not in self._orders:
-            self._orders[key] = self._requested_orders(layout)
-        return self._orders[key]
+        if layout.degrees not in self._orders:
+            self._orders[layout.degrees] = self._requested_orders(layout)
+        return self._orders[layout.degrees]
 
     def run_lengths_of(self, layout: Layout) -> tuple[int, ...]:
         """The lengths of the runs of slots that may be exchanged in these orders; none where they are all."""
@@ -444,6 +443,9 @@ def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed
             global_batch_size=job.global_batch_size,
             baseline=baseline,
             mtp_layers=job.mtp_layers,
+            precision=job.product_precision,
+            experts=job.experts,
+            latent_attention=job.latent,
             batching_features=batching_features(job.features) or None,
             world_size=job.layout.world_size,
             nodes=tuple(nodes),
@@ -602,9 +604,7 @@ def _unused_order(space: Space, layouts: MappingABC[ModelShape, Sequence[Layout]
     if Axis.MAPPING in space.locked:
         return None
     fault = None
-    distinct = {
-        (layout.degrees, layout.expert_parallel): layout for kept in layouts.values() for layout in kept
-    }
+    distinct = {layout.degrees: layout for kept in layouts.values() for layout in kept}
     for name in space.search.mapping or ():
         for layout in distinct.values():
             try:

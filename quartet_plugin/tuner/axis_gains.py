@@ -96,8 +96,7 @@ def _plans_to_compare(space: Space, search: TuneResult, proposer: "Proposer") ->
 
 
 def _has_degrees(plan: Plan, command: Plan) -> bool:
-    here, there = plan.layout, command.layout
-    return (here.degrees, here.expert_parallel) == (there.degrees, there.expert_parallel)
+    return plan.layout.degrees == command.layout.degrees
 
 
 def _has_schedule(plan: Plan, command: Plan) -> bool:

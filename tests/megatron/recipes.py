@@ -302,9 +302,7 @@ def axes_of(space: Space) -> set[Axis]:
 
 def has_orders(space: Space) -> bool:
     """Whether a layout of the space has two physical arrangements: an exchange of runs makes the second."""
-    degrees = {
-        (layout.degrees, layout.expert_parallel): layout for kept in space.layouts.values() for layout in kept
-    }
+    degrees = {layout.degrees: layout for kept in space.layouts.values() for layout in kept}
     return any(_has_orders(space, layout) for layout in degrees.values())
 
 

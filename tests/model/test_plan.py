@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError, PlanError, QuartetError
 from quartet_plugin.model.canonical import digest
+from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement, Prediction
 from quartet_plugin.model.plan import (
     Mapping,
@@ -92,6 +93,18 @@ def test_the_key_ignores_where_a_plan_came_from() -> None:
     assert WHOLE.key == PLAN.key
     assert WHOLE.digest != PLAN.digest
     assert plan_with(split=Split(transformer_layers_per_stage=(5, 3))).key != PLAN.key
+
+
+def test_what_a_run_says_of_its_model_is_in_the_file_and_not_in_the_key(tmp_path: Path) -> None:
+    experts = Experts(num_experts=8, experts_per_token=2, ffn_hidden_size=64)
+    made_for = replace(MADE_FOR, precision="fp8", experts=experts, latent_attention=LatentAttention())
+    made = plan_with(made_for=made_for)
+    assert made.key == PLAN.key
+    assert made.digest != PLAN.digest
+    write_plan(made, path=tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json").made_for == made_for
+    assert made_for.peak_precision == "fp8"
+    assert MADE_FOR.peak_precision == "bf16"
 
 
 def test_multi_token_prediction_may_lie_before_a_head_alone(tmp_path: Path) -> None:

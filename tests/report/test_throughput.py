@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from quartet_plugin.model.cluster import Precision
-from quartet_plugin.model.job_description import EqualDevices, JobDescription
+from quartet_plugin.model.job_description import EqualDevices, Experts, JobDescription
 from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.model.trial_record import score
 from quartet_plugin.report.page import Extras, page
 from quartet_plugin.report.tables import plan_lines
 from quartet_plugin.report.throughput import Peak, cost_of, job_cost, peak_of, throughput, throughput_of
@@ -65,6 +66,17 @@ def test_a_plan_names_its_peak() -> None:
     shown = "\n".join(plan_lines(replace(plan, prediction=predicted)))
     assert f"1 s per iteration, {rates.words}" in shown
     assert cost.words in shown
+
+
+def test_a_plan_of_a_run_counts_the_experts_that_a_token_uses() -> None:
+    """In its trials' scores as in its rates: eight of these are far more than the shape's one FFN."""
+    experts = Experts(num_experts=64, experts_per_token=8, ffn_hidden_size=PLAN.shape.ffn_hidden_size)
+    plan = replace(PLAN, made_for=replace(PLAN.made_for, experts=experts))
+    rates = throughput_of(plan, 2.0)
+    scored = score(plan, iteration_s=[2.0])
+    assert scored.model_flops_per_s_per_device == rates.model_flops_per_s_per_device
+    assert rates.model_flops_per_s_per_device > 2 * throughput_of(PLAN, 2.0).model_flops_per_s_per_device
+    assert scored.tokens_per_s == rates.tokens_per_s
 
 
 def test_the_report_names_the_mfu_where_the_devices_are_known() -> None:
