@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quartet_plugin.cli.command import check_folder
 from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ConfigError, QuartetError, UsageError
 
@@ -55,6 +56,7 @@ def calibrate_command(
         raise UsageError(
             "quartet calibrate: nothing measured; name run folders, or add --profile PROFILE.json"
         )
+    check_folder(output)
     observations: list[Observation] = []
     for path in profile or ():
         observations += of_profile(path, cluster=cluster)
@@ -136,9 +138,8 @@ def of_run_folder(folder: Path, *, cluster: Path) -> "list[Observation]":
 
 
 def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | None":
-    """The trial's run; None for a schedule or a model that the cost model does not know."""
+    """The trial's run; None without a report of the job, or for a model that is no list of layers."""
     from quartet_plugin.calibration.measured_runs import measured_run
-    from quartet_plugin.cost.run import schedule_kind
     from quartet_plugin.model.files import read_json
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.model.training_job import parse_training_job
@@ -150,7 +151,7 @@ def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | Non
     path = result.folder / "plan.json"
     plan = read_plan(path) if path.exists() else None
     source = plan or job
-    if source.split is None or schedule_kind(source.schedule) is None:
+    if source.split is None:
         return None
     device = read_json(min(result.folder.glob("rank-*[0-9].json"))).get("device")
     return measured_run(job, plan, on_cpu=device == "cpu", cluster=_cluster_of(job, cluster), where=where)

@@ -25,7 +25,7 @@ from quartet_plugin.cli.command import (
     TrialOfRun,
     find_plan,
 )
-from quartet_plugin.cli.output import show
+from quartet_plugin.cli.output import MAX_FLAG_LINE, show
 from quartet_plugin.errors import ConfigError, PlanError, QuartetError, UsageError
 
 if TYPE_CHECKING:
@@ -151,8 +151,6 @@ def show_command(
 NATIVE_FILE = "native.sh"
 # Programs that give the training all words behind its script; a script of the shell may not.
 _GIVES_WORDS_ON = ("srun", "mpirun", "mpiexec", "accelerate")
-# A flag is for copying: not even one with a thousand stages is cut.
-MAX_FLAG_LINE = 100_000
 
 
 # What divides the layers otherwise than a layout does; Megatron refuses both together.
@@ -167,6 +165,7 @@ _SPLIT_FLAGS = (
 _RECOMPUTE_FLAGS = (
     "--recompute-granularity",
     "--recompute-activations",
+    "--moe-layer-recompute",
     "--recompute-method",
     "--recompute-num-layers",
     "--distribute-saved-activations",
@@ -290,7 +289,8 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool | list[str]]:
     baseline = plan.made_for.baseline.layout
     # A plan without a run has no command beside it that would say the recomputation.
     stated = "none" if plan.made_for.job is not None else baseline.recompute
-    if layout.recompute not in ("none", stated):
+    # Beside modules of the plan's, what may have made the command's recompute selective is left out.
+    if layout.recompute not in ("none", stated) or _states_modules(layout):
         flags["--recompute-granularity"] = layout.recompute
         if layout.recompute == "full":
             flags |= {"--recompute-method": "uniform", "--recompute-num-layers": 1}
@@ -323,6 +323,11 @@ def _settings(layout: "Layout") -> "list[tuple[SettingKnob, Any]]":
     return [(knob, knob.write(value)) for knob, value in knobs]
 
 
+def _states_modules(layout: "Layout") -> bool:
+    """Whether a layout has modules of its own for selective recompute."""
+    return layout.recompute == "selective" and layout.setting("recompute_modules") is not None
+
+
 def left_out(plan: "Plan") -> list[str]:
     """Flags of the user's command that are incompatible with the plan."""
     baseline, layout = plan.made_for.baseline, plan.layout
@@ -337,6 +342,12 @@ def left_out(plan: "Plan") -> list[str]:
         flags.append("--microbatch-group-size-per-virtual-pipeline-stage")
     if layout.recompute != baseline.layout.recompute:
         flags += [flag for flag in _RECOMPUTE_FLAGS if flag not in flags_of(plan)]
+    elif _states_modules(layout):
+        flags.append("--moe-layer-recompute")
+    is_full = baseline.layout.recompute == layout.recompute == "full"
+    is_distributed = is_full and baseline.layout.tensor_parallel > 1
+    if is_distributed and (layout.tensor_parallel == 1 or layout.sequence_parallel):
+        flags.append("--distribute-saved-activations")
     if baseline.layout.sequence_parallel and not layout.sequence_parallel:
         flags.append("--sequence-parallel")
     if baseline.layout.distributed_optimizer and not layout.distributed_optimizer:

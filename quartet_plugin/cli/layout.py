@@ -15,7 +15,7 @@ from quartet_plugin.cli.command import (
     constants_of,
     devices_of,
 )
-from quartet_plugin.cli.output import show
+from quartet_plugin.cli.output import MAX_FLAG_LINE, show
 from quartet_plugin.errors import UsageError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def layout_command(
     if as_json:
         typer.echo(json.dumps(_data(best, even), indent=1, allow_nan=False))
     else:
-        show(*_lines(best, even, chunks=vpp, pipeline=pp))
+        show(*_lines(best, even, chunks=vpp, pipeline=pp), limit=MAX_FLAG_LINE)
 
 
 def _constants(calibration: Path | None, *, profile: list[Path], cluster: Path | None) -> "Constants | None":

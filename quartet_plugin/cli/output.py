@@ -9,6 +9,9 @@ import traceback
 from quartet_plugin.model.printable import MAX_LINE
 from quartet_plugin.protocol.terminal import terminal_line
 
+# A flag is for copying: not even one with a thousand stages is cut.
+MAX_FLAG_LINE = 100_000
+
 
 def show(*lines: str, limit: int = MAX_LINE) -> None:
     """Print lines on the standard output."""

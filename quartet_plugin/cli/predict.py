@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, constants_of, devices_of
+from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, check_folder, constants_of, devices_of
 from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ConfigError
 
@@ -29,6 +29,7 @@ def predict_command(
     from quartet_plugin.cost.predict import predict_rows
     from quartet_plugin.model.files import read_json, write_json_atomic
 
+    check_folder(output)
     predictions = predict_rows(
         read_json(rows, max_bytes=MAX_ROWS_BYTES),
         where=str(rows),

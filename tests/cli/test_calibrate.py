@@ -151,3 +151,13 @@ def test_a_mixture_of_experts_that_is_not_described_is_refused(
     error = capsys.readouterr().err
     assert "job.experts: null" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["predict", "calibrate"])
+def test_a_folder_that_is_not_there_is_said_before_the_work(
+    command: str, run: Path, cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is read first does not exist."""
+    words = {"predict": ["missing.json"], "calibrate": ["--cluster", "missing.json", str(run)]}[command]
+    assert main([command, *words, "-o", str(tmp_path / "nowhere" / "out.json")]) == 2
+    assert "does not exist; create it first" in capsys.readouterr().err

@@ -97,3 +97,14 @@ def test_a_config_file_is_a_model(capsys: pytest.CaptureFixture[str]) -> None:
 def test_refusals(words: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["layout", "--model", "llama3-8b", *words.split()]) == code
     assert said in capsys.readouterr().err
+
+
+def test_a_layout_of_many_layers_is_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is for copying."""
+    model = json.loads((CONFIGS / "llama" / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**model, "num_hidden_layers": 1200}))
+    assert main(["layout", "--model", str(path), "--pp", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "characters" not in shown
+    assert any(line.count("t") >= 1200 for line in shown.splitlines() if "E" in line)

@@ -36,7 +36,7 @@ from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.faults.conftest import assert_nothing_left
 from tests.study.servers import Postgres, postgres
 
-NUM_TRIALS = 6
+NUM_TRIALS = 4
 CONFIG = f"""\
 run: fake
 search: {{schedule: [no-pipelining, 1f1b, interleaved]}}

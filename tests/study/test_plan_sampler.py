@@ -163,6 +163,38 @@ def test_the_explorer_has_its_turns_and_the_parameters_that_are_not_of_the_space
     assert {number for number, names in explorer.names.items() if names != {"lr"}} == {3, 6}
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("TPESampler", {"n_startup_trials": 2, "multivariate": True, "group": True}),
+        ("GPSampler", {"n_startup_trials": 2}),
+        ("QMCSampler", {}),
+        ("NSGAIISampler", {"population_size": 2}),
+        ("RandomSampler", {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_any_of_optunas_own_explores(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explorer = getattr(optuna.samplers, name)(seed=0, **options)
+    space, asked = space_of(), set()
+
+    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(study: Any, trial: Any, *words: Any) -> Any:
+            asked.add(trial.number)
+            return method(study, trial, *words)
+
+        return ask
+
+    for method in ("sample_relative", "sample_independent"):
+        monkeypatch.setattr(explorer, method, noted(getattr(explorer, method)))
+    study = study_of(PlanSampler(space, explorer=explorer, explore=2))
+    study.optimize(objective_of(space), n_trials=7)
+    assert asked == {2, 4, 6}
+    assert all(math.isfinite(trial.value) for trial in study.trials)
+
+
 def test_plans_that_were_pruned_or_failed_or_are_fixed_are_no_proposals_again() -> None:
     space = space_of()
     study = study_of(PlanSampler(space, explorer=tpe(), explore=0), direction="maximize")
