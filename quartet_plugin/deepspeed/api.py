@@ -27,7 +27,6 @@ from quartet_plugin.protocol.ds_config import SECTION, Settings, parse_settings
 from quartet_plugin.rank.rendezvous import RankEnv
 from quartet_plugin.rank.session import print_notes, write_command_failure
 
-_ARGUMENTS = ("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler")
 # Arguments of PipelineModule's constructor that the module keeps under the same name.
 _CONSTRUCTOR_ATTRIBUTES = (
     *("loss_fn", "seed_layers", "seed_fn", "base_seed", "dynamic_shape", "checkpointable_layers"),
@@ -66,8 +65,11 @@ session_initialize: Callable[..., Any] | None = None
 
 
 def named_arguments(positional: tuple[Any, ...], call: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call of `deepspeed.initialize` by name."""
-    return {**dict(zip(_ARGUMENTS, positional, strict=False)), **call}
+    """All arguments of a call of `deepspeed.initialize` by name. Raises TypeError for more than it takes."""
+    names = seams.INITIALIZE_ARGUMENTS.split()
+    if len(positional) > len(names):
+        raise TypeError(f"initialize() takes {len(names)} positional arguments; {len(positional)} were given")
+    return {**dict(zip(names, positional, strict=False)), **call}
 
 
 def initialize_planned(
@@ -96,8 +98,14 @@ def initialize_planned(
     if agreed is None and not settings.is_empty:
         settings.refuse_auto()
         seams.check()
-        specs, stages = model._layer_specs, model.num_stages
-        agreed = decide(settings, specs=specs, config=config, script_stages=stages, rank_env=rank_env)
+        agreed = decide(
+            settings,
+            specs=model._layer_specs,
+            config=config,
+            script_stages=model.num_stages,
+            topology=model.topology(),
+            rank_env=rank_env,
+        )
         print_notes(agreed.notes, rank_env=rank_env)
         _apply_to_built_module(model, agreed, call)
     plan = None if agreed is None else agreed.plan

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.protocol.ds_config import SECTION, read_config
+from quartet_plugin.protocol.ds_config import SECTION, is_config_file, read_config
 
 # What DeepSpeed 0.19 clips at where a ds_config does not say.
 DEFAULT_CLIPPING = 1.0
@@ -36,7 +36,7 @@ def as_config(value: Any) -> dict[str, Any] | None:
     """
     if isinstance(value, Mapping):
         return copy.deepcopy(dict(value))
-    if isinstance(value, str | Path) and Path(value).is_file():
+    if isinstance(value, str | Path) and is_config_file(Path(value)):
         return read_config(Path(value))
     return None
 
@@ -82,9 +82,17 @@ def _size(config: Mapping[str, Any], name: str) -> int | None:
 
 def zero_stage(config: Mapping[str, Any]) -> int:
     """The ZeRO stage of a ds_config."""
-    section = config.get("zero_optimization")
-    stage = section.get("stage", 0) if isinstance(section, Mapping) else 0
+    stage = _zero_section(config).get("stage", 0)
     return int(stage) if isinstance(stage, int) else 0
+
+
+def _zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The ZeRO settings as DeepSpeed reads them: `true` is stage 1, with buckets of `allgather_size`."""
+    section = config.get("zero_optimization")
+    if section is True:
+        size = config.get("allgather_size")
+        return {"stage": 1} if size is None else {"stage": 1, "allgather_bucket_size": size}
+    return section if isinstance(section, Mapping) else {}
 
 
 def precision(config: Mapping[str, Any]) -> Precision:
@@ -110,6 +118,20 @@ def check_precision(config: Mapping[str, Any], *, has_fp16: bool) -> None:
     """Raise PlanError for a number format that the device does not support; `has_fp16`: it supports fp16."""
     if precision(config) == "fp16" and not has_fp16:
         raise PlanError("fp16.enabled: true; this device does not compute in fp16: use bf16 or fp32")
+
+
+def sums_gradients(config: Mapping[str, Any]) -> bool:
+    """Whether the copies' gradients are summed and not averaged: their scale then depends on DP."""
+    return str(config.get("gradient_allreduce_op")).lower() == "sum"
+
+
+def check_summed_gradients(config: Mapping[str, Any], *, before: int, after: int) -> None:
+    """Raise PlanError where gradients are summed over `after` copies, and the script has `before`."""
+    if sums_gradients(config) and before != after:
+        raise PlanError(
+            f"gradient_allreduce_op: sum; {after} copies of the model change the scale of the gradients: "
+            f"keep the script's data parallel size {before}, or set mean"
+        )
 
 
 def clips_by_first_stage(config: Mapping[str, Any], *, pipeline_parallel: int) -> bool:
@@ -146,9 +168,8 @@ def planned_config(config: Mapping[str, Any], *, layout: Layout, global_batch_si
     }
     stage = 1 if layout.distributed_optimizer else 0
     zero = {"stage": stage} | {name: size for name in BUCKETS if (size := getattr(layout, name)) is not None}
-    section = config.get("zero_optimization")
     if zero_stage(config) != stage or len(zero) > 1:
-        planned["zero_optimization"] = {**(section if isinstance(section, Mapping) else {}), **zero}
+        planned["zero_optimization"] = {**_zero_section(config), **zero}
     return planned
 
 

@@ -9,9 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import nn
 
-from quartet_plugin.deepspeed.config import clips_by_first_stage, clips_in_fp32, precision
+from quartet_plugin.deepspeed.config import (
+    clips_by_first_stage,
+    clips_in_fp32,
+    precision,
+    sums_gradients,
+)
 from quartet_plugin.deepspeed.layers import layer_list
 from quartet_plugin.deepspeed.seams import DEEPSPEED
 from quartet_plugin.model import frameworks
@@ -21,6 +27,8 @@ from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead")
+# DeepSpeed adds it to the optimizers that ZeRO supports when the first ZeRO engine is made.
+_MUON = "MuonWithAuxAdam"
 
 
 def shape_of(specs: Sequence[Any], *, seq_length: int) -> ModelShape:
@@ -115,11 +123,37 @@ def features_of(engine: Any, config: Mapping[str, Any], *, has_own_iterator: boo
         "bare_last_stage": not layers.has_last,
         "clips_by_first_stage": clips_by_first_stage(config, pipeline_parallel=engine.num_stages),
         "clips_in_fp32": clips_in_fp32(config),
+        "summed_gradients": sums_gradients(config),
+        "zero_bound": _is_bound_to_zero_stage(engine),
         "tensor_parallel_topology": engine.grid.model_parallel_size > 1,
         "own_data_iterator": has_own_iterator,
         "dynamic_shape": engine.module.dynamic_shape,
     }
     return sorted(name for name, value in has.items() if value)
+
+
+def _is_bound_to_zero_stage(engine: Any) -> bool:
+    """Whether DeepSpeed refuses the ds_config of an engine with the other ZeRO stage of 0 and 1.
+
+    Stage 0 accumulates gradients in the model's data type alone, and has neither weights or states of half
+    precision, nor offloading, nor steps without a norm; stage 1 shards the optimizers alone that it supports.
+    """
+    model_type, accumulated_type = engine.get_data_types()
+    needs_stage_1 = (
+        model_type != accumulated_type,
+        engine.fp16_master_weights_and_gradients(),
+        engine.bf16_master_weights_and_gradients(),
+        engine.bf16_optimizer_states(),
+        engine.zero_use_cpu_optimizer(),
+        not engine.zero_compute_grad_norm(),
+    )
+    optimizer = type(engine.basic_optimizer)
+    can_be_sharded = (
+        engine.zero_allow_untested_optimizer()
+        or optimizer in ZERO_SUPPORTED_OPTIMIZERS
+        or optimizer.__name__ == _MUON
+    )
+    return any(needs_stage_1) or not can_be_sharded
 
 
 def describe_job(

@@ -19,7 +19,13 @@ from typing import Any
 
 from quartet_plugin.deepspeed.cpu import use_cpu
 from quartet_plugin.model.accelerator import shows_accelerator
-from quartet_plugin.protocol.ds_config import Settings, config_file_of, parse_settings, read_config
+from quartet_plugin.protocol.ds_config import (
+    Settings,
+    config_file_of,
+    is_config_file,
+    parse_settings,
+    read_config,
+)
 from quartet_plugin.rank.entry_options import EntryOptions, command_of_process, run_program
 from quartet_plugin.rank.rendezvous import RankEnv
 from quartet_plugin.rank.session import Session, exit_now, print_notes
@@ -72,7 +78,7 @@ def prepare(session: DeepSpeedSession) -> None:
     session.open_trial()
     session.refuse_smaller_batch("DeepSpeed")
     file = config_file_of(session.command.arguments)
-    if file is not None and file.exists():
+    if file is not None and is_config_file(file):
         session.config = read_config(file)
         session.settings = parse_settings(session.config, where=str(file))
     session.settings = _effective_settings(session.settings, options, in_trial=session.files is not None)
@@ -151,6 +157,7 @@ def _planned_constructor(session: DeepSpeedSession, constructor: Any) -> Any:
             specs=arguments["layers"],
             config=session.config,
             script_stages=arguments.get("num_stages") or 1 if topology is None else topology.get_dim("pipe"),
+            topology=topology,
             rank_env=session.rank_env,
         )
         print_notes(agreed.notes, rank_env=session.rank_env)

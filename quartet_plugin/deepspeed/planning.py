@@ -12,6 +12,7 @@ from quartet_plugin.deepspeed import seams
 from quartet_plugin.deepspeed.config import (
     batch_sizes,
     check_precision,
+    check_summed_gradients,
     check_zero,
     clips_by_first_stage,
     zero_stage,
@@ -31,6 +32,8 @@ from quartet_plugin.schedule.files import read_schedule
 
 # The sequence's length is a property of the data, which are not there when the module is made.
 _NOT_COMPARED = ("seq_length", "max_position_embeddings")
+# The axes that plans and schedule files describe.
+_AXES = ("pipe", "data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +70,12 @@ def decide(
     specs: Sequence[Any],
     config: Mapping[str, Any],
     script_stages: int,
+    topology: Any,
     rank_env: RankEnv,
 ) -> AgreedPlan:
     """The plan that all ranks follow for the layers `specs`; `script_stages`: the script's stages.
+
+    `topology` is the script's process topology, None where it gives the number of stages alone.
 
     Collective. Raises PlanError or ConfigError, on all ranks alike, for a plan or a config that does not fit.
     """
@@ -78,6 +84,7 @@ def decide(
     processes = gather_processes(rendezvous, rank_env)
     agreed, refusal = None, None
     try:
+        _check_topology(topology)
         check_zero(config)
         check_precision(config, has_fp16=bool(get_accelerator().is_fp16_supported()))
         own_copies = max(1, rank_env.world_size // max(1, script_stages))
@@ -91,11 +98,24 @@ def decide(
             planned = specs if plan.shape == plan.made_for.shape else built_layers(settings, plan.shape)
             agreed = _of_plan(plan, settings, specs=planned, processes=processes, is_trial=rank_env.is_trial)
             _check_clipping(plan, agreed.pipeline, layers=layer_list(planned), config=config)
+        copies = rank_env.world_size // agreed.pipeline.num_devices
+        check_summed_gradients(config, before=own_copies, after=copies)
     except QuartetError as error:
         refusal = error
     rendezvous.agree_or_raise("fit", refusal)
     assert agreed is not None
     return agreed
+
+
+def _check_topology(topology: Any) -> None:
+    """Raise PlanError for a further axis, such as tensor parallelism, which planned stages would drop."""
+    for axis in () if topology is None else topology.get_axis_names():
+        size = topology.get_dim(axis)
+        if axis not in _AXES and size > 1:
+            raise PlanError(
+                f"topology: {axis} {size}; plans and schedule files have pipe and data alone: "
+                f"name none in the section quartet, or set {axis} 1"
+            )
 
 
 def _of_plan(

@@ -60,15 +60,12 @@ _base = partial(_seam, "deepspeed.runtime.engine", "DeepSpeedEngine.")
 _engine = partial(_seam, "deepspeed.runtime.pipe.engine", "PipelineEngine.")
 _module = partial(_seam, "deepspeed.runtime.pipe.module", "PipelineModule.")
 _grid = partial(_seam, "deepspeed.runtime.pipe.topology", "PipelineParallelGrid.")
-# Replaced: the first two for every plan, the others in a trial.
-INITIALIZE = _seam(
-    "deepspeed",
-    "",
-    "initialize",
+INITIALIZE_ARGUMENTS = (
     "args model optimizer model_parameters training_data lr_scheduler distributed_port mpu "
-    "dist_init_required collate_fn config mesh_param config_params",
-    "7311d2dd74b7628a",
+    "dist_init_required collate_fn config mesh_param config_params"
 )
+# Replaced: the first two for every plan, the others in a trial.
+INITIALIZE = _seam("deepspeed", "", "initialize", INITIALIZE_ARGUMENTS, "7311d2dd74b7628a")
 CONSTRUCTOR = _module(
     "__init__",
     "self layers num_stages topology loss_fn seed_layers seed_fn base_seed partition_method "

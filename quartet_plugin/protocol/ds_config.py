@@ -1,6 +1,9 @@
 """The ds_config of a DeepSpeed command, and its section `quartet`, which tuner and ranks read."""
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import read_json
+from quartet_plugin.model.files import parse_json, read_bytes, shown
 from quartet_plugin.model.sections import Section, validate
 
 SECTION = "quartet"
@@ -84,9 +87,50 @@ def config_file_of(words: Sequence[str]) -> Path | None:
     return path
 
 
+def is_config_file(path: Path) -> bool:
+    """Whether a file has this path; a ds_config in base64, which DeepSpeed takes too, may be too long."""
+    with suppress(OSError):
+        return path.is_file()
+    return False
+
+
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of a ds_config file. Raises ConfigError where that is no JSON object."""
-    data = read_json(path, max_bytes=_MAX_BYTES)
+    """The content of a ds_config file, which may have comments and trailing commas where hjson is installed.
+
+    Raises ConfigError where that is no object.
+    """
+    content = read_bytes(path, max_bytes=_MAX_BYTES)
+    try:
+        data = parse_json(content, where=path)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, json.JSONDecodeError):
+            raise
+        data = _parse_hjson(content, where=path, fault=error)
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a ds_config is a JSON object; this is a {type(data).__name__}")
     return data
+
+
+def _parse_hjson(content: bytes, *, where: Path, fault: ConfigError) -> Any:
+    """The value of a text as DeepSpeed reads it; `fault` is why it is not JSON.
+
+    Raises ConfigError where hjson is not installed or refuses the text, or for a value that no JSON file may
+    have.
+    """
+    try:
+        import hjson
+    except ImportError as error:
+        raise ConfigError(f"{fault}; remove comments and trailing commas, or install hjson") from error
+    try:
+        text = json.dumps(hjson.loads(content.decode("utf-8"), object_pairs_hook=_distinct))
+    except (ValueError, IndexError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{fault}; hjson: {error}") from error
+    return parse_json(text.encode("utf-8"), where=where)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a file. Raises ValueError for a key that appears twice."""
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"{shown(twice[0])}: the key appears twice in one object")
+    return dict(pairs)

@@ -14,15 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.deepspeed import transport
+from quartet_plugin.deepspeed import seams, transport
+from quartet_plugin.deepspeed.api import named_arguments
 from quartet_plugin.deepspeed.checkpoints import KEY, DeviceStages, stages_kept
 from quartet_plugin.deepspeed.config import (
+    as_config,
     batch_sizes,
     check_precision,
     check_zero,
     clips_by_first_stage,
     planned_config,
     strip_side_effects,
+    zero_stage,
 )
 from quartet_plugin.deepspeed.describe import shape_of
 from quartet_plugin.deepspeed.entry import DeepSpeedSession, _settings_of_call
@@ -143,6 +146,38 @@ def test_bucket_sizes_of_a_plan_go_into_the_ds_config() -> None:
         "allgather_bucket_size": 1000,
         "round_robin_gradients": True,
     }
+
+
+def test_zero_that_is_merely_true_is_stage_1() -> None:
+    """As DeepSpeed's `read_zero_config_deprecated` has it, with the size of one more key."""
+    config = {"zero_optimization": True, "allgather_size": 3000}
+    assert zero_stage(config) == 1
+    assert zero_stage({"zero_optimization": False}) == 0
+    assert not clips_by_first_stage(config, pipeline_parallel=2)
+    sharded = layout(1, world=2, is_sharded=True)
+    assert planned_config(config, layout=sharded, global_batch_size=8)["zero_optimization"] is True
+    sized = replace(sharded, reduce_bucket_size=2000)
+    assert planned_config(config, layout=sized, global_batch_size=8)["zero_optimization"] == {
+        "stage": 1,
+        "reduce_bucket_size": 2000,
+        "allgather_bucket_size": 3000,
+    }
+    unsharded = planned_config(config, layout=layout(1, world=2), global_batch_size=8)
+    assert unsharded["zero_optimization"]["stage"] == 0
+
+
+def test_a_text_that_is_no_path_is_no_ds_config() -> None:
+    """DeepSpeed takes a ds_config in base64, too."""
+    assert as_config("e30" * 2000) is None
+
+
+def test_every_argument_by_position_has_its_name() -> None:
+    names = seams.INITIALIZE_ARGUMENTS.split()
+    call = named_arguments(tuple(range(12)), {"config_params": 12})
+    assert call == {name: number for number, name in enumerate(names)}
+    assert (call["distributed_port"], call["config"]) == (6, 10)
+    with pytest.raises(TypeError, match="13 positional arguments; 14 were given"):
+        named_arguments(tuple(range(14)), {})
 
 
 def test_layers_without_matrices_have_a_size_by_their_parameters() -> None:

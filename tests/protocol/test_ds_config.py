@@ -1,11 +1,19 @@
 """The ds_config of a command, and its section `quartet`."""
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.protocol.ds_config import Settings, config_file_of, parse_settings
+from quartet_plugin.protocol.ds_config import (
+    Settings,
+    config_file_of,
+    is_config_file,
+    parse_settings,
+    read_config,
+)
 
 
 def test_the_section() -> None:
@@ -31,3 +39,59 @@ def test_the_function_that_makes_layers() -> None:
     for wrong in ("", "a b", "a()", ":f", "a:", "a::b", "1f", "a\n"):
         with pytest.raises(ConfigError, match="layer_builder"):
             parse_settings({"quartet": {"layer_builder": wrong}})
+
+
+COMMENTED = """{
+  // The sizes
+  "train_batch_size": 8, # of all copies
+  /* One stage for all */
+  "zero_optimization": {"stage": 1,},
+}
+"""
+READ = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
+HOW = "; remove comments and trailing commas, or install hjson"
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "ds.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_ds_config_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    pytest.importorskip("hjson")
+    assert read_config(written(tmp_path, COMMENTED)) == READ
+
+
+def test_comments_need_hjson(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    assert read_config(written(tmp_path, json.dumps(READ))) == READ
+    with pytest.raises(ConfigError, match=rf"ds\.json:2:3: not JSON: [^\n]*{HOW}$"):
+        read_config(written(tmp_path, COMMENTED))
+    with pytest.raises(ConfigError, match="the key appears twice") as refusal:
+        read_config(written(tmp_path, '{"a": 1, "a": 2}'))
+    assert HOW not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": 1, /* twice */ "a": 2}', "'a': the key appears twice in one object"),
+        (f'{{"a": {"[" * 40}{"]" * 40},}}', "nested deeper than 32"),
+        ('{/**/ "a": 1e999}', "hjson: "),
+        ("{ /* ", "hjson: "),
+        ("[1, 2,]", "a ds_config is a JSON object; this is a list"),
+    ],
+)
+def test_a_text_with_comments_keeps_the_rules_of_json_files(tmp_path: Path, text: str, words: str) -> None:
+    pytest.importorskip("hjson")
+    with pytest.raises(ConfigError) as refusal:
+        read_config(written(tmp_path, text))
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_text_that_is_too_long_for_a_path_names_no_file(tmp_path: Path) -> None:
+    assert is_config_file(written(tmp_path, "{}"))
+    assert not is_config_file(tmp_path)
+    assert not is_config_file(Path("e30" * 2000))

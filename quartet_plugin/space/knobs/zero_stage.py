@@ -5,10 +5,22 @@ from dataclasses import replace
 from quartet_plugin.model.frameworks import DEEPSPEED
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.space.features import Axis
-from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, has_copies
+from quartet_plugin.space.knobs.knob import (
+    KnobContext,
+    KnobRules,
+    LayoutKnob,
+    Value,
+    has_copies,
+    kept_fault,
+)
 
-# DeepSpeed clips several stages by another norm with ZeRO 0 than with 1.
-_CLIPS_OTHERWISE = ("clips_in_fp32", "clips_by_first_stage")
+_CLIPS_OTHERWISE = "in fp32 DeepSpeed clips several stages by another norm with ZeRO 0 than with 1"
+# Features with which a command's stage is kept, and why.
+_KEPT = {
+    "clips_by_first_stage": _CLIPS_OTHERWISE,
+    "clips_in_fp32": _CLIPS_OTHERWISE,
+    "zero_bound": "DeepSpeed refuses the other stage with this optimizer, or these settings of the ds_config",
+}
 
 
 class ZeroKnob(LayoutKnob):
@@ -31,11 +43,12 @@ def _offers(context: KnobContext) -> list[int]:
 def _fault(value: Value, context: KnobContext) -> str | None:
     if value not in (0, 1):
         return "must be 0 or 1: a PipelineModule's gradients stay whole until the step's end"
-    return None if value == int(context.layout.distributed_optimizer) else _kept(context.rules)
+    command = int(context.rules.job.layout.distributed_optimizer)
+    return kept_fault(value, command, _kept(context.rules))
 
 
 def _kept(rules: KnobRules) -> str | None:
-    return next((name for name in _CLIPS_OTHERWISE if name in rules.job.features), None)
+    return next((_KEPT[name] for name in rules.job.features if name in _KEPT), None)
 
 
 ZERO_STAGE = ZeroKnob(
