@@ -24,6 +24,8 @@ FILE = "quartet.json"
 ATTRIBUTE = "quartet_stages"
 # Optimizer state that names the weight it belongs to, and so finds it under any layout.
 _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor")
+# The forms whose files are the ranks', weights included.
+_BY_RANK = ("LEGACY", "LOCAL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,10 @@ class Stages:
 
 
 def loop(num_stages: int, num_ranks: int) -> tuple[int, ...]:
-    """Stock's placement: stage k is chunk k // PP of pipeline rank k % PP."""
+    """Stock's placement: stage k is chunk k // PP of pipeline rank k % PP.
+
+    Also of one stage on several ranks: a hybrid model's pattern without pipes, which Megatron divides itself.
+    """
     return tuple(stage % num_ranks for stage in range(num_stages))
 
 
@@ -188,7 +193,9 @@ class CheckpointGuard:
         """
         saved_args = state.get("args")
         if saved_args is None:
-            return
+            if form not in _BY_RANK:
+                return
+            saved_args = Namespace()
         bound = _bound(state, args, saved_args, form=form, release=release)
         if bound is None:
             return

@@ -33,7 +33,7 @@ from quartet_plugin.rank.entry_options import (
     run_program,
 )
 from quartet_plugin.rank.failure import show_script_error
-from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous, agree_on_plan
+from quartet_plugin.rank.rendezvous import AgreedRefusalError, RankEnv, Rendezvous, agree_on_plan
 from quartet_plugin.rank.session import Session, print_notes
 
 if TYPE_CHECKING:
@@ -284,11 +284,19 @@ def _profiled(
 
 
 def _runtime(session: Session, plan: "Plan | None", args: argparse.Namespace) -> "Prepared | None":
-    """The runtime for a plan with a custom schedule; None where a feature of the command refuses it."""
+    """The runtime for a plan with a custom schedule; None where a feature of the command refuses it.
+
+    Raises AgreedRefusalError for ranks that are to profile their layers: both would defer weight gradients.
+    """
     if plan is None or plan.schedule.custom is None:
         return None
     from quartet_plugin.megatron.runtime.install import prepare_plan
 
+    if session.files is not None and PROFILE in os.environ:
+        raise AgreedRefusalError(
+            f"{PROFILE}: the plan's schedule is {plan.schedule.custom.label}; layers are profiled under "
+            "Megatron's own schedules: omit --quartet-plan"
+        )
     prepared, notes = prepare_plan(plan, args, on_cpu=use_cpu(session.options))
     print_notes(notes, rank_env=session.rank_env)
     if session.meter is not None and prepared is not None:

@@ -93,7 +93,8 @@ class SavedPartActivations:
             if address not in self._seen and address not in self._parameters:
                 self._seen.add(address)
                 self._bytes[self._part] += storage.nbytes()
-        return tensor
+        # The tensor itself may be the result of the node that keeps it: a cycle until its backward.
+        return tensor.detach()
 
 
 class AllocatedPartActivations:

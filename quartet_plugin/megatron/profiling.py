@@ -62,7 +62,7 @@ class LayerProfiler:
         try:
             split_backward.install(gradients, delays_te=delays_te)
         except SeamError:
-            return  # deferred by a custom schedule already, or not as known: full backwards only
+            return  # Megatron's functions are not as known: full backwards only
         self._gradients, self.delays_te = gradients, delays_te
 
     def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:

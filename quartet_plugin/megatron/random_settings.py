@@ -5,9 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 # Layers keep the probability they were built with; some read the configuration in every pass.
-_DROPOUTS = ("hidden_dropout", "attention_dropout")
+DROPOUTS = ("hidden_dropout", "attention_dropout")
 # Jitter of the router's inputs, and routing by chance; each with the value that is off.
-_ROUTER = {"moe_input_jitter_eps": None, "moe_router_force_load_balancing": False}
+ROUTER: dict[str, Any] = {
+    "moe_input_jitter_eps": None,
+    "moe_router_force_load_balancing": False,
+    "moe_router_force_biased": None,
+}
 
 
 @dataclass(slots=True)
@@ -29,7 +33,7 @@ class RandomSettings:
     def set_aside(self) -> None:
         """Switch them off."""
         for holder, name, _ in self._values:
-            setattr(holder, name, _ROUTER.get(name, 0.0))
+            setattr(holder, name, ROUTER.get(name, 0.0))
 
     def restore(self) -> None:
         """Give each the value that it had."""
@@ -45,7 +49,7 @@ def _all_settings(model: Any) -> Iterator[tuple[Any, str, Any]]:
         for module in chunk.modules():
             if isinstance(module, _DropoutNd) and module.p > 0.0:
                 yield module, "p", module.p
-            for name in _DROPOUTS:
+            for name in DROPOUTS:
                 value = vars(module).get(name)
                 if isinstance(value, int | float) and value > 0.0:
                     yield module, name, value
@@ -53,10 +57,10 @@ def _all_settings(model: Any) -> Iterator[tuple[Any, str, Any]]:
             if config is not None:
                 configs[id(config)] = config
     for config in configs.values():
-        for name in _DROPOUTS:
+        for name in DROPOUTS:
             value = getattr(config, name, None)
             if isinstance(value, int | float) and value > 0.0:
                 yield config, name, value
-        for name, off in _ROUTER.items():
+        for name, off in ROUTER.items():
             if getattr(config, name, off) != off:
                 yield config, name, getattr(config, name)

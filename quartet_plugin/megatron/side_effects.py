@@ -10,6 +10,7 @@ from typing import Any
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.megatron.arguments import Flags
+from quartet_plugin.megatron.random_settings import DROPOUTS, ROUTER
 from quartet_plugin.model.conversion import FORMAT, Conversion
 
 _REMOVED_BY_KIND = {
@@ -55,8 +56,6 @@ SET: dict[str, Any] = {"eval_iters": 0, "enable_one_logger": False, "timing_log_
 # Ranks wait in a collective while one of them compiles in its first step; a trial's watchdog speaks before.
 # The interval is never reached.
 DEFAULTS: dict[str, Any] = {"distributed_timeout_minutes": 60, "eval_interval": 1000}
-# Random at every forward pass, and off unless given.
-_NOISE = ("moe_input_jitter_eps",)
 _REFUSED = {
     "use_checkpoint_args": "the model comes from a checkpoint, which trials do not load; give its flags",
     "use_mp_args_from_checkpoint_args": "the layout comes from a checkpoint; give its flags",
@@ -84,17 +83,18 @@ def strip_side_effects(flags: Flags, words: Sequence[str]) -> tuple[list[str], l
 def parity_words(
     flags: Flags, words: Sequence[str], *, weights: str | None, save_weights: str | None
 ) -> list[str]:
-    """The words of a trial of the parity gate: dropout and jitter off, weights loaded or ready to be saved.
+    """The words of a trial of the parity gate: nothing random, weights loaded or ready to be saved.
 
     Both are weights alone in Megatron's torch_dist form, which loads under any layout.
     """
-    values: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "ckpt_format": FORMAT}
+    values: dict[str, Any] = {**dict.fromkeys(DROPOUTS, 0.0), "ckpt_format": FORMAT}
     if weights is not None:
         values |= _values_to_start_from(weights)
     if save_weights is not None:
         # The interval is never reached: Megatron only insists on one.
         values |= {"save": save_weights, "save_interval": 10**9, "no_save_optim": True, "no_save_rng": True}
-    edited, _ = flags.edit(words, remove={*values, *_NOISE}, append=flags.words_for(values))
+    # A router draws only where a flag says so.
+    edited, _ = flags.edit(words, remove={*values, *ROUTER}, append=flags.words_for(values))
     return edited
 
 

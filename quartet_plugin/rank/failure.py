@@ -9,7 +9,12 @@ from types import FrameType, TracebackType
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, SeamError
 from quartet_plugin.protocol.masking import collect_secrets, masked
 from quartet_plugin.protocol.rank_files import ErrorKind, FailureReport
-from quartet_plugin.rank.failure_texts import means_lost_peer, means_no_memory, wanted_bytes_of
+from quartet_plugin.rank.failure_texts import (
+    means_device_fault,
+    means_lost_peer,
+    means_no_memory,
+    wanted_bytes_of,
+)
 
 _MAX_LINES = 200
 _MAX_CHARACTERS = 4_000
@@ -55,7 +60,7 @@ def kind_of(error: BaseException, *, num_steps: int) -> ErrorKind:
     if isinstance(error, QuartetError):
         return "plan"
     text = message_of(error)
-    if isinstance(error, MemoryError) or _is_named(error, "OutOfMemoryError") or means_no_memory(text):
+    if _lacks_memory(error):
         return "out-of-memory"
     if isinstance(error, OSError) and error.errno in _NETWORK_ERRNOS:
         return "network"
@@ -66,6 +71,11 @@ def kind_of(error: BaseException, *, num_steps: int) -> ErrorKind:
     if num_steps == 0 and _is_verdict(error):
         return "refused"
     return "error"
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Whether a library's error says that this process's device lacks memory or is at fault, not a peer."""
+    return _lacks_memory(error) or _is_named(error, "AcceleratorError") or means_device_fault(str(error))
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -121,6 +131,11 @@ def _is_verdict(error: BaseException) -> bool:
 
 def _is_framework(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] in _FRAMEWORKS
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    is_known = isinstance(error, MemoryError) or _is_named(error, "OutOfMemoryError")
+    return is_known or means_no_memory(message_of(error))
 
 
 def _is_named(error: BaseException, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Messages of CUDA, cuBLAS, cuDNN, NCCL, HIP and XPU libraries that mean no memory, or a lost peer.
+"""Messages of CUDA, cuBLAS, cuDNN, NCCL, HIP and XPU libraries that mean no memory, a fault or a lost peer.
 
 A library reports a lack of memory in its own words, and torch raises a plain RuntimeError for most of them.
 `tests/rank/failure_messages.json` holds the messages that these patterns were written for.
@@ -42,6 +42,8 @@ _WANTED = re.compile(
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _NO_MEMORY_PATTERN = re.compile("|".join(_NO_MEMORY), re.IGNORECASE)
 _LOST_PEER_PATTERN = re.compile("|".join(_LOST_PEER), re.IGNORECASE)
+# torch's words before those of an error that a call of the device's library returned.
+_DEVICE_FAULT_PATTERN = re.compile(r"^(?:cuda|hip)(?: driver)? error: ", re.IGNORECASE)
 
 
 def means_no_memory(text: str) -> bool:
@@ -52,6 +54,11 @@ def means_no_memory(text: str) -> bool:
 def means_lost_peer(text: str) -> bool:
     """Whether a message says that another process, or the network to it, went away."""
     return _LOST_PEER_PATTERN.search(text) is not None
+
+
+def means_device_fault(text: str) -> bool:
+    """Whether a message is that of a call of CUDA or HIP that failed in this process."""
+    return _DEVICE_FAULT_PATTERN.search(text) is not None
 
 
 def wanted_bytes_of(text: str) -> int:

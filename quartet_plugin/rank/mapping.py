@@ -36,6 +36,11 @@ class Process:
     local_rank: int | None
     local_world_size: int | None
 
+    @property
+    def node(self) -> tuple[int, str]:
+        """Its node: launchers without torchrun's variables count none, so that the host tells nodes apart."""
+        return self.group_rank, self.host
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAssignment:
@@ -111,9 +116,9 @@ def _match(
     """
     present: dict[tuple[int, str], dict[int, int]] = {}
     for number, process in enumerate(processes):
-        present.setdefault((process.group_rank, process.host), {})[process.local_rank or 0] = number
+        present.setdefault(process.node, {})[process.local_rank or 0] = number
     at_slot: dict[Slot, int] = {}
-    left = sorted(present)
+    left = list(present)
     for index, node in enumerate(plan.made_for.nodes):
         key = next(
             (
@@ -126,7 +131,7 @@ def _match(
         if key is None:
             hosts = _listed([node.host for node in plan.made_for.nodes])
             return {}, (
-                f"mapping: made on {hosts}, now on {_listed([host for _, host in sorted(present)])}: "
+                f"mapping: made on {hosts}, now on {_listed([host for _, host in present])}: "
                 "the ranks keep the launcher's order; tune on this cluster for an order of its nodes"
             )
         left.remove(key)
@@ -134,7 +139,7 @@ def _match(
             at_slot[Slot(node=index, local=local)] = number
     if set(at_slot) != set(plan.mapping.slots):
         return {}, "mapping: the local ranks here are not the plan's: the ranks keep the launcher's order"
-    if processes[at_slot[plan.mapping.slots[0]]].group_rank != processes[0].group_rank:
+    if processes[at_slot[plan.mapping.slots[0]]].node != processes[0].node:
         return {}, (
             f"mapping: the launcher's first host is {processes[0].host}, where RANK 0 must be, not "
             f"{plan.made_for.nodes[0].host}: the ranks keep the launcher's order"
@@ -151,9 +156,9 @@ def _is_for_equal_devices(plan: Plan) -> bool:
 def _check_features(
     plan: Plan, processes: Sequence[Process], assignment: RankAssignment, args: Namespace
 ) -> None:
-    node_of_rank = [0] * len(processes)
+    node_of_rank = [process.node for process in processes]
     for number, rank in enumerate(assignment.rank_of):
-        node_of_rank[rank] = processes[number].group_rank
+        node_of_rank[rank] = processes[number].node
     tensor = plan.layout.tensor_parallel
     for first in range(0, len(node_of_rank), tensor):
         if len(set(node_of_rank[first : first + tensor])) > 1:
@@ -167,6 +172,8 @@ def _check_features(
         raise PlanError(
             "mapping: --replication of local checkpoints needs the launcher's order of ranks; omit it"
         )
+    if values.get("inprocess_restart"):
+        raise PlanError("mapping: --inprocess-restart needs the launcher's order of ranks; omit it")
     if values.get("async_save") and values.get("use_persistent_ckpt_worker"):
         moved = [r for n, r in enumerate(assignment.rank_of) if r % size != processes[n].local_rank]
         if moved:

@@ -72,8 +72,10 @@ class SavedTensorTracker:
         """Do nothing: every tensor was counted when it came."""
 
     def _saved(self, tensor: Any) -> Any:
-        self._note(tensor)
-        return tensor
+        # The tensor itself may be the result of the node that keeps it: a cycle until its backward.
+        packed = tensor.detach()
+        self._note(packed)
+        return packed
 
     def _note(self, tensor: Any) -> None:
         storage = tensor.untyped_storage()

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from quartet_plugin.errors import InfrastructureError, PlanError, first_line
 from quartet_plugin.model.custom_schedule import PAIRS_ONLY_SIMULATED
+from quartet_plugin.rank.failure import is_device_failure
 from quartet_plugin.runtime.records import Recorder
 from quartet_plugin.schedule.action import Action, ActionKind, OverlappedPair
 from quartet_plugin.schedule.instruction import (
@@ -129,7 +130,7 @@ class Executor:
         """Execute every instruction once; `num_runs` and `executed` tell of it afterwards.
 
         An exception gets a note that names the action. Raises InfrastructureError, naming the message, when a
-        transfer fails because a peer or the network has.
+        transfer fails, unless this device has failed: its exception is raised unchanged.
         """
         calls: dict[ActionKind, Callable[[int, int, Tensor | None], Tensor | None]] = {
             ActionKind.F: compute.forward,
@@ -172,6 +173,8 @@ class Executor:
         try:
             transport.end()
         except RuntimeError as error:
+            if is_device_failure(error):
+                raise
             raise InfrastructureError(
                 f"device {self.device}: the last sends of a step failed: {first_line(error)}"
             ) from error
@@ -184,6 +187,8 @@ class Executor:
         try:
             tensor = transport.wait(transfer)
         except RuntimeError as error:
+            if is_device_failure(error):
+                raise
             raise InfrastructureError(
                 f"device {self.device}: {transfer} with device {transfer.peer} failed: {first_line(error)}"
             ) from error

@@ -69,6 +69,13 @@ def test_stock_stages_are_read_from_arguments() -> None:
     assert stages_of(Namespace(num_layers=6)) is None
 
 
+def test_a_hybrid_pattern_without_pipes_is_one_stage_of_all_ranks() -> None:
+    stages = stages_of(arguments(*EVEN, hybrid_layer_pattern="M*M-"))
+    assert stages is not None
+    assert (stages.layers, stages.placement) == ("M*M-", (0,))
+    assert "placed" not in stages.text
+
+
 def test_what_is_kept_is_read_back() -> None:
     saved = kept(arguments(*CHUNKS), placement=SNAKE, slots=[(0, 1), (0, 0)])
     assert stages_kept(saved) == Stages(
@@ -198,3 +205,12 @@ def test_stages_that_nobody_knows_stop_a_plan_and_not_a_user() -> None:
     check(saved, arguments(*EVEN), guard=CheckpointGuard())
     with pytest.raises(PlanError, match="does not record those stages"):
         check(saved, arguments(*EVEN))
+
+
+@pytest.mark.parametrize("form", ["LEGACY", "LOCAL"])
+def test_a_checkpoint_by_rank_without_arguments_stops_a_plan(form: str) -> None:
+    without: dict[str, Any] = {"iteration": 3}
+    with pytest.raises(PlanError, match=r"checkpoint /ckpt: .* does not record those stages"):
+        CheckpointGuard(has_plan=True).check(without, arguments(*EVEN), name="/ckpt", form=form)
+    CheckpointGuard().check(without, arguments(*EVEN), name="/ckpt", form=form)
+    CheckpointGuard(has_plan=True).check(without, arguments(*EVEN), name="/ckpt", form="GLOBAL")

@@ -3,18 +3,22 @@
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quartet_plugin.errors import UsageError
-from quartet_plugin.megatron.entry import use_cpu
+from quartet_plugin.errors import PlanError, UsageError
+from quartet_plugin.megatron.entry import _runtime, use_cpu
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.model.schema import dump
 from quartet_plugin.rank.entry_options import EntryOptions, read_command
+from quartet_plugin.rank.rendezvous import AgreedRefusalError, RankEnv, Rendezvous
+from quartet_plugin.rank.session import Session
 from tests.megatron.entry_launch import MEGATRON_FLAGS, ROOT, SHAPE, Launch, launch, make_plan, write_trial
+from tests.megatron.runtime.test_plan import custom_plan
 
 PER_RANK = ("-m", "tests.megatron.entry_per_rank")
 TROUBLED = ROOT / "tests" / "megatron" / "troubled_pretrain.py"
@@ -251,12 +255,23 @@ def test_ranks_with_different_plans_are_named(tmp_path: Path) -> None:
 
 
 def test_start_without_torchruns_store_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quartet_plugin.rank.rendezvous import AgreedRefusalError, RankEnv, Rendezvous
-
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     place = RankEnv.of({"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(AgreedRefusalError, match="torchrun"):
         Rendezvous.open(place)
+
+
+def test_layers_are_not_profiled_under_a_custom_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would replace the function that defers weight gradients."""
+    command = read_command([*PER_RANK, *TINY])
+    assert command is not None
+    session = Session(command=command, rank_env=RankEnv.of({}), files=object())
+    monkeypatch.setenv("QUARTET_PROFILE", "1")
+    with pytest.raises(PlanError, match=r"QUARTET_PROFILE: .*zb-v.*omit --quartet-plan"):
+        _runtime(session, custom_plan(), Namespace())
+    assert _runtime(session, make_plan(split=(4, 2), pipeline=2), Namespace()) is None
+    monkeypatch.delenv("QUARTET_PROFILE")
+    assert _runtime(session, custom_plan(), Namespace(inprocess_restart=True)) is None
 
 
 def test_importing_the_adapter_changes_nothing() -> None:

@@ -1,5 +1,8 @@
 """What a rank's profile is made of, without Megatron's processes; tests/cli/test_profile.py has them."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -33,6 +36,21 @@ def test_activations_count_each_storage_once_and_no_weights() -> None:
     assert activations.bytes_of("first") == 4 * 8 * 4
     assert activations.bytes_of("second") == 2 * 4 * 8 * 4
     assert activations.bytes_of("third") == 0
+
+
+def test_a_forward_without_a_backward_keeps_nothing() -> None:
+    activations = SavedPartActivations()
+    activations.is_open = True
+    gc.disable()
+    try:
+        activations.enter("part")
+        out = (torch.randn(16, requires_grad=True) * 1.0).exp()
+        activations.leave()
+        alive = weakref.ref(out)
+        del out
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_activations_count_one_forward() -> None:

@@ -1,11 +1,12 @@
 """Dropout and router jitter of a built model are set aside, and are afterwards what they were."""
 
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from quartet_plugin.megatron.random_settings import RandomSettings
+from quartet_plugin.megatron.random_settings import ROUTER, RandomSettings
 
 
 class Attention(torch.nn.Module):  # type: ignore[misc]
@@ -66,6 +67,26 @@ def test_nothing_is_random_while_the_settings_are_set_aside() -> None:
     settings.restore()
     assert [(*row[:3], dict(row[3])) for row in values_of(model)] == before
     assert not torch.equal(model[0](x), x)
+
+
+def test_routing_by_chance_is_set_aside_and_restored() -> None:
+    routing = {"moe_router_force_load_balancing": True, "moe_router_force_biased": 0.0}
+    model = make_model(**routing)
+    config, settings = model[0][0].config, RandomSettings.of(model)
+    assert {"moe_router_force_load_balancing", "moe_router_force_biased"} <= set(settings.names)
+    settings.set_aside()
+    assert {name: getattr(config, name) for name in ROUTER} == ROUTER
+    settings.restore()
+    assert {name: getattr(config, name) for name in routing} == routing
+
+
+def test_a_setting_of_the_router_is_off_as_megatron_leaves_it() -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    defaults = {field.name: field.default for field in fields(TransformerConfig)}
+    assert {name: defaults[name] for name in ROUTER if name in defaults} == {
+        name: off for name, off in ROUTER.items() if name in defaults
+    }
 
 
 def test_a_model_that_draws_nothing_has_no_settings() -> None:

@@ -5,6 +5,7 @@ import shlex
 import pytest
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.megatron.random_settings import DROPOUTS, ROUTER
 from quartet_plugin.megatron.side_effects import (
     DEFAULTS,
     REMOVED,
@@ -103,6 +104,20 @@ def test_comparisons_start_from_weights_without_dropout() -> None:
     assert values["ckpt_format"] == "torch_dist"
     assert "moe_input_jitter_eps" not in values
     assert "save" not in values
+
+
+def test_comparisons_leave_out_all_that_a_router_draws() -> None:
+    flags = native_flags()
+    native = {action.dest for action in flags._parser._actions}
+    values_on = {
+        "moe_input_jitter_eps": 0.1, "moe_router_force_load_balancing": True, "moe_router_force_biased": 0.5
+    }  # fmt: skip
+    drawing = {name: values_on[name] for name in ROUTER if name in native}
+    words = [*MEGATRON_FLAGS, *flags.words_for(drawing)]
+    assert set(drawing) <= set(flags.explicit_values(words))
+    values = flags.explicit_values(parity_words(flags, words, weights=None, save_weights=None))
+    assert not set(values) & set(ROUTER)
+    assert {values[name] for name in DROPOUTS} == {0.0}
 
 
 def test_a_trial_that_starts_from_weights_is_otherwise_the_command() -> None:

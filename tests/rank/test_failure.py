@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.model.schema import dump
-from quartet_plugin.rank.failure import describe_failure, kind_of
+from quartet_plugin.rank.failure import describe_failure, is_device_failure, kind_of
 from quartet_plugin.rank.failure_texts import wanted_bytes_of
 from quartet_plugin.rank.rendezvous import RankEnv
 from quartet_plugin.rank.session import write_command_failure
@@ -23,6 +23,21 @@ def test_a_librarys_message_has_its_kind(row: dict[str, Any]) -> None:
     error = type(row["type"], (base,), {})(row["message"])
     assert kind_of(error, num_steps=3) == row["kind"]
     assert wanted_bytes_of(row["message"]) == row["wanted_bytes"]
+
+
+@pytest.mark.parametrize("row", MESSAGES, ids=lambda row: f"{row['source']}: {row['message'][-40:]}")
+def test_a_device_fails_without_memory_and_never_by_a_peer(row: dict[str, Any]) -> None:
+    error = type(row["type"], (RuntimeError,), {})(row["message"])
+    if row["kind"] in ("out-of-memory", "network"):
+        assert is_device_failure(error) is (row["kind"] == "out-of-memory")
+    else:
+        assert is_device_failure(error) is row["message"].startswith(("CUDA error", "HIP error"))
+
+
+def test_torchs_class_of_device_errors_is_known_by_its_name() -> None:
+    accelerator = type("AcceleratorError", (RuntimeError,), {})
+    assert is_device_failure(accelerator("unspecified launch failure"))
+    assert not is_device_failure(RuntimeError("unspecified launch failure"))
 
 
 def failed(text: str) -> Exception:

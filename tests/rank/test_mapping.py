@@ -107,6 +107,33 @@ def test_two_launchers_on_one_host_are_two_nodes() -> None:
     assert assign(plan, started("a", "a", per_node=2), args=NO_FEATURES).rank_of == (0, 2, 1, 3)
 
 
+def without_torchrun(*hosts: str, per_node: int) -> list[Process]:
+    """Processes of a launcher that sets LOCAL_RANK and LOCAL_WORLD_SIZE and counts no nodes."""
+    return [replace(process, group_rank=0) for process in started(*hosts, per_node=per_node)]
+
+
+def test_hosts_tell_nodes_apart_where_the_launcher_counts_none() -> None:
+    plan = make_plan(split=(6,), data=4, order=(1, 2, 3, 0), hosts=("b", "a"))
+    moved = assign(plan, without_torchrun("a", "b", per_node=2), args=NO_FEATURES)
+    assert moved.is_stock
+    assert moved.note is not None
+    assert "the launcher's first host is a" in moved.note
+    pairs = make_plan(split=(6,), tensor=2, data=2, order=(0, 2, 1, 3), hosts=("a", "b"))
+    with pytest.raises(PlanError, match="tensor-parallel group"):
+        assign(pairs, without_torchrun("a", "b", per_node=2), args=NO_FEATURES)
+    mixed = make_plan(split=(6,), data=4, order=(0, 2, 1, 3), hosts=("a", "b"))
+    with pytest.raises(PlanError, match="--use-sharp"):
+        assign(mixed, without_torchrun("a", "b", per_node=2), args=Namespace(use_sharp=True))
+
+
+def test_the_launchers_nodes_are_in_its_order_where_it_counts_none() -> None:
+    plan = make_plan(split=(6,), data=4, order=(1, 2, 3, 0), hosts=("x", "y"))
+    processes = without_torchrun("b", "a", per_node=2)
+    assignment = assign(plan, processes, args=NO_FEATURES, is_trial=True)
+    assert assignment.note is None
+    assert assignment.rank_of == (3, 0, 1, 2)
+
+
 def test_direction_of_the_permutation() -> None:
     plan = make_plan(split=(6,), data=4, order=(0, 2, 3, 1), hosts=("a",))
     assignment = assign(plan, started("a", per_node=4), args=NO_FEATURES)
@@ -140,6 +167,7 @@ def test_tensor_parallel_groups_stay_inside_a_node() -> None:
     "features",
     [
         Namespace(non_persistent_ckpt_type="local", replication=True),
+        Namespace(inprocess_restart=True),
         Namespace(async_save=True, use_persistent_ckpt_worker=True),
         Namespace(use_sharp=True),
         Namespace(num_distributed_optimizer_instances=2),

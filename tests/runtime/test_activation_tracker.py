@@ -1,5 +1,6 @@
 """The tracker of live activations: saved, deferred and boundary tensors, each storage once."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -40,6 +41,29 @@ def test_parameters_and_second_views_do_not_count() -> None:
     del tensor
     assert tracker.live_bytes == 0
     assert tracker.peak_bytes == 2 * SIZE
+
+
+def test_what_no_backward_follows_goes_with_its_result() -> None:
+    """Nothing waits for the garbage collector, whose runs nobody counts on."""
+    tracker, start = SavedTensorTracker(), value()
+    gc.disable()
+    try:
+        with tracker.saving():
+            result = start.exp()
+        assert tracker.live_bytes == SIZE
+        del result
+        assert tracker.live_bytes == 0
+    finally:
+        gc.enable()
+
+
+def test_what_autograd_has_let_go_does_not_count_though_others_keep_it() -> None:
+    tracker = SavedTensorTracker()
+    with tracker.saving():
+        result = value().exp()
+    result.sum().backward()
+    assert tracker.live_bytes == 0
+    assert result.grad_fn is not None
 
 
 class Queue(DeferredGradients[tuple[Any, Any]]):

@@ -15,7 +15,7 @@ from quartet_plugin.runtime.programs import ProgramCache, make_schedule
 from quartet_plugin.runtime.records import NullRecorder, Recorder
 from quartet_plugin.schedule.instruction import Program, Side, Transfer
 from quartet_plugin.schedule.placement import stages_of_device
-from tests.runtime.pipelines import SCHEDULES, TorchStages, reference_grads, spec_of
+from tests.runtime.pipelines import SCHEDULES, TorchStages, reference_grads, sample, spec_of
 
 
 class Wire:
@@ -194,15 +194,16 @@ def test_an_error_names_the_action_and_keeps_its_type() -> None:
 class Broken:
     """A transport whose peer has gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: RuntimeError | None = None) -> None:
         self.aborted = False
+        self.error = error or RuntimeError("Connection closed by peer [127.0.0.1]:1\n more")
 
     def post(self, transfers: Any) -> None:
         """Accepts everything."""
 
     def wait(self, transfer: Transfer) -> Any:
-        """Fails as gloo does."""
-        raise RuntimeError("Connection closed by peer [127.0.0.1]:1\n more")
+        """Fails, unless told otherwise as gloo does."""
+        raise self.error
 
     def end(self) -> None:
         """Is not reached."""
@@ -219,3 +220,42 @@ def test_a_dead_peer_is_named_with_the_message() -> None:
     with pytest.raises(InfrastructureError, match=r"device 1: 1RECV_F0 with device 0 failed: Connection"):
         executor.run(TorchStages(num_stages=2, stages=[1]), transport, NullRecorder())
     assert transport.aborted
+
+
+class BrokenAtTheEnd(Broken):
+    """A transport that fails with the last sends of a step."""
+
+    def wait(self, transfer: Transfer) -> Any:
+        """Receives what a stage takes."""
+        return torch.ones_like(sample(0)) if transfer.side is Side.RECV else None
+
+    def end(self) -> None:
+        """Fails."""
+        raise self.error
+
+
+DEVICE_FAILURES = [
+    torch.OutOfMemoryError("Allocation on device"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("HIP error: unspecified launch failure"),
+]
+
+
+@pytest.mark.parametrize("transport_class", [Broken, BrokenAtTheEnd])
+@pytest.mark.parametrize("error", DEVICE_FAILURES, ids=str)
+def test_a_failed_device_is_no_lost_peer(error: RuntimeError, transport_class: type[Broken]) -> None:
+    program = ProgramCache(spec_of("1f1b", 2)).program(2)
+    transport = transport_class(error)
+    executor = Executor(program, device=1)
+    with pytest.raises(RuntimeError) as caught:
+        executor.run(TorchStages(num_stages=2, stages=[1]), transport, NullRecorder())
+    assert caught.value is error
+    assert transport.aborted
+
+
+def test_sends_that_fail_at_the_end_mean_a_lost_peer() -> None:
+    program = ProgramCache(spec_of("1f1b", 2)).program(2)
+    executor = Executor(program, device=1)
+    with pytest.raises(InfrastructureError, match="device 1: the last sends of a step failed: Connection"):
+        executor.run(TorchStages(num_stages=2, stages=[1]), BrokenAtTheEnd(), NullRecorder())

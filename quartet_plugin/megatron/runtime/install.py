@@ -15,9 +15,11 @@ from quartet_plugin.megatron.seams import Seam, Wrapper
 from quartet_plugin.megatron.seams.declared import SCHEDULES
 from quartet_plugin.megatron.support import require_known_sources
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.rank.rendezvous import AgreedRefusalError
 from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, schedule_spec_of, splits_backward
 from quartet_plugin.schedule.channels import check_for_every_backend
 from quartet_plugin.schedule.conditions import Condition
+from quartet_plugin.space.layouts import is_legal_group
 from quartet_plugin.space.runtime_refusals import refusal
 
 # Of `--timing-log-level`: from here on timers around single forwards and backwards are on.
@@ -38,14 +40,15 @@ def prepare_plan(plan: Plan, args: Namespace, *, on_cpu: bool) -> tuple[Prepared
     """The runtime of a plan with a custom schedule, and lines for the user.
 
     `args` are the arguments with the plan in them. None where a feature of the command keeps Megatron's
-    schedule. Raises PlanError for a schedule that could not run, before any process group exists, SeamError
-    where Megatron's functions are not as known.
+    schedule. Raises PlanError for a schedule that could not run, the plan's or Megatron's, before any process
+    group exists, SeamError where Megatron's functions are not as known.
     """
     choice = plan.schedule.custom
     assert choice is not None
     require_known_sources()
     reason = refusal(args)
     if reason is not None:
+        _check_interleaved(plan, args, reason=reason)
         return None, [
             f"{reason}; Megatron's own schedule replaces {choice.label}, the rest of the plan applies"
         ]
@@ -76,6 +79,20 @@ def prepare_plan(plan: Plan, args: Namespace, *, on_cpu: bool) -> tuple[Prepared
         timeout=timedelta(minutes=getattr(args, "distributed_timeout_minutes", None) or 10),
     )
     return prepared, notes
+
+
+def _check_interleaved(plan: Plan, args: Namespace, *, reason: str) -> None:
+    """Raise AgreedRefusalError where Megatron's schedule cannot replace the plan's either; `reason`: why."""
+    layout, choice = plan.layout, plan.schedule.custom
+    assert choice is not None
+    group = getattr(args, "microbatch_group_size_per_vp_stage", None) or layout.pipeline_parallel
+    if layout.virtual_stages == 1 or is_legal_group(group, layout, num_microbatches=plan.num_microbatches):
+        return
+    raise AgreedRefusalError(
+        f"{reason}; Megatron's own schedule cannot replace {choice.label}: it does not interleave "
+        f"{plan.num_microbatches} microbatches in groups of {group} on {layout.pipeline_parallel} pipeline "
+        "ranks; omit the flag, or make a plan for this command"
+    )
 
 
 def prepare(

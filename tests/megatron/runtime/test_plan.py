@@ -61,6 +61,35 @@ def test_a_feature_keeps_megatrons_own_schedule_and_is_named_by_its_flag(feature
     assert "zb-v" in notes[0]
 
 
+@pytest.mark.parametrize(("num_microbatches", "group", "is_refused"), [
+    (4, None, False), (5, None, True), (1, None, True), (5, 3, False), (4, 3, True), (4, 4, False),
+])  # fmt: skip
+def test_virtual_stages_need_microbatches_that_megatron_interleaves(
+    num_microbatches: int, group: int | None, is_refused: bool
+) -> None:
+    """The rule is Megatron's: the group's size, PP at least, and what is left over."""
+    plan = custom_plan()
+    made_for = replace(plan.made_for, global_batch_size=num_microbatches * plan.layout.micro_batch_size)
+    planned = replace(plan, made_for=made_for)
+    assert planned.num_microbatches == num_microbatches
+    args = Namespace(inprocess_restart=True, microbatch_group_size_per_vp_stage=group)
+    if not is_refused:
+        assert prepare_plan(planned, args, on_cpu=True)[0] is None
+        return
+    with pytest.raises(
+        PlanError, match=f"^--inprocess-restart: .* {num_microbatches} microbatches in groups"
+    ):
+        prepare_plan(planned, args, on_cpu=True)
+
+
+def test_one_stage_a_device_gives_way_for_any_number_of_microbatches() -> None:
+    made = choice_of(named("zb-h1", num_devices=2, num_microbatches=3), stage_costs((0, 1)))
+    plan = make_plan(split=(3, 3), pipeline=2, global_batch_size=6)
+    plan = replace(plan, schedule=ScheduleChoice(name="custom", custom=made))
+    assert plan.num_microbatches % 2 == 1
+    assert prepare_plan(plan, Namespace(inprocess_restart=True), on_cpu=True)[0] is None
+
+
 def test_no_feature_refuses_what_megatron_defaults_to() -> None:
     defaults = Namespace(
         cuda_graph_impl="none", optimizer="adam", num_distributed_optimizer_instances=1, mtp_num_layers=1,
