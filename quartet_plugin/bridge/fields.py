@@ -49,10 +49,12 @@ _RENAMED = {
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
     "ddp_bucket_size": "bucket_size",
+    "ddp_num_buckets": "num_buckets",
 }
 # What an argument is without its flag, where that is not None; of the switches among settings, knobs say it.
 _LEFT_OUT: dict[str, Any] = {
     **dict.fromkeys(("sequence_parallel", "use_distributed_optimizer"), False),
+    "moe_layer_recompute": False,
     "overlap_p2p_comm_warmup_flush": False,
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
     # With --no-overlap-p2p-communication left out.

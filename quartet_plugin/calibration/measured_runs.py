@@ -31,6 +31,7 @@ UNPRICED = {
     "moe_capacity": "the limit on an expert's tokens is not in the report",
     "expert_tensor_parallel": "its experts are cut in other shares than the cost model knows",
     "mtp_on_inner_stage": "it predicts further tokens where the cost model does not have them",
+    "emerging_optimizer": "the state and the step of its optimizer are not those of Adam",
 }
 
 

@@ -26,7 +26,7 @@ from quartet_plugin.cli.command import (
     find_plan,
 )
 from quartet_plugin.cli.output import MAX_FLAG_LINE, show
-from quartet_plugin.errors import ConfigError, PlanError, QuartetError, UsageError
+from quartet_plugin.errors import PlanError, QuartetError, UsageError
 
 if TYPE_CHECKING:
     from quartet_plugin.model.layout import Layout
@@ -239,14 +239,12 @@ def merged_ds_config(plan: "Plan", path: Path) -> dict[str, Any]:
 
     Raises PlanError for a plan of another framework, ConfigError for a file that is no ds_config.
     """
-    from quartet_plugin.model.files import read_json
     from quartet_plugin.model.frameworks import capabilities
+    from quartet_plugin.protocol.ds_config import read_config
 
     if capabilities(plan.made_for.framework).has_flags:
         raise PlanError(f"--ds-config: the plan is for {plan.made_for.framework}, which has no ds_config")
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: a ds_config is a JSON object; this is a {type(config).__name__}")
+    config = read_config(path)
     planned = ds_config_of(plan)
     stated = config.get("zero_optimization")
     zero = {**(stated if isinstance(stated, dict) else {}), **planned["zero_optimization"]}

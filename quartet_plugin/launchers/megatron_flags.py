@@ -82,6 +82,7 @@ class MegatronFlags:
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     recompute_activations: bool = False
+    moe_layer_recompute: bool = False
     recompute_granularity: str | None = None
     recompute_method: str | None = None
     recompute_num_layers: int | None = None
@@ -137,7 +138,8 @@ class MegatronFlags:
         counts = self.counts(num_processes=num_processes)
         tensor, data, micro_batch = counts.tensor_parallel, counts.data_parallel, counts.micro_batch_size
         pipeline, virtual, context = counts.pipeline_parallel, counts.virtual_stages, counts.context_parallel
-        recompute = "selective" if self.recompute_activations else self.recompute_granularity or "none"
+        is_selective = self.recompute_activations or self.moe_layer_recompute
+        recompute = "selective" if is_selective else self.recompute_granularity or "none"
         if not (tensor and pipeline and data and virtual and context and micro_batch):
             return None
         if recompute not in ("none", "selective", "full"):

@@ -94,11 +94,13 @@ LISTS: dict[str, list[str] | None] = {
 SWITCHES = (
     "group_query_attention",
     "swiglu",
+    "quick_geglu",
     "untie_embeddings_and_output_weights",
     "use_rotary_position_embeddings",
     "sequence_parallel",
     "use_distributed_optimizer",
     "recompute_activations",
+    "moe_layer_recompute",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "bf16",
@@ -135,6 +137,8 @@ FOR_SETTINGS = (
     "moe_router_padding_for_quantization",
     "window_size",
     "softmax_type",
+    "ddp_num_buckets",
+    "save_params_interval",
 )
 NAMED = {
     "fp8": "--fp8-format",

@@ -25,7 +25,7 @@ class Patience:
         Raises NoAnswerError where there has been none for PATIENCE_S.
         """
         try:
-            found = ask()
+            answer = ask()
         except NoAnswerError:
             now = time.monotonic()
             self._since_s = now if self._since_s is None else self._since_s
@@ -33,4 +33,4 @@ class Patience:
                 raise
             return None
         self._since_s = None
-        return found
+        return answer

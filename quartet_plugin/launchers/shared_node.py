@@ -223,7 +223,7 @@ def _kept_environment() -> dict[str, str]:
 
 def is_among(name: str, names: Sequence[str]) -> bool:
     """Whether a variable is one of `names`, or begins with one that ends with _."""
-    return any(name.startswith(one) if one.endswith("_") else name == one for one in names)
+    return any(name.startswith(known) if known.endswith("_") else name == known for known in names)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ from quartet_plugin.rank.session import print_notes
 from quartet_plugin.schedule.placement import loop
 from quartet_plugin.space.expert_stages import fault_of_plan
 from quartet_plugin.space.knobs.recompute_layers import RECOMPUTE_METHOD, RECOMPUTE_NUM_LAYERS
+from quartet_plugin.space.knobs.recompute_modules import RECOMPUTE_MODULES
 from quartet_plugin.space.knobs.registry import setting_knob
 
 SPLIT_FLAGS = (
@@ -54,6 +55,7 @@ SPLIT_FLAGS = (
 _RECOMPUTE_FLAGS = (
     "recompute_granularity",
     "recompute_activations",
+    "moe_layer_recompute",
     "recompute_method",
     "recompute_num_layers",
     "distribute_saved_activations",
@@ -238,8 +240,8 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
     current = layout_of(user, world_size=layout.world_size)
     for field, dest in _DEGREE_FLAGS.items():
         planned = getattr(layout, field)
-        # A switch is compared as given: Megatron ignores --sequence-parallel without tensor parallelism.
-        value = getattr(user, dest) if isinstance(planned, bool) else getattr(current, field)
+        # Megatron ignores --sequence-parallel without tensor parallelism: that switch is compared as given.
+        value = getattr(user, dest) if field == "sequence_parallel" else getattr(current, field)
         if value == planned:
             continue
         if planned is False:
@@ -253,6 +255,10 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
         if layout.recompute == "full":
             # Megatron has no default for these; the settings below may have others.
             values |= {knob.destination: knob.read(user) for knob in (RECOMPUTE_METHOD, RECOMPUTE_NUM_LAYERS)}
+    is_distributed = getattr(user, "distribute_saved_activations", False)
+    if is_distributed and (layout.tensor_parallel == 1 or layout.sequence_parallel):
+        # Megatron distributes over tensor-parallel devices what these do not divide by themselves.
+        remove.add("distribute_saved_activations")
     for setting in layout.settings or ():
         knob = setting_knob(setting)
         if knob.read(user) != setting.value:
@@ -261,6 +267,11 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
                 remove.add(knob.destination)
             else:
                 values[knob.destination] = value
+    if RECOMPUTE_MODULES.destination in values and getattr(user, "moe_layer_recompute", False):
+        # It adds a module to the plan's; without it nothing else need say that recompute is selective.
+        remove.add("moe_layer_recompute")
+        if layout.recompute == "selective" and user.recompute_granularity != "selective":
+            values["recompute_granularity"] = "selective"
     if "cuda_graph_modules" in values:
         # The parts by their older flag, which Megatron refuses beside the newer one.
         remove.add("cuda_graph_scope_deprecated")

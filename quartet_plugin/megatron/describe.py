@@ -29,6 +29,8 @@ from quartet_plugin.space.needed_flags import missing_flag_features
 from quartet_plugin.space.runtime_refusals import REFUSED, refusal
 
 FRAMEWORK = MEGATRON.framework
+# What Megatron takes from the training where the command does not say it.
+_COMPLETED = ("eval_micro_batch_size", "eval_global_batch_size")
 
 
 def as_user_wrote(args: Namespace, as_written: Namespace) -> Namespace:
@@ -38,7 +40,9 @@ def as_user_wrote(args: Namespace, as_written: Namespace) -> Namespace:
     changed = {
         dest for dest in (*REMOVED, *derived, "expert_tensor_parallel_size") if hasattr(as_written, dest)
     }
-    return Namespace(**{**vars(args), **{dest: getattr(as_written, dest) for dest in changed}})
+    stated = {dest: getattr(as_written, dest) for dest in changed}
+    stated |= {dest: getattr(as_written, dest, None) for dest in _COMPLETED}
+    return Namespace(**{**vars(args), **stated})
 
 
 def describe_job(

@@ -11,6 +11,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from quartet_plugin.megatron.placement.end_stages import tied_weights
 from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.model.megatron_arguments import shards_whole_layers
 from quartet_plugin.partition.layer import BLOCK_OF
 from quartet_plugin.protocol.execution import (
     PROGRAM,
@@ -53,7 +54,10 @@ def execution_of(
         pipeline_rank=int(parallel_state.get_pipeline_model_parallel_rank()),
         num_microbatches=num_microbatches,
         stages=built_stages(chunks),
-        knobs=knobs_read_back(live_job(chunks, optimizer=optimizer), framework=MEGATRON.framework),
+        knobs=knobs_read_back(
+            live_job(chunks, optimizer=optimizer, shards_layers=shards_whole_layers(args)),
+            framework=MEGATRON.framework,
+        ),
         actions=actions,
         ends=_ends(chunks),
         modules=modules,
@@ -73,7 +77,7 @@ def _ramps_batch(args: Any) -> bool:
     return any(getattr(args, name, None) for name in ("rampup_batch_size", "step_batch_size_schedule"))
 
 
-def live_job(chunks: Sequence[Any], *, optimizer: Any = None) -> LiveJob:
+def live_job(chunks: Sequence[Any], *, optimizer: Any = None, shards_layers: bool = False) -> LiveJob:
     """The sizes of the process groups as they are, and the configurations of the parts that were built."""
     return LiveJob(
         degrees={
@@ -90,6 +94,7 @@ def live_job(chunks: Sequence[Any], *, optimizer: Any = None) -> LiveJob:
         optimizer=getattr(chunks[0], "ddp_config", None),
         tensor_partition=_tensor_partition(chunks),
         offloads_optimizer=offloads_optimizer(optimizer),
+        shards_layers=shards_layers,
     )
 
 

@@ -5,8 +5,10 @@ a part of its stages, with the same number of layers each: the pipeline and the 
 so that what a stage computes, holds and sends is the training's.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.megatron.arguments import Flags
@@ -26,6 +28,8 @@ _UNLIKE_STAGES = (
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
 )
+# Flags whose lists have a value for each layer.
+_BY_LAYER = ("cp_comm_type", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq")
 _VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
 
@@ -103,7 +107,9 @@ def _stage_divisor(flags: Flags, words: Sequence[str], *, divisor: int, num_proc
     for name, count in (("the nodes", divisor), ("--num-layers", layers)):
         if count is None or count % factor:
             raise ConfigError(f"trial.nodes: {cut}: {name} ({count}) must be a multiple of {factor}")
-    unlike = next((name for name in _UNLIKE_STAGES if getattr(values, name, None)), None)
+    named = (name for name in _UNLIKE_STAGES if getattr(values, name, None))
+    listed = (name for name in _BY_LAYER if _is_list(getattr(values, name, None)))
+    unlike = next(itertools.chain(named, listed), None)
     if unlike is not None:
         raise ConfigError(
             f"{flags.flag_of(unlike)}: {cut}, and this command's are not all equal; raise trial.nodes "
@@ -116,3 +122,8 @@ def _stage_divisor(flags: Flags, words: Sequence[str], *, divisor: int, num_proc
             "raise trial.nodes"
         )
     return factor
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value is a list of several, not the single one that all layers have."""
+    return isinstance(value, list) and len(value) > 1

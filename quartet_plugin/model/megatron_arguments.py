@@ -6,6 +6,7 @@ is imported, so the tuner's side reads a command's flags with it, too.
 """
 
 import itertools
+import math
 import re
 from argparse import Namespace
 from enum import Enum
@@ -52,6 +53,9 @@ FEATURES = {
     "tp_pp_dp_order": ("use_tp_pp_dp_mapping",),
     "sharp": ("use_sharp",),
     "gpu_sniff_test": ("gpu_sniff_test_interval",),
+    "step_param_gather": ("overlap_param_gather_with_optimizer_step",),
+    "ddp_num_buckets": ("ddp_num_buckets",),
+    "saved_params": ("save_params_interval",),
 }
 
 # Why no plan goes with --step-batch-size-schedule, although a custom schedule runs with any batch: see
@@ -63,6 +67,9 @@ NO_STEPPED_BATCH = (
 
 # The losses of a router, which Megatron multiplies by `--moe-aux-loss-coeff` and logs.
 ROUTER_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+# The name among a job's settings of the heads that limit TP in models with gated delta nets.
+LINEAR_ATTENTION_HEADS = "linear_attention_heads"
 
 # Parts of a layer that Megatron captures in CUDA graphs and whose share of its kernels is known.
 GRAPHED_PARTS = ("attn", "mlp", "moe_router", "moe_preprocess")
@@ -99,7 +106,7 @@ def shape_of(args: Namespace, *, vocab_size: int | None = None) -> ModelShape:
         seq_length=args.seq_length,
         vocab_size=vocab,
         max_position_embeddings=args.max_position_embeddings or args.seq_length,
-        gated_ffn=bool(args.swiglu),
+        gated_ffn=bool(args.swiglu) or _is_on(args, "quick_geglu"),
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         position_embedding=_position_embedding(args),
         layer_kinds=_layer_kinds(args),
@@ -213,7 +220,7 @@ def _kinds_of(layers: str, args: Namespace) -> LayerKinds:
 def _ffn_hidden_size(args: Namespace) -> int:
     if args.ffn_hidden_size is not None:
         return int(args.ffn_hidden_size)
-    # arguments.py, validate_args: two thirds for gated FFNs, in multiples of 64.
+    # arguments.py, validate_args: two thirds with --swiglu, not with --quick-geglu, in multiples of 64.
     return int((4 * args.hidden_size * 2 / 3) / 64) * 64 if args.swiglu else 4 * args.hidden_size
 
 
@@ -285,6 +292,19 @@ def latent_attention_of(args: Namespace) -> LatentAttention | None:
     )
 
 
+def linear_attention_heads_of(args: Namespace) -> int | None:
+    """The heads of gated delta nets that TP x CP divides; None where the model has no such layer.
+
+    Megatron has heads of keys and heads of values: what divides both divides this number.
+    """
+    is_present = _optional(args, "experimental_attention_variant") == "gated_delta_net"
+    if not is_present and "G" not in hybrid_pattern(args):
+        return None
+    counts = [_optional(args, f"linear_num_{kind}_heads") for kind in ("key", "value")]
+    known = [count for count in counts if isinstance(count, int) and count > 0]
+    return math.gcd(*known) or None
+
+
 def _position_embedding(args: Namespace) -> PositionEmbedding:
     kind = args.position_embedding_type
     if kind in ("rope", "yarn", "mrope") or getattr(args, "use_rotary_position_embeddings", False):
@@ -311,13 +331,23 @@ def layout_of(args: Namespace, *, world_size: int) -> Layout:
         expert_parallel=args.expert_model_parallel_size,
         micro_batch_size=args.micro_batch_size,
         sequence_parallel=bool(args.sequence_parallel) and args.tensor_model_parallel_size > 1,
-        distributed_optimizer=bool(args.use_distributed_optimizer),
+        distributed_optimizer=bool(args.use_distributed_optimizer) or shards_whole_layers(args),
         recompute=_recompute(args),
     )
 
 
+def shards_whole_layers(args: Namespace) -> bool:
+    """Whether copies of the model share the optimizer's state by whole layers, as Megatron resolved it.
+
+    It takes --use-distributed-optimizer for that beside every optimizer but Adam and SGD, whose switch it
+    then turns off; `dist_muon` says it by its name.
+    """
+    return _is_on(args, "use_layer_wise_distributed_optimizer") or _optional(args, "optimizer") == "dist_muon"
+
+
 def _recompute(args: Namespace) -> Recompute:
-    if getattr(args, "recompute_activations", False):
+    # --moe-layer-recompute is selective recompute of the module `moe` (TransformerConfig.__post_init__).
+    if getattr(args, "recompute_activations", False) or _is_on(args, "moe_layer_recompute"):
         return "selective"
     granularity = args.recompute_granularity
     return granularity if granularity in ("selective", "full") else "none"
@@ -518,7 +548,51 @@ def features_of(args: Namespace) -> list[str]:
     loader = getattr(args, "dataloader_type", None)
     if loader not in (None, "single"):
         features.append("cyclic_data" if loader == "cyclic" else "external_data")
-    return sorted({*features, *_router_features(args), *_graphed_features(args)})
+    parts = (_router_features, _graphed_features, _optimizer_features, _evaluation_features, _layer_features)
+    return sorted(set(features).union(*(features_of_part(args) for features_of_part in parts)))
+
+
+def _optimizer_features(args: Namespace) -> list[str]:
+    """An optimizer other than Adam and SGD, and whether its update of a matrix depends on TP.
+
+    Blockwise Muon, and SOAP in every release, update the part of a matrix that a tensor-parallel rank has
+    (megatron/core/optimizer/emerging_optimizers.py).
+    """
+    name = _optional(args, "optimizer")
+    if name in (None, "adam", "sgd"):
+        return []
+    is_blockwise = "muon" in str(name) and _optional(args, "muon_tp_mode") in (None, "blockwise")
+    features = ["muon_blockwise"] if is_blockwise else ["soap_optimizer"] if name == "soap" else []
+    return ["emerging_optimizer", *features]
+
+
+def _evaluation_features(args: Namespace) -> list[str]:
+    """The evaluation's own batch, which DP, and without its own micro-batch the training's, must divide.
+
+    A multiple of the global batch is divided by all that divide the latter (validate_args).
+    """
+    if _optional(args, "eval_micro_batch_size") is not None:
+        return ["eval_micro_batch"]
+    batch, whole = _optional(args, "eval_global_batch_size"), _optional(args, "global_batch_size")
+    is_known = isinstance(batch, int) and isinstance(whole, int) and whole > 0
+    return [] if batch is None or (is_known and batch % whole == 0) else ["eval_batch"]
+
+
+def _layer_features(args: Namespace) -> list[str]:
+    """What binds the number of layers, or of stages: patterns by layer, and bf16 layers at the ends."""
+    features = []
+    # With 1 no layer has rotary embeddings.
+    if _optional(args, "no_rope_freq") not in (None, 0, 1):
+        features.append("no_rope_pattern")
+    skipped = _optional(args, "window_attn_skip_freq")
+    if isinstance(skipped, list) or "[" in str(skipped):
+        features.append("window_by_layer")
+    if _is_on(args, "fp8") and _is_on(args, "first_last_layers_bf16"):
+        counts = [_optional(args, f"num_layers_at_{end}_in_bf16") for end in ("start", "end")]
+        # Megatron's default is one layer.
+        most = max(count if isinstance(count, int) else 1 for count in counts)
+        features += ["bf16_end_layers"] if most > 1 else ["bf16_end_layer"] if most == 1 else []
+    return features
 
 
 def _router_features(args: Namespace) -> list[str]:

@@ -72,6 +72,9 @@ _READ_FOR_SETTINGS = (
     "moe_router_padding",
     "cp_comm_by_layer",
 )
+# Those that only the command's words tell, by which layouts are legal, and values of settings.
+_READ_IN_WORDS = WHOLE_NODES | {"step_param_gather", "bf16_end_layer"}
+_READ_IN_WORDS_FOR_SETTINGS = frozenset({"saved_params", "ddp_num_buckets"})
 _OF_EXPERTS = (
     EXPERT_TENSOR_PARALLEL.name,
     TOKEN_DISPATCHER.name,
@@ -221,9 +224,11 @@ def _unread_flags(flags: tuple[str, ...], search: SearchConfig, *, has_experts: 
 
 def _features(args: Namespace, search: SearchConfig, *, every: Iterable[str]) -> tuple[str, ...]:
     """Those of `every` feature by which plans are limited or predicted and that no other field has."""
-    read = (*_READ, *(_READ_FOR_SETTINGS if searched_settings(search) else ()))
+    is_searched = bool(searched_settings(search))
+    read = (*_READ, *(_READ_FOR_SETTINGS if is_searched else ()))
+    in_words = _READ_IN_WORDS | (_READ_IN_WORDS_FOR_SETTINGS if is_searched else frozenset())
     named = {name for name in features_of(args) if name.startswith(read)}
-    return tuple(sorted(named | WHOLE_NODES.intersection(every)))
+    return tuple(sorted(named | in_words.intersection(every)))
 
 
 def _check_expert_shards(args: Namespace, layout: Layout) -> None:

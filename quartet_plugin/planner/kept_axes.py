@@ -12,23 +12,37 @@ from quartet_plugin.model.megatron_arguments import features_of
 from quartet_plugin.model.plan import STOCK, ScheduleChoice, Split
 from quartet_plugin.planner.job import PlanSearch
 from quartet_plugin.space.config import STOCK_NAMES
-from quartet_plugin.space.features import TOKENS_KEPT, Axis, locked_axes, objective_axes
+from quartet_plugin.space.features import (
+    PARTS_KEPT,
+    PIPELINE_KEPT,
+    TOKENS_KEPT,
+    Axis,
+    locked_axes,
+    objective_axes,
+)
 from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
 from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE
 from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER, sharding_feature
+from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL
 from quartet_plugin.space.knobs.knob import LayoutKnob, SettingKnob, Value, kept_fault
 from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
+from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
 
-# The flags of data and router that say what a plan keeps, and nothing else that it needs.
+# The flags of data, router, evaluation and optimizer that say what a plan keeps, and nothing else that it
+# needs.
 READ_FOR_KEPT_AXES = (
     "dataloader_type",
+    "eval_global_batch_size",
+    "eval_micro_batch_size",
     "eod_mask_loss",
     "moe_aux_loss_coeff",
     "moe_expert_capacity_factor",
     "moe_expert_rank_capacity_factor",
     "moe_router_load_balancing_type",
+    "muon_tp_mode",
+    "overlap_param_gather_with_optimizer_step",
 )
 
 
@@ -57,7 +71,8 @@ def with_kept_axes(
 ) -> PlanSearch:
     """The search with the command's own values on the `locked` axes, whatever it asks for there.
 
-    The distributed optimizer stays as the command has it where another flag needs it, TP and CP where a
+    The distributed optimizer stays as the command has it where another flag needs it, TP where the optimizer
+    updates each rank's part of a matrix, PP beside several bf16 layers at an end, TP and CP where a
     router balances the tokens of one rank. Where a plan may change the training objective (class C) only
     stock schedules are left: the parity gate compares with the command.
 
@@ -75,6 +90,13 @@ def with_kept_axes(
         kept[CP_COMM_TYPE.name] = (STOCK,)
     if not TOKENS_KEPT.keys().isdisjoint(features):
         kept |= {knob.name: (_value_of(knob, layout),) for knob in (TENSOR_PARALLEL, CONTEXT_PARALLEL)}
+    if not PARTS_KEPT.keys().isdisjoint(features):
+        kept[TENSOR_PARALLEL.name] = (layout.tensor_parallel,)
+        kept[EXPERT_TENSOR_PARALLEL.name] = (STOCK,)
+    if "emerging_optimizer" in features:
+        kept[TENSOR_PARTITION.name] = (STOCK,)
+    if not PIPELINE_KEPT.keys().isdisjoint(features):
+        kept[PIPELINE_PARALLEL.name] = (layout.pipeline_parallel,)
     if Axis.SPLIT in locked:
         kept["split"] = (split.label,)
     if Axis.SCHEDULE in locked:

@@ -43,6 +43,16 @@ STAGES_KEPT = {
 # router.py: the tokens of one rank are the local ones under sequence parallelism).
 TOKENS_KEPT = {"moe_sinkhorn": "a sinkhorn router balances the tokens of one rank"}
 
+# Features with which TP and expert TP are kept, and why: an update of each rank's part of a matrix is another
+# than that of the matrix (megatron/core/optimizer/emerging_optimizers.py).
+PARTS_KEPT = {
+    "muon_blockwise": "blockwise Muon orthogonalizes each tensor-parallel rank's part of a matrix",
+    "soap_optimizer": "SOAP preconditions each tensor-parallel rank's part of a matrix",
+}
+
+# Features with which the pipeline's degree alone is kept, and why.
+PIPELINE_KEPT = {"bf16_end_layers": "the first and the last stage hold the command's bf16 layers"}
+
 # A trial has a part of the training's stages.
 FEWER_STAGES = "fewer_stages"
 
@@ -104,14 +114,27 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     # like layers (megatron/core/models/gpt/experimental_attention_variant_module_specs.py).
     "attention_variant": _SCALING,
     # Rules of `cp_comm_type` look at these: Transformer Engine shares some attention in some ways alone.
-    **dict.fromkeys(("sliding_window", "attention_sink", "cp_comm_by_layer"), _NONE),
+    **dict.fromkeys(("sliding_window", "attention_sink"), _NONE),
+    # Rules of the distributed optimizer, TP, expert TP and the partition of layers look at these.
+    **dict.fromkeys(("emerging_optimizer", *PARTS_KEPT), _NONE),
+    # DP, and the micro-batch without the evaluation's own, divide its batch (validate_args).
+    "eval_micro_batch": frozenset({Axis.DEGREES}),
+    "eval_batch": _DATA,
+    # Rules of virtual stages, the gather's overlap and the buckets' size look at these.
+    **dict.fromkeys(("step_param_gather", "saved_params", "ddp_num_buckets"), _NONE),
+    # Several bf16 layers at the ends bind the pipeline's degree (`PIPELINE_KEPT`), a single layer its limit.
+    "bf16_end_layer": _NONE,
+    "bf16_end_layers": _SCALING,
+    # A value for each layer, whose number Megatron compares with the layers'.
+    **dict.fromkeys(("cp_comm_by_layer", "no_rope_pattern", "window_by_layer"), _SCALING),
     # Token counts differ between microbatches.
     "packing": _DATA,
     "masked_tokens": _DATA,
     # The samples of a microbatch depend on DP and micro-batch, or on the script.
     "cyclic_data": _DATA,
     "external_data": _DATA,
-    # The number of microbatches changes while training; no plan can be applied.
+    # The number of microbatches changes while training, so nothing is tuned; a plan with a custom schedule,
+    # which is made for any number, can be applied (cli/train_schedule.py).
     "rampup_batch_size": _ALL,
     # Parameters are sharded over devices instead of staged. PyTorch's FSDP2 refuses experts and pipelines
     # (megatron/training/arguments.py).
@@ -131,8 +154,10 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     FEWER_STAGES: _MAPPING | _SCALING,
     # Graphs are captured in every launch for the order of the framework's schedule; the runtime steps aside.
     "cuda_graphs": _NONE,
-    # DeepSpeed: the layers of the first device decide about clipping; the script batches its own data.
+    # DeepSpeed: the layers of the first device decide about clipping; gradients are summed over copies of the
+    # model, not averaged (deepspeed/runtime/engine.py); the script batches its own data.
     "clips_by_first_stage": _STAGES,
+    "summed_gradients": frozenset({Axis.DEGREES}),
     "own_data_iterator": _DATA,
     "tensor_parallel_topology": _ALL,
     # The first or the last stage needs a layer. DeepSpeed: nothing lies before the first layer, or behind the
@@ -140,7 +165,8 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     # Hybrid models: stages without layers were not tried.
     "bare_first_stage": _NONE,
     "bare_last_stage": _NONE,
-    "clips_in_fp32": _NONE,
+    # A rule of the ZeRO stage looks at these.
+    **dict.fromkeys(("clips_in_fp32", "zero_bound"), _NONE),
     "dynamic_shape": _NONE,
     "per_token_loss": _NONE,
     "context_parallel": _NONE,

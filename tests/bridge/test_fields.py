@@ -95,6 +95,19 @@ def test_a_value_is_written_to_every_section_that_has_it() -> None:
         set_argument(config, "hidden_knob", 1)
 
 
+def test_a_layer_recompute_of_experts_is_off_without_its_flag() -> None:
+    config = make_config(make_model(moe_layer_recompute=True))
+    assert layout_of(arguments_of(config), world_size=2).recompute == "selective"
+    leave_out(config, "moe_layer_recompute")
+    assert config.model.moe_layer_recompute is False
+    assert layout_of(arguments_of(config), world_size=2).recompute == "none"
+
+
+def test_a_number_of_buckets_is_a_feature_by_another_name() -> None:
+    buckets = SimpleNamespace(use_distributed_optimizer=False, bucket_size=None, num_buckets=4)
+    assert features_of(arguments_of(make_config(ddp=buckets))) == ["ddp_num_buckets"]
+
+
 def test_a_switch_that_its_flag_turns_off_is_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fields, "SETTINGS", (ROPE_FUSION,))
     config = make_config(make_model(apply_rope_fusion=False))

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,6 +106,41 @@ def test_what_the_plan_keeps_of_recomputation_is_not_written() -> None:
     assert not [flag for flag in [*flags_of(plan), *export(plan)["leave_out"]] if "recompute" in flag]
 
 
+def with_baseline(plan: Plan, **layout: Any) -> Plan:
+    baseline = replace(plan.made_for.baseline, layout=make_layout(**layout))
+    return replace(plan, made_for=replace(plan.made_for, baseline=baseline))
+
+
+def test_modules_of_a_plan_take_the_place_of_a_layer_recompute_of_experts() -> None:
+    """The command's --moe-layer-recompute would add a module, and may be what makes it selective."""
+    selective = make_layout(recompute="selective")
+    kept = with_baseline(replace(PLAN, layout=selective), recompute="selective")
+    assert "--moe-layer-recompute" not in export(kept)["leave_out"]
+    layout = selective.with_setting("recompute_modules", "moe_act")
+    changed = with_baseline(replace(PLAN, layout=layout), recompute="selective")
+    assert "--moe-layer-recompute" in export(changed)["leave_out"]
+    assert flags_of(changed)["--recompute-granularity"] == "selective"
+    assert "--moe-layer-recompute" in export(with_baseline(PLAN, recompute="selective"))["leave_out"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_named"),
+    [({}, False), ({"sequence_parallel": True}, True), ({"tensor_parallel": 1, "data_parallel": 2}, True)],
+)
+def test_activations_are_not_distributed_over_a_single_device_or_with_divided_sequences(
+    changed: dict[str, Any], is_named: bool
+) -> None:
+    full: dict[str, Any] = {"recompute": "full", "tensor_parallel": 2, "pipeline_parallel": 1}
+    plan = replace(
+        PLAN,
+        layout=make_layout(**{**full, **changed}),
+        split=Split(transformer_layers_per_stage=(8,)),
+        schedule=ScheduleChoice(name="no-pipelining"),
+    )
+    left_out = export(with_baseline(plan, **full))["leave_out"]
+    assert ("--distribute-saved-activations" in left_out) == is_named
+
+
 def test_the_vocabulary_stays_padded_as_it_was_under_another_tensor_parallel_size() -> None:
     assert "--padded-vocab-size" not in flags_of(PLAN)
     plan = replace(
@@ -155,6 +191,17 @@ def test_a_deepspeed_plan_goes_into_the_users_own_ds_config(
     write_plan(PLAN, path=path)
     assert main(["export", str(path), "--ds-config", str(config)]) == 2
     assert "megatron-core" in capsys.readouterr().err
+
+
+def test_a_ds_config_with_comments_is_exported_without_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("hjson")
+    path, config = tmp_path / "plan.json", tmp_path / "ds.json"
+    write_plan(replace(PLAN, made_for=replace(PLAN.made_for, framework="deepspeed")), path=path)
+    config.write_text('{"steps_per_print": 5, // A comment\n}')
+    assert main(["export", str(path), "--ds-config", str(config)]) == 0
+    assert json.loads(capsys.readouterr().out)["steps_per_print"] == 5
 
 
 STOCK_MAPPING = Mapping(slots=(Slot(node=0, local=0), Slot(node=0, local=1)))

@@ -174,6 +174,7 @@ def test_a_layout_that_grows_beyond_all_bounds_is_refused() -> None:
         "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
         "--context-parallel-size 2 --recompute-granularity full --recompute-method block",
         "--sequence-parallel --expert-model-parallel-size 2 --num-experts 4",
+        "--num-experts 4 --moe-layer-recompute",
     ],
 )
 def test_the_layout_is_the_one_that_a_rank_reads(text: str) -> None:

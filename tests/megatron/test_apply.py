@@ -4,6 +4,7 @@ import re
 import shlex
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -466,6 +467,64 @@ def test_recompute_keeps_the_modules_of_the_command_and_writes_its_settings() ->
     assert (stated["recompute_method"], stated["recompute_num_layers"]) == ("block", 2)
     edited, _ = rewrite(selective, flags=flags, words=edited)
     assert {"recompute_method", "recompute_num_layers"}.isdisjoint(flags.explicit_values(edited))
+
+
+def test_a_plan_keeps_the_switch_of_an_optimizer_that_is_sharded_by_layers() -> None:
+    """Megatron turns --use-distributed-optimizer off in its own arguments (validate_args)."""
+    plan = make_plan(split=(5, 1), pipeline=2, data=2, micro_batch=1)
+    sharded = replace(plan, layout=replace(plan.layout, distributed_optimizer=True))
+    words = [*MEGATRON_FLAGS, "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"]
+    split = ["--pipeline-model-parallel-layout", "Ettttt|tL"]
+    for optimizer, planned in (
+        (["--optimizer", "muon", "--use-distributed-optimizer"], sharded),
+        (["--optimizer", "dist_muon"], sharded),
+        (["--optimizer", "muon"], plan),
+    ):
+        command = [*words, *optimizer]
+        assert rewrite(planned, flags=native_flags(), words=command)[0] == [*command, *split]
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_kept"),
+    [
+        ({"tensor_parallel": 2, "data_parallel": 1}, True),
+        ({"tensor_parallel": 2, "data_parallel": 1, "sequence_parallel": True}, False),
+        ({}, False),
+    ],
+)
+def test_recomputed_activations_are_distributed_where_sequences_are_whole(
+    layout: dict[str, Any], is_kept: bool
+) -> None:
+    """Megatron asserts TP above 1, and no sequence parallelism."""
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    command = f"--tensor-model-parallel-size 2 {full} --distribute-saved-activations"
+    words = [*MEGATRON_FLAGS, *shlex.split(command)]
+    plan = make_plan(split=(6,), data=2)
+    planned = replace(plan, layout=replace(plan.layout, recompute="full", **layout))
+    edited, notes = rewrite(planned, flags=native_flags(), words=words)
+    assert ("--distribute-saved-activations" in edited) == is_kept
+    note = "--distribute-saved-activations -> left out"
+    assert any(note in text for text in notes) != is_kept
+
+
+def test_a_layer_recompute_of_experts_goes_with_the_commands_modules() -> None:
+    flags, plan = native_flags(), make_plan(split=(6,))
+    words = [*MEGATRON_FLAGS, "--moe-layer-recompute"]
+    selective = replace(plan, layout=replace(plan.layout, recompute="selective"))
+    assert rewrite(selective, flags=flags, words=words) == (words, [])
+    as_it_is = replace(selective, layout=selective.layout.with_setting("recompute_modules", "core_attn+moe"))
+    assert rewrite(as_it_is, flags=flags, words=words) == (words, [])
+    assert rewrite(plan, flags=flags, words=words)[0] == MEGATRON_FLAGS
+    full = replace(plan, layout=replace(plan.layout, recompute="full"))
+    edited, _ = rewrite(full, flags=flags, words=words)
+    assert "--moe-layer-recompute" not in edited
+    assert flags.values(edited).recompute_granularity == "full"
+    other = replace(selective, layout=selective.layout.with_setting("recompute_modules", "moe_act"))
+    edited, _ = rewrite(other, flags=flags, words=words)
+    granularity = ["--recompute-granularity", "selective"]
+    assert edited == [*MEGATRON_FLAGS, "--recompute-modules", "moe_act", *granularity]
+    edited, _ = rewrite(other, flags=flags, words=[*words, *granularity])
+    assert edited == [*MEGATRON_FLAGS, *granularity, "--recompute-modules", "moe_act"]
 
 
 def test_a_flag_of_an_enumeration_is_written_by_the_members_name(monkeypatch: pytest.MonkeyPatch) -> None:

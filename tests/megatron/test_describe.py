@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.core.models.hybrid.hybrid_layer_allocation import select_pipeline_segment
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
-from quartet_plugin.megatron.describe import knows_further_tokens
+from quartet_plugin.megatron.describe import as_user_wrote, knows_further_tokens
 from quartet_plugin.megatron.execution import _unwrapped
 from quartet_plugin.model.megatron_arguments import (
     features_of,
@@ -25,10 +25,12 @@ from quartet_plugin.model.megatron_arguments import (
     precision_of,
     schedule_of,
     shape_of,
+    shards_whole_layers,
     split_of,
     stages_of_layout,
 )
 from quartet_plugin.model.shape import LayerKinds
+from quartet_plugin.space.knobs.registry import settings_of
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE
 from tests.megatron.native import native_flags
 
@@ -175,6 +177,9 @@ def test_shape_and_defaults() -> None:
     assert shape_of(values(), vocab_size=128) == SHAPE
     gated = shape_of(values("--swiglu", "--position-embedding-type", "rope"), vocab_size=128)
     assert (gated.ffn_hidden_size, gated.gated_ffn, gated.position_embedding) == (64, True, "rope")
+    quick = shape_of(values("--quick-geglu"), vocab_size=128)
+    # Megatron makes the FFN of --swiglu narrower, and that of no other gate.
+    assert (quick.ffn_hidden_size, quick.gated_ffn) == (128, True)
     grouped = shape_of(
         values("--group-query-attention", "--num-query-groups", "2", "--kv-channels", "16"), vocab_size=128
     )
@@ -288,11 +293,124 @@ def test_which_layers_of_a_hybrid_model_record_a_loss(
         (["--softmax-type", "learnable"], "attention_sink"),
         (["--cp-comm-type", "p2p", "a2a"], "cp_comm_by_layer"),
         (["--hierarchical-context-parallel-sizes", "2", "2"], "hierarchical_context_parallel"),
+        (["--overlap-param-gather-with-optimizer-step"], "step_param_gather"),
+        (["--ddp-num-buckets", "4"], "ddp_num_buckets"),
+        (["--save-params-interval", "10"], "saved_params"),
+        (["--eval-micro-batch-size", "1"], "eval_micro_batch"),
+        (["--eval-micro-batch-size", "1", "--eval-global-batch-size", "12"], "eval_micro_batch"),
+        (["--eval-global-batch-size", "12"], "eval_batch"),
+        (["--no-rope-freq", "2"], "no_rope_pattern"),
+        (["--no-rope-freq", "([0]*2+[1]*1)*2"], "no_rope_pattern"),
+        (["--window-attn-skip-freq", "([1]*2+[0]*1)*2"], "window_by_layer"),
+        (["--optimizer", "lion"], "emerging_optimizer"),
     ],
 )
 def test_features_that_limit_plans(words: list[str], feature: str) -> None:
     assert features_of(values()) == []
     assert features_of(values(*words)) == [feature]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--optimizer", "sgd"],
+        ["--no-rope-freq", "1"],
+        ["--window-attn-skip-freq", "2"],
+        ["--first-last-layers-bf16"],
+        # The global batch is 8.
+        ["--eval-global-batch-size", "16"],
+    ],
+)
+def test_what_limits_no_plan_is_no_feature(words: list[str]) -> None:
+    assert features_of(values(*words)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "features"),
+    [
+        (["muon"], ["muon_blockwise"]),
+        (["adaptive_muon", "--muon-tp-mode", "blockwise"], ["muon_blockwise"]),
+        (["dist_muon"], ["muon_blockwise"]),
+        (["muon", "--muon-tp-mode", "duplicated"], []),
+        (["muon", "--muon-tp-mode", "distributed"], []),
+        (["soap"], ["soap_optimizer"]),
+    ],
+)
+def test_an_optimizer_may_update_each_ranks_part_of_a_matrix(words: list[str], features: list[str]) -> None:
+    args = values("--optimizer", *words)
+    assert features_of(args) == ["emerging_optimizer", *features]
+    # Releases without the flag of a mode have blockwise updates.
+    without_mode = Namespace(**{name: value for name, value in vars(args).items() if name != "muon_tp_mode"})
+    is_muon = "muon" in words[0]
+    assert features_of(without_mode) == ["emerging_optimizer", *(["muon_blockwise"] if is_muon else features)]
+
+
+@pytest.mark.parametrize(
+    ("words", "features"),
+    [
+        ([], ["bf16_end_layer"]),
+        (["--num-layers-at-start-in-bf16", "0"], ["bf16_end_layer"]),
+        (["--num-layers-at-end-in-bf16", "2"], ["bf16_end_layers"]),
+        (["--num-layers-at-start-in-bf16", "0", "--num-layers-at-end-in-bf16", "0"], []),
+    ],
+)
+def test_layers_at_the_ends_of_an_fp8_model_may_stay_in_bf16(words: list[str], features: list[str]) -> None:
+    args = values("--fp8-format", "hybrid", "--first-last-layers-bf16", *words)
+    assert features_of(args) == sorted(["fp8", *features])
+
+
+@pytest.mark.parametrize(
+    ("words", "is_sharded"),
+    [
+        (["--use-distributed-optimizer"], True),
+        (["--use-distributed-optimizer", "--optimizer", "muon"], True),
+        (["--optimizer", "dist_muon"], True),
+        (["--optimizer", "muon"], False),
+        ([], False),
+    ],
+)
+def test_an_optimizer_is_sharded_where_the_command_says_it(words: list[str], is_sharded: bool) -> None:
+    assert layout_of(values(*words), world_size=2).distributed_optimizer == is_sharded
+
+
+def test_megatron_takes_the_switch_of_an_optimizer_that_it_shards_by_layers() -> None:
+    """As validate_args leaves the arguments of the command above."""
+    args = values("--optimizer", "muon")
+    resolved = Namespace(**vars(args), use_layer_wise_distributed_optimizer=True)
+    assert not resolved.use_distributed_optimizer
+    assert shards_whole_layers(resolved)
+    assert not shards_whole_layers(args)
+    assert layout_of(resolved, world_size=2).distributed_optimizer
+
+
+def test_the_evaluations_batch_is_that_of_the_users_words() -> None:
+    """Megatron completes it from the training's."""
+    resolved = values("--eval-micro-batch-size", "2", "--eval-global-batch-size", "8")
+    without, stated = values(), values("--eval-micro-batch-size", "2")
+    assert features_of(as_user_wrote(resolved, without)) == []
+    assert features_of(as_user_wrote(resolved, Namespace())) == []
+    assert features_of(as_user_wrote(resolved, stated)) == ["eval_micro_batch"]
+
+
+def test_a_layer_recompute_of_experts_is_selective_recompute_of_the_module() -> None:
+    for words, modules in (([], "core_attn+moe"), (["--recompute-modules", "moe", "mlp"], "mlp+moe")):
+        args = values("--moe-layer-recompute", *words)
+        assert layout_of(args, world_size=1).recompute == "selective"
+        assert {setting.name: setting.value for setting in settings_of(args)}["recompute_modules"] == modules
+
+
+def test_gated_delta_nets_have_heads_of_keys_and_of_values() -> None:
+    heads = ("--linear-num-key-heads", "16", "--linear-num-value-heads", "48")
+    variant = ("--experimental-attention-variant", "gated_delta_net")
+
+    def heads_in(*words: str) -> object:
+        settings = settings_of(values(*heads, *words))
+        return {setting.name: setting.value for setting in settings}.get("linear_attention_heads")
+
+    assert heads_in(*variant) == 16
+    assert heads_in(*variant, "--linear-num-value-heads", "24") == 8
+    assert heads_in("--hybrid-layer-pattern", "G*G*") == 16
+    assert heads_in() is None
 
 
 @pytest.mark.parametrize(

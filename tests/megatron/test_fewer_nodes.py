@@ -56,6 +56,8 @@ def test_of_a_replica_that_is_larger_a_trial_has_a_part_of_the_stages(
         (["--num-layers", "18"], 4, 16, r"--num-layers \(18\) must be a multiple of 4"),
         (["--num-experts", "8"], 4, 16, "--num-experts: .* not all equal; raise trial.nodes"),
         (["--decoder-first-pipeline-num-layers", "1"], 4, 16, "--decoder-first-pipeline-num-layers: "),
+        (["--cp-comm-type", *["p2p", "a2a"] * 8], 4, 16, "--cp-comm-type: .* not all equal"),
+        (["--no-rope-freq", "([0]*3+[1]*1)*4"], 4, 16, "--no-rope-freq: .* not all equal"),
         (["--num-virtual-stages-per-pipeline-rank", "2"], 2, 32, "one pipeline rank, which has no virtual"),
     ],
 )

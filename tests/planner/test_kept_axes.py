@@ -73,6 +73,9 @@ def plans(job: CommandJob) -> list[Ranked]:
         ("--use-tp-pp-dp-mapping", {"mapping"}),
         ("--num-distributed-optimizer-instances 2", {"degrees"}),
         ("--fine-grained-activation-offloading", {"split", "schedule"}),
+        ("--eval-micro-batch-size 2", {"degrees"}),
+        ("--eval-global-batch-size 24", KEPT_DEGREES),
+        ("--eval-global-batch-size 32", set()),
         ("--phase-transition-iterations 10", {axis.value for axis in Axis} - {"scaling"}),
     ],
 )
@@ -186,6 +189,67 @@ def test_another_distributed_optimizer_is_refused_where_a_flag_needs_the_command
         read(more, distributed_optimizer=False)
     kept = read(more, distributed_optimizer="auto").request.search
     assert kept.distributed_optimizer == (True,)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adaptive_muon --muon-tp-mode blockwise", "soap"])
+def test_plans_divide_the_matrices_of_an_update_as_the_command_does(optimizer: str) -> None:
+    search: dict[str, Any] = {"tensor_parallel": [1, 2, 4], "micro_batch_size": 2}
+    search |= dict.fromkeys(("distributed_optimizer", "expert_tensor_parallel"), "auto")
+    job = read(f"{EXPERTS} --optimizer {optimizer}", **search)
+    assert not job.locked
+    planned = layouts(job)
+    assert {layout.tensor_parallel for layout in planned} == {2}
+    assert {layout.setting("expert_tensor_parallel") for layout in planned} == {None}
+    assert {layout.distributed_optimizer for layout in planned} == {True}
+    assert len({layout.pipeline_parallel for layout in planned}) > 1
+    assert "--muon-tp-mode" not in job.unread
+    assert "--optimizer" in job.unread  # predictions are those of Adam
+
+
+def test_plans_have_other_tensor_parallelism_where_an_update_is_of_whole_matrices() -> None:
+    words = "--optimizer muon --muon-tp-mode duplicated"
+    planned = layouts(read(words, tensor_partition="auto", micro_batch_size=2))
+    assert {layout.tensor_parallel for layout in planned} == {1, 2, 4}
+    assert {layout.tensor_partition for layout in planned} == {None}
+    assert {layout.distributed_optimizer for layout in planned} == {True}
+
+
+def test_plans_keep_the_pipeline_beside_several_layers_at_an_end_in_bf16() -> None:
+    ends = "--fp8-format hybrid --first-last-layers-bf16"
+    several = layouts(read(f"{ends} --num-layers-at-start-in-bf16 3", micro_batch_size=2))
+    assert {layout.pipeline_parallel for layout in several} == {2}
+    assert len({layout.pipeline_parallel for layout in layouts(read(ends, micro_batch_size=2))}) > 1
+    scaling = {"tolerance": 0.1}
+    assert read(ends, scaling=scaling).locked == {}
+    assert set(read(f"{ends} --num-layers-at-end-in-bf16 2", scaling=scaling).locked) == {Axis.SCALING}
+
+
+def test_plans_have_the_virtual_stages_that_a_gather_in_the_optimizers_step_needs() -> None:
+    gathered = "--overlap-grad-reduce --overlap-param-gather"
+    flag = "--overlap-param-gather-with-optimizer-step"
+    interleaved = "--num-layers-per-virtual-pipeline-stage 2"
+    search: dict[str, Any] = {"overlap_param_gather": "auto", "micro_batch_size": 2}
+    job = read(f"{gathered} {flag} {interleaved} --ckpt-format torch", **search)
+    planned = layouts(job)
+    assert planned
+    assert all(layout.pipeline_parallel > 1 and layout.virtual_stages > 1 for layout in planned)
+    assert {layout.setting("overlap_param_gather") for layout in planned} == {None}
+    assert flag not in job.unread
+    free = layouts(read(f"{gathered} {interleaved}", **search))
+    assert any(layout.virtual_stages == 1 for layout in free)
+    assert False in {layout.setting("overlap_param_gather") for layout in free}
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [("--ddp-num-buckets 8", "ddp_bucket_size"), ("--save-params-interval 100", "overlap_param_gather")],
+)
+def test_plans_keep_a_setting_that_another_flag_binds(flags: str, name: str) -> None:
+    search: dict[str, Any] = {"micro_batch_size": 2, name: [1000] if name == "ddp_bucket_size" else "auto"}
+    on = "--overlap-grad-reduce"
+    assert {layout.setting(name) for layout in layouts(read(on, **search))} > {None}
+    kept = read(f"{on} {flags}", **{**search, name: "auto"})
+    assert {layout.setting(name) for layout in layouts(kept)} == {None}
 
 
 def test_class_a_keeps_degrees_and_micro_batch() -> None:

@@ -59,6 +59,16 @@ def test_what_can_change_the_objective_is_kept_unless_it_is_asked_for(feature: s
     assert any("class C: may change the training objective" in line for line in plan_lines(labelled))
 
 
+@pytest.mark.parametrize("change_class", ["B", "C"])
+def test_summed_gradients_keep_the_degrees_whatever_is_asked_for(change_class: str) -> None:
+    """DeepSpeed's sum over copies of the model has another scale with another DP, which no class allows."""
+    space = space_of("summed_gradients", change_class=change_class)
+    assert space.locked == {Axis.DEGREES: "summed_gradients"}
+    layouts = [plan.layout for plan in plans_of(space)]
+    assert {(layout.pipeline_parallel, layout.data_parallel) for layout in layouts} == {(2, 2)}
+    assert len({layout.micro_batch_size for layout in layouts}) > 1
+
+
 def test_without_such_a_feature_class_c_is_class_b() -> None:
     plans = plans_of(space_of(None, change_class="C"))
     assert {change.change_class for plan in plans for change in changes(plan)} == {"A", "B"}
@@ -273,3 +283,32 @@ def test_a_flag_that_megatron_lacks_keeps_the_axes_that_need_it() -> None:
     plans = plans_of(space_of(feature), num=20)
     assert {plan.layout.degrees for plan in plans} == {LAYOUT.degrees}
     assert len({plan.layout.micro_batch_size for plan in plans}) > 1
+
+
+@pytest.mark.parametrize("change_class", ["B", "C"])
+@pytest.mark.parametrize(
+    ("feature", "axes"),
+    [
+        ("eval_micro_batch", {Axis.DEGREES}),
+        ("eval_batch", {Axis.DEGREES, Axis.MICRO_BATCH}),
+    ],
+)
+def test_a_batch_of_the_evaluation_keeps_what_divides_it(
+    feature: str, axes: set[Axis], change_class: str
+) -> None:
+    """Megatron asserts it in the trials of other plans, too (validate_args)."""
+    space = space_of(feature, change_class=change_class)
+    assert space.locked == dict.fromkeys(axes, feature)
+    plans = plans_of(space, num=60)
+    assert {plan.layout.data_parallel for plan in plans} == {2}
+    assert (len({plan.layout.micro_batch_size for plan in plans}) > 1) == (Axis.MICRO_BATCH not in axes)
+
+
+@pytest.mark.parametrize("feature", ["cp_comm_by_layer", "no_rope_pattern", "window_by_layer"])
+def test_a_value_for_each_layer_keeps_the_number_of_layers(feature: str) -> None:
+    search = parse_config({"search": {"scaling": {"tolerance": 0.1}}}, where="q.yaml").search
+    for features, is_scaled in (((), True), ((feature,), False)):
+        job = make_job(layout=LAYOUT, features=features)
+        space = build_space(job, nodes=make_nodes(4), search=search, run="r", seed=0)
+        assert (len(space.shapes) > 1) == is_scaled
+    assert space.locked == {Axis.SCALING: feature}

@@ -207,7 +207,12 @@ def test_nothing_is_cropped_where_that_is_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("features", "crop", "word"),
-    [(("moe",), 2, "moe keeps the number of layers"), ((), 4, "the largest stage has 4 layers")],
+    [
+        (("moe",), 2, "moe keeps the number of layers"),
+        (("cp_comm_by_layer",), 2, "cp_comm_by_layer keeps the number of layers"),
+        (("no_rope_pattern",), 2, "no_rope_pattern keeps the number of layers"),
+        ((), 4, "the largest stage has 4 layers"),
+    ],
 )
 def test_what_was_asked_for_in_vain_is_said(
     tmp_path: Path, features: tuple[str, ...], crop: int, word: str

@@ -9,10 +9,15 @@ _LAYERS = "the plan replaces only a layer's four dense linear layers"
 _OTHER_LINEARS = "it needs Megatron's own linear layers"
 _FP8 = "the plan's linear layers have no scaling factors"
 _GRAPHS = "a graph cannot contain point-to-point messages"
+_MATRICES = "its updates of whole matrices were not tried with the plan's shards"
 
 
 def _is_above_one(value: Any) -> bool:
     return isinstance(value, int) and value > 1
+
+
+def _is_emerging(value: Any) -> bool:
+    return value not in ("adam", "sgd")
 
 
 def _is_graphed(value: Any) -> bool:
@@ -44,6 +49,7 @@ REFUSED = (
     Refused("cpu_offloading", _OTHER_LINEARS),
     Refused("fine_grained_activation_offloading", _OTHER_LINEARS),
     Refused("gtp_weight_remat_size", _OTHER_LINEARS, is_on=_is_above_one),
+    Refused("optimizer", _MATRICES, is_on=_is_emerging),
 )
 
 

@@ -15,13 +15,18 @@ _OTHER_SHARDING = (
     "cpu_offload",
     "precision_aware_optimizer",
     "fp8_param_gather",
+    "emerging_optimizer",
 )
+
+# What the name of a feature does not say.
+_WORDS = {"emerging_optimizer": "Megatron shards its state by whole layers"}
 
 
 def sharding_feature(features: Iterable[str]) -> str | None:
-    """The feature of a command that needs its own value, on or off; None where that is free."""
+    """The feature of a command that needs its own value, on or off, in words; None where that is free."""
     present = set(features)
-    return next((name for name in _OTHER_SHARDING if name in present), None)
+    name = next((name for name in _OTHER_SHARDING if name in present), None)
+    return f"{name}: {_WORDS[name]}" if name in _WORDS else name
 
 
 def _offers(context: KnobContext) -> list[bool]:
@@ -45,13 +50,14 @@ DISTRIBUTED_OPTIMIZER = LayoutKnob(
     axis=Axis.DEGREES,
     change_class="B",
     rule="more than one copy; kept with overlap_param_gather, FSDP, several optimizer instances, offloading "
-    "of activations, the precision-aware optimizer or gathers in FP8 (megatron/training/arguments.py)",
+    "of activations, the precision-aware optimizer, gathers in FP8, or an optimizer other than adam and sgd "
+    "(megatron/training/arguments.py)",
     flag="--use-distributed-optimizer",
     default="stock",
     framework=MEGATRON.framework,
     offers=_offers,
     fault=_fault,
     kept=_kept,
-    read_back=lambda live: bool(live.optimizer.use_distributed_optimizer),
+    read_back=lambda live: live.shards_layers or bool(live.optimizer.use_distributed_optimizer),
     applies=has_copies,
 )

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import STOCK
-from quartet_plugin.space.features import Axis
+from quartet_plugin.space.features import PARTS_KEPT, Axis
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault
 
 AS_LAYERS, WHOLE = 0, 1
@@ -52,6 +52,9 @@ def _fault(value: Value, context: KnobContext) -> str | None:
 def _kept(rules: KnobRules) -> str | None:
     if "moe" not in rules.job.features:
         return "the model has no experts"
+    kept = next((PARTS_KEPT[name] for name in rules.job.features if name in PARTS_KEPT), None)
+    if kept is not None:
+        return kept
     known = (None, AS_LAYERS, WHOLE)
     other = rules.job.setting(NAME) not in known
     return "the command has a size of its own" if other else None
@@ -76,7 +79,8 @@ EXPERT_TENSOR_PARALLEL = SettingKnob(
     axis=Axis.OPTIONS,
     change_class="B",
     rule="TP above 1, and 0 where EP divides DP x CP (megatron/core/parallel_state.py); 1 with linear biases "
-    "(megatron/core/transformer/transformer_config.py)",
+    "(megatron/core/transformer/transformer_config.py); kept with blockwise Muon or SOAP "
+    "(megatron/core/optimizer/emerging_optimizers.py)",
     flag="--expert-tensor-parallel-size",
     destination="expert_tensor_parallel_size",
     unset=AS_LAYERS,

@@ -164,6 +164,7 @@ class LiveJob:
     holds; `optimizer` decides how gradients and parameters are shared, Megatron's DDP configuration or
     DeepSpeed's engine. `tensor_partition` is the label of what cuts the layers, None where nothing tells.
     `offloads_optimizer`: the optimizer that was built steps on the host; None where it was not seen.
+    `shards_layers`: the copies of the model share the optimizer by whole layers.
     """
 
     degrees: Mapping[str, int]
@@ -171,6 +172,7 @@ class LiveJob:
     optimizer: Any = None
     tensor_partition: str | None = None
     offloads_optimizer: bool | None = None
+    shards_layers: bool = False
 
 
 def degree_of(name: str) -> Callable[[LiveJob], Value | None]:

@@ -2,7 +2,7 @@
 
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.space.features import STAGES_KEPT, Axis
+from quartet_plugin.space.features import PIPELINE_KEPT, STAGES_KEPT, Axis
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.knob import (
     KnobContext,
@@ -13,6 +13,9 @@ from quartet_plugin.space.knobs.knob import (
     kept_fault,
     never_kept,
 )
+
+# Features with which a command's degree is kept, and why.
+_KEPT = {**STAGES_KEPT, **PIPELINE_KEPT}
 
 
 def most_stages(shape: ModelShape) -> int:
@@ -38,12 +41,14 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     experts = context.rules.job.logged_expert_layers
     if experts and ranks > len(experts):
         return f"must be at most {len(experts)}: each device needs a layer with experts of logged losses"
+    if "bf16_end_layer" in context.rules.job.features and ranks > context.shape.num_layers:
+        return f"must be at most the {context.shape.num_layers} layers with a bf16 layer at an end"
     most = most_stages(context.shape)
     return f"must be at most {most} for {context.shape.num_layers} layers" if ranks > most else None
 
 
 def _keeps_stages(rules: KnobRules) -> str | None:
-    return next((STAGES_KEPT[name] for name in rules.job.features if name in STAGES_KEPT), None)
+    return next((_KEPT[name] for name in rules.job.features if name in _KEPT), None)
 
 
 PIPELINE_PARALLEL = LayoutKnob(
@@ -54,7 +59,8 @@ PIPELINE_PARALLEL = LayoutKnob(
     axis=Axis.DEGREES,
     change_class="A",
     rule="TP x CP x PP divides the processes (megatron/core/parallel_state.py); at most the layers with "
-    "experts of a hybrid model that logs their losses (megatron/training/training.py)",
+    "experts of a hybrid model that logs their losses (megatron/training/training.py); kept with several "
+    "bf16 layers at an end of an FP8 model (megatron/core/transformer/transformer_config.py)",
     flag="--pipeline-model-parallel-size",
     offers=_offers,
     fault=_fault,

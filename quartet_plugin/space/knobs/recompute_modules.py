@@ -27,11 +27,15 @@ class _ModulesKnob(SettingKnob):
     """A setting that is a set of names, which Megatron's flag takes as words."""
 
     def read(self, args: Namespace) -> Value | None:
-        """The set in Megatron's arguments; None where this release does not have it, or other names."""
+        """The set in Megatron's arguments; None where this release does not have it, or other names.
+
+        --moe-layer-recompute adds the module `moe` (megatron/core/transformer/transformer_config.py).
+        """
         if not hasattr(args, self.destination):
             return None
         value = getattr(args, self.destination)
-        return self.unset if value is None else modules_text(value)
+        modules = [CORE_ATTENTION] if value is None else [*value]
+        return modules_text([*modules, *(["moe"] if getattr(args, "moe_layer_recompute", False) else [])])
 
     def write(self, value: Value) -> Any:
         """The names as a list."""

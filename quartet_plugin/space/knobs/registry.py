@@ -5,7 +5,11 @@ from argparse import Namespace
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.hierarchical_context import SIZES, sizes_text
 from quartet_plugin.model.layout import Setting
-from quartet_plugin.model.megatron_arguments import value_in_words
+from quartet_plugin.model.megatron_arguments import (
+    LINEAR_ATTENTION_HEADS,
+    linear_attention_heads_of,
+    value_in_words,
+)
 from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
 from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE
 from quartet_plugin.space.knobs.cuda_graph_modules import CUDA_GRAPH_MODULES
@@ -94,10 +98,12 @@ def knobs_read_back(live: LiveJob, *, framework: str) -> dict[str, Value]:
 def settings_of(args: Namespace) -> list[Setting]:
     """The values of the settings that a plan can change, as Megatron's arguments have them.
 
-    With the sizes of hierarchical context parallelism, which a value of one of them needs.
+    With two facts that rules need: the sizes of hierarchical context parallelism, and the heads of linear
+    attention.
     """
     values = {knob.name: knob.read(args) for knob in SETTINGS}
     values[SIZES] = sizes_text(getattr(args, SIZES, None))
+    values[LINEAR_ATTENTION_HEADS] = linear_attention_heads_of(args)
     return [Setting(name=name, value=value) for name, value in values.items() if value is not None]
 
 

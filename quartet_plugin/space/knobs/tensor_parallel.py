@@ -2,12 +2,15 @@
 
 from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.job_description import Experts
+from quartet_plugin.model.megatron_arguments import LINEAR_ATTENTION_HEADS
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.space.features import TOKENS_KEPT, Axis
+from quartet_plugin.space.features import PARTS_KEPT, TOKENS_KEPT, Axis
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.expert_tensor_parallel import BIASES_FAULT, shares_biased_experts
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
 
+# Features with which TP is kept, and why.
+_KEPT = {**TOKENS_KEPT, **PARTS_KEPT}
 # Sizes of FP8 products are multiples of it.
 FP8_MULTIPLE = 16
 
@@ -52,6 +55,9 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     groups = context.shape.num_query_groups
     if groups % size and size % groups:
         return f"must divide the {groups} query groups, or be a multiple of them"
+    heads, shared = context.rules.job.setting(LINEAR_ATTENTION_HEADS), context.layout.context_parallel
+    if size != command and isinstance(heads, int) and heads % (size * shared):
+        return f"times CP {shared} must divide the {heads} heads of linear attention"
     sizes = sizes_to_divide(context.shape, context.rules.job.experts).items()
     undivided = next((f"must divide the {number} {words}" for words, number in sizes if number % size), None)
     if undivided is None and context.rules.is_planned:
@@ -80,7 +86,7 @@ def _kept(rules: KnobRules) -> str | None:
     if not capabilities(rules.job.framework).changes_tensor_parallel:
         return "the framework's pipelines keep the script's tensor parallelism"
     # A plan that nothing launches has the size to keep in its search (`planner.kept_axes`).
-    kept = next((TOKENS_KEPT[name] for name in rules.job.features if name in TOKENS_KEPT), None)
+    kept = next((_KEPT[name] for name in rules.job.features if name in _KEPT), None)
     if kept is not None and not rules.is_planned:
         return kept
     # Experts that no plan describes may not divide.
@@ -95,7 +101,9 @@ TENSOR_PARALLEL = LayoutKnob(
     axis=Axis.DEGREES,
     change_class="B",
     rule="divides heads, FFNs, vocabulary and a node's devices, and query groups or is a multiple of them; "
-    "1 with linear biases of experts, unless ETP is 1 (megatron/core/transformer/transformer_config.py)",
+    "1 with linear biases of experts, unless ETP is 1; times CP divides the heads of gated delta nets "
+    "(megatron/core/transformer/transformer_config.py); kept with a sinkhorn router, blockwise Muon or SOAP "
+    "(megatron/core/optimizer/emerging_optimizers.py)",
     flag="--tensor-model-parallel-size",
     offers=_offers,
     fault=_fault,

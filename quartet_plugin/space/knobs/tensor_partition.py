@@ -34,6 +34,7 @@ REFUSED_FEATURES = {
     "fsdp": "parameters are sharded over devices",
     "torch_fsdp": "parameters are sharded over devices",
     "weight_shards": "parameters are sharded over devices",
+    "emerging_optimizer": "Muon and SOAP update whole matrices, and Lion was not tried",
 }
 
 
@@ -130,7 +131,8 @@ TENSOR_PARTITION = PartitionKnob(
     axis=Axis.DEGREES,
     change_class="B",
     rule="TP above 1, of a grid q x q (times outer), divides heads, groups and sequences, q hidden size and "
-    "FFN; no experts, latent attention, FP8, CUDA graphs, TP overlap or CP (docs/partitions.md)",
+    "FFN; no experts, latent attention, FP8, CUDA graphs, TP overlap, CP, Muon, SOAP or Lion "
+    "(docs/partitions.md)",
     default="stock",
     offers=_offers,
     fault=_fault,

@@ -29,6 +29,8 @@ def _offers(context: KnobContext) -> list[int]:
 
 def _fault(value: Value, context: KnobContext) -> str | None:
     count, ranks = int(value), context.layout.pipeline_parallel
+    if count == 1 and "step_param_gather" in context.rules.job.features:
+        return "--overlap-param-gather-with-optimizer-step needs virtual stages in a pipeline"
     if count == 1 < ranks and "overlap_moe" in context.rules.job.features:
         return "overlap of expert communication needs virtual stages in a pipeline"
     if ranks == 1:
@@ -50,7 +52,8 @@ VIRTUAL_STAGES = LayoutKnob(
     change_class="A",
     rule="no stage but the first and the last is empty "
     "(megatron/core/transformer/pipeline_parallel_layer_layout.py); must be above 1 in a pipeline with "
-    "overlap of expert communication (megatron/core/transformer/transformer_config.py)",
+    "overlap of expert communication (megatron/core/transformer/transformer_config.py), and with a gather of "
+    "parameters in the optimizer's step (megatron/training/arguments.py)",
     flag="--num-virtual-stages-per-pipeline-rank",
     offers=_offers,
     fault=_fault,

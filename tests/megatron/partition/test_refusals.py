@@ -20,6 +20,7 @@ from quartet_plugin.megatron.partition.refusals import argument_refusal, config_
         ("context_parallel_size", 2, "--context-parallel-size"),
         ("mtp_num_layers", 1, "--mtp-num-layers"),
         ("use_megatron_fsdp", True, "--use-megatron-fsdp"),
+        ("optimizer", "muon", "--optimizer"),
     ],
 )
 def test_a_feature_is_refused_by_name(argument: str, value: Any, flag: str) -> None:
@@ -29,7 +30,9 @@ def test_a_feature_is_refused_by_name(argument: str, value: Any, flag: str) -> N
 
 
 def test_what_is_off_is_not_refused() -> None:
-    off = Namespace(num_experts=None, fp8=None, cuda_graph_impl="none", context_parallel_size=1)
+    off = Namespace(
+        num_experts=None, fp8=None, cuda_graph_impl="none", context_parallel_size=1, optimizer="adam"
+    )
     assert argument_refusal(off) is None
 
 

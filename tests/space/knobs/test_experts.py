@@ -124,3 +124,24 @@ def test_a_request_to_share_experts_with_biases_is_refused_with_the_rule() -> No
 def test_experts_without_biases_are_shared_as_layers() -> None:
     space = space_of(search={"expert_tensor_parallel": "stock"})
     assert {layout.tensor_parallel for layout in layouts(space)} > {1}
+
+
+def test_an_optimizer_that_updates_each_ranks_part_of_a_matrix_keeps_the_shares_of_experts() -> None:
+    features = ("emerging_optimizer", "muon_blockwise")
+    space = space_of(features=features, tensor_parallel=2, data_parallel=2, sequence_parallel=True)
+    assert {layout.tensor_parallel for layout in layouts(space)} == {2}
+    assert {layout.setting("expert_tensor_parallel") for layout in layouts(space)} == {None}
+    states = {row.knob.name: row.state for row in knob_rows(space)}
+    reason = "kept: blockwise Muon orthogonalizes each tensor-parallel rank's part of a matrix"
+    assert states["expert_tensor_parallel"] == reason
+    # It keeps neither the dispatcher nor the devices of the experts.
+    assert {layout.setting("moe_token_dispatcher") for layout in layouts(space)} == {None, "allgather"}
+    assert len({layout.expert_parallel for layout in layouts(space)}) > 1
+    with pytest.raises(ConfigError, match=r"expert_tensor_parallel: 1; must be the command.s own 0: "):
+        space_of(
+            features=features,
+            tensor_parallel=2,
+            data_parallel=2,
+            sequence_parallel=True,
+            search={"expert_tensor_parallel": [1]},
+        )
