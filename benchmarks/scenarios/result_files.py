@@ -32,6 +32,9 @@ SAME_SEARCHES = {
     # They differ in experts, context parallelism and forbidden plans. The job of unequal links has none.
     "1799f9755689": "de5dc6a02c0d",
 }
+# A commit, and a later one for which its searches over stock flags count too: plain TPE knows no prices, and
+# the spaces and launches of these jobs are the same.
+SAME_STOCK_SEARCHES = {"e16e1a7a88f4": "c7ae8ac8d15a"}
 TURNS = "turns.json"
 CHANGED = " with changes"
 OURS, STOCK, WITHOUT = "ours", "stock", "without"
