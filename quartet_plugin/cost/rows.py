@@ -118,6 +118,8 @@ _OF_SECTION = {
     "experts": "num_experts",
     "topk": "experts_per_token",
     "moe_ffn": "expert_ffn_hidden_size",
+    "shared_ffn": "shared_expert_ffn_hidden_size",
+    "dense_layers": "num_dense_layers",
 }
 # The other columns of published tables: results, labels, sources, and what a prediction does not read.
 IGNORED = frozenset({
@@ -173,6 +175,8 @@ def resolve_with_config(
         raise ConfigError("row: hf: must be the path of a config.json")
     section = model_section(Path(path) if folder is None else folder / path)
     columns = {name: section[key] for name, key in _OF_SECTION.items() if section.get(key) is not None}
+    # A file that names none of these has none, where a row's would be assumed.
+    columns = {"shared_ffn": 0, "dense_layers": 0, **columns}
     latent = section.get("latent_attention")
     if "experts" in columns:
         columns["arch"] = "moe" if latent is None else "moe-mla"
@@ -182,15 +186,8 @@ def resolve_with_config(
     run = replace(resolved.run, shape=replace(resolved.run.shape, tied_embeddings=section["tied_embeddings"]))
     resolved.assumed.pop("tied_embeddings", None)
     if run.experts is not None:
-        of_file: dict[str, int] = {}
-        if data.get("shared_ffn") is None:
-            of_file["shared_ffn_hidden_size"] = section.get("shared_expert_ffn_hidden_size", 0)
-        if data.get("dense_layers") is None:
-            of_file["num_dense_layers"] = section.get("num_dense_layers", 0)
-        experts = replace(run.experts, **of_file)
-        run = replace(run, experts=experts, latent=None if latent is None else LatentAttention(**latent))
-        for name in ("latent_attention", "shared_ffn"):
-            resolved.assumed.pop(name, None)
+        run = replace(run, latent=None if latent is None else LatentAttention(**latent))
+        resolved.assumed.pop("latent_attention", None)
     resolved.run = run
     if "seq_len" not in data:
         resolved.assumed["seq_len"] = columns["seq_len"]

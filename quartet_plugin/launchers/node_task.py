@@ -78,8 +78,8 @@ def set_node_variables(environment: MutableMapping[str, str], names: Sequence[st
 def run(argv: Sequence[str], *, started: Callable[["subprocess.Popen[bytes]"], None] | None = None) -> int:
     """Run the command to its end and kill what it leaves; its exit code, 128 and a signal's number.
 
-    TERMINATED_EXIT where it fails after a SIGTERM of this process, which it gets too. `started` gets the
-    process.
+    The command gets the signals of this process. Where it fails after a SIGTERM the code is TERMINATED_EXIT.
+    `started` is called with the command's process.
     """
     is_terminated = False
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

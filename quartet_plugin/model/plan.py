@@ -163,15 +163,19 @@ class MadeFor:
     latent_attention: LatentAttention | None = field(default=None, metadata=ADDED)
 
     @property
+    def described_model(self) -> "MadeFor | JobDescription":
+        """What says the model's precision, experts and latent attention: the job's file, else the run."""
+        return self if self.job is None else self.job
+
+    @property
     def peak_precision(self) -> Precision:
         """The format of the layers' products, bf16 where nothing says it."""
-        said = self.precision if self.job is None else self.job.precision
-        return said or "bf16"
+        return self.described_model.precision or "bf16"
 
     def model_flops_per_sequence(self, shape: ModelShape) -> int:
-        """Forward and backward FLOPs of a sequence in the job's model, in `shape`; without recomputation."""
-        said = self if self.job is None else self.job
-        return model_flops_per_sequence(shape, experts=said.experts, latent_attention=said.latent_attention)
+        """FLOPs of the forward and backward of a sequence in a model of `shape`, without recomputation."""
+        model = self.described_model
+        return model_flops_per_sequence(shape, experts=model.experts, latent_attention=model.latent_attention)
 
     def differences(self, here: Values[str, Any]) -> dict[str, Any]:
         """The values of this plan that differ from those of `here`, by name.

@@ -130,8 +130,7 @@ def throughput_of(plan: Plan, iteration_s: float, *, shape: ModelShape | None = 
 
     The peak is that of the device that the nodes name, in bf16 where nothing says the precision.
     """
-    made_for = plan.made_for
-    model = made_for if made_for.job is None else made_for.job
+    made_for, model = plan.made_for, plan.made_for.described_model
     return throughput(
         iteration_s,
         shape=shape or plan.shape,

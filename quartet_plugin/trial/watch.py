@@ -297,9 +297,10 @@ class AttemptMonitor:
                 self._wait(end - self.clock(), until=partial(_has_ended, rank))
 
     def _kill_rest(self) -> None:
-        """Kill what is left, on the nodes first: an engine's driver here may be what ends or cancels there.
+        """Kill the attempt's processes on the nodes, then those on this machine.
 
-        Then once more, where a launcher here was killed: it may just have started something.
+        An engine's driver on this machine may be what ends or cancels the processes on the nodes. Where this
+        kills a launcher, the nodes are ended once more: it may have started something in the meantime.
         """
         try:
             self._end_on_nodes()
@@ -313,9 +314,9 @@ class AttemptMonitor:
             self._left_on_nodes = self.handle.end_on_nodes()
 
     def _reap_rest(self) -> bool:
-        """Until two looks show nothing: a process may start another one while it is being ended.
+        """Kill the attempt's processes on this machine until two looks show none; whether there were any.
 
-        Whether there was something.
+        A process may start another one while it is being ended.
         """
         end = self.clock() + _KILL_S
         grace_s, was_left = _KILL_GRACE_S, False

@@ -32,10 +32,12 @@ def accept_as_before(folder: RunFolder) -> tuple[str, ...]:
     They inherit it from this process. Returns the functions; none where the user has said what is accepted.
     Raises StorageError.
     """
-    functions = accepted_before(folder)
-    if not functions or ACCEPT_CHANGED_SOURCE in os.environ:
+    # Before the event log, which a worker would read anew for each trial.
+    if ACCEPT_CHANGED_SOURCE in os.environ:
         return ()
-    os.environ[ACCEPT_CHANGED_SOURCE] = accepted_text(functions)
+    functions = accepted_before(folder)
+    if functions:
+        os.environ[ACCEPT_CHANGED_SOURCE] = accepted_text(functions)
     return functions
 
 

@@ -278,7 +278,7 @@ def with_launcher(
 
 
 def placement_of(config: TuneConfig, *, cwd: Path | None = None) -> Placement:
-    """The place where the run's trials start, with the site's files found from `cwd`. Raises ConfigError."""
+    """Where the run's trials start; relative paths of the site are below `cwd`. Raises ConfigError."""
     folder = cwd or Path()
     site = read_site(None if config.site is None else folder / config.site)
     return Placement(

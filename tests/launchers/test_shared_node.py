@@ -19,7 +19,7 @@ SLEEP = [sys.executable, "-c", "import time; print('began', flush=True); time.sl
 
 
 def request_of(
-    folder: Path, argv: list[str], *, num_nodes: int = 1, env: dict[str, str] | None = None
+    folder: Path, argv: list[str], *, num_nodes: int = 1, env: dict[str, str] | None = None, **options: Any
 ) -> SharedFolder:
     """What the launcher writes."""
     shared = SharedFolder(folder / "stdout.log")
@@ -30,6 +30,7 @@ def request_of(
         num_nodes=num_nodes,
         index_variables=("INDEX",) if num_nodes > 1 else (),
         names="host",
+        **options,
     )
     return shared
 
@@ -94,16 +95,8 @@ def test_what_the_site_sets_is_set_also_where_the_tuner_has_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    shared = SharedFolder(tmp_path / "stdout.log")
-    shared.write_request(
-        [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"],
-        env=dict(os.environ),
-        cwd=tmp_path,
-        num_nodes=1,
-        index_variables=(),
-        names="host",
-        of_the_site={"CUDA_VISIBLE_DEVICES": "0"},
-    )
+    argv = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+    shared = request_of(tmp_path, argv, env=dict(os.environ), of_the_site={"CUDA_VISIBLE_DEVICES": "0"})
     assert node(shared, CUDA_VISIBLE_DEVICES="1,2").communicate(timeout=30)[0] == "0\n"
 
 
@@ -112,16 +105,8 @@ def test_variables_of_another_engine_stay_as_on_the_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_the_node: tuple[str, ...], seen: str
 ) -> None:
     monkeypatch.setenv("FLUX_JOB_ID", "the tuner's")
-    shared = SharedFolder(tmp_path / "stdout.log")
-    shared.write_request(
-        [sys.executable, "-c", "import os; print(os.environ['FLUX_JOB_ID'])"],
-        env=dict(os.environ),
-        cwd=tmp_path,
-        num_nodes=1,
-        index_variables=(),
-        names="host",
-        of_the_node=of_the_node,
-    )
+    argv = [sys.executable, "-c", "import os; print(os.environ['FLUX_JOB_ID'])"]
+    shared = request_of(tmp_path, argv, env=dict(os.environ), of_the_node=of_the_node)
     printed, _ = node(shared, FLUX_JOB_ID="the node's").communicate(timeout=30)
     assert printed == f"{seen}\n"
 

@@ -177,49 +177,44 @@ def test_a_lost_node_is_named_and_no_plan_is_to_blame(
         cluster.await_up()
 
 
-@pytest.mark.usefixtures("outside_of_jobs")
-def test_a_cancelled_job_is_queued_again(
-    cluster: SlurmCluster, tmp_path: Path, request_of: Callable[..., TrialRequest]
-) -> None:
-    running = Running(request_of(), in_jobs())
+def first_of_two(running: Running, folder: Path, *words: str, cluster: SlurmCluster) -> dict[str, Any]:
+    """The result of the first attempt, which the command of Slurm ends; the second is measured."""
     running.await_ranks()
-    cluster.run("scancel", "--user=root")
+    cluster.run(*words)
     running.await_ranks(attempt=2)
-    go(tmp_path)
+    go(folder)
     assert running.result.outcome is Outcome.OK
-    first = json.loads((running.folder / "attempt-1" / "result.json").read_text())
+    result: dict[str, Any] = json.loads((running.folder / "attempt-1" / "result.json").read_text())
+    return result
+
+
+@pytest.mark.usefixtures("outside_of_jobs")
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        pytest.param(("scancel", "--user=root"), "Slurm has ended the job: CANCELLED", id="cancelled"),
+        pytest.param(
+            ("srun", "--partition=urgent", "--nodes=4", "--exclusive", "sleep", "3"),
+            "Slurm has ended the job: PREEMPTED",
+            id="preempted",
+        ),
+        # Before it preempts with a grace time Slurm sends the steps, not the job's script, a first SIGTERM
+        # (slurm.conf(5), GraceTime).
+        pytest.param(
+            ("scancel", "--signal=TERM", "--user=root"), "the job's processes got a SIGTERM", id="grace time"
+        ),
+    ],
+)
+def test_a_job_that_is_ended_by_others_is_queued_again(
+    words: tuple[str, ...],
+    reason: str,
+    cluster: SlurmCluster,
+    tmp_path: Path,
+    request_of: Callable[..., TrialRequest],
+) -> None:
+    first = first_of_two(Running(request_of(), in_jobs()), tmp_path, *words, cluster=cluster)
     assert first["outcome"] == "INFRA"
-    assert first["reason"].startswith("Slurm has ended the job: CANCELLED")
-
-
-@pytest.mark.usefixtures("outside_of_jobs")
-def test_a_preempted_job_is_queued_again(
-    cluster: SlurmCluster, tmp_path: Path, request_of: Callable[..., TrialRequest]
-) -> None:
-    running = Running(request_of(), in_jobs())
-    running.await_ranks()
-    cluster.run("srun", "--partition=urgent", "--nodes=4", "--exclusive", "sleep", "3")
-    running.await_ranks(attempt=2)
-    go(tmp_path)
-    assert running.result.outcome is Outcome.OK
-    first = json.loads((running.folder / "attempt-1" / "result.json").read_text())
-    assert first["reason"].startswith("Slurm has ended the job: PREEMPTED")
-
-
-@pytest.mark.usefixtures("outside_of_jobs")
-def test_a_job_in_the_grace_time_of_a_preemption_is_queued_again(
-    cluster: SlurmCluster, tmp_path: Path, request_of: Callable[..., TrialRequest]
-) -> None:
-    """Its steps get the first SIGTERM, its script does not (slurm.conf(5), GraceTime): as by this scancel."""
-    running = Running(request_of(), in_jobs())
-    running.await_ranks()
-    cluster.run("scancel", "--signal=TERM", "--user=root")
-    running.await_ranks(attempt=2)
-    go(tmp_path)
-    assert running.result.outcome is Outcome.OK
-    first = json.loads((running.folder / "attempt-1" / "result.json").read_text())
-    assert first["outcome"] == "INFRA"
-    assert "the job's processes got a SIGTERM" in first["reason"]
+    assert first["reason"].startswith(reason)
 
 
 @pytest.mark.usefixtures("outside_of_jobs")
@@ -229,11 +224,7 @@ def test_a_suspended_job_is_queued_again(
     running = Running(request_of(timeouts=HASTY), in_jobs())
     running.await_ranks()
     job = cluster.run("squeue", "-h", "-o", "%i", "--user=root")
-    cluster.run("scontrol", "suspend", job)
-    running.await_ranks(attempt=2)
-    go(tmp_path)
-    assert running.result.outcome is Outcome.OK
-    first = json.loads((running.folder / "attempt-1" / "result.json").read_text())
+    first = first_of_two(running, tmp_path, "scontrol", "suspend", job, cluster=cluster)
     assert "Slurm has stopped the job: SUSPENDED" in first["reason"]
 
 

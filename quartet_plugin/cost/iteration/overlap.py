@@ -22,7 +22,7 @@ from quartet_plugin.cost.iteration.step import (
     transfers_s,
 )
 from quartet_plugin.cost.iteration.terms import StageParts, stage_parts, with_repeated
-from quartet_plugin.cost.memory import weights_of_stages
+from quartet_plugin.cost.memory import Weights, weights_of_stages
 from quartet_plugin.cost.run import Overlap, TrainingRun
 from quartet_plugin.cost.times import Times
 
@@ -36,6 +36,8 @@ def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
     sums = [Times.sum_of(part.values()) for part in parts]
     rank = busiest_rank(run, [stage.total_s for stage in sums])
     stages, count = list(stages_of_devices(run)[rank]), run.num_microbatches
+    weights = weights_of_stages(run)
+    held = held_weights(run, fullest_rank(run, weights), weights)
     layers = count * held_layers(run, rank)
     routed = count * held_expert_layers(run, rank)
     forward_s = sum(sums[k].forward_s for k in stages)
@@ -50,8 +52,8 @@ def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
             else routed * _exchange_s(run, constants)
         ),
         "pp_comm_s": 0.0 if blocks_on_sends(run) else count * sent,
-        "fsdp_comm_s": count * _sharded_s(run, constants, forward_s=forward_s, backward_s=backward_s),
-        "dp_comm_s": _gradients_s(run, constants, forward_s=forward_s, backward_s=backward_s),
+        "fsdp_comm_s": count * _sharded_s(run, constants, held, forward_s=forward_s, backward_s=backward_s),
+        "dp_comm_s": _gradients_s(run, constants, held, forward_s=forward_s, backward_s=backward_s),
     }
     return {name: seconds for name, seconds in hidden.items() if seconds > 0.0}
 
@@ -95,8 +97,9 @@ def _context_s(run: TrainingRun, constants: Constants) -> float:
     return alone - exposed
 
 
-def _sharded_s(run: TrainingRun, constants: Constants, *, forward_s: float, backward_s: float) -> float:
-    held = held_weights(run, fullest_rank(run, weights_of_stages(run)))
+def _sharded_s(
+    run: TrainingRun, constants: Constants, held: Weights, *, forward_s: float, backward_s: float
+) -> float:
     alone, exposed = (
         communication.sharded_parameters_s(
             run,
@@ -110,8 +113,9 @@ def _sharded_s(run: TrainingRun, constants: Constants, *, forward_s: float, back
     return alone - exposed
 
 
-def _gradients_s(run: TrainingRun, constants: Constants, *, forward_s: float, backward_s: float) -> float:
-    held = held_weights(run, fullest_rank(run, weights_of_stages(run)))
+def _gradients_s(
+    run: TrainingRun, constants: Constants, held: Weights, *, forward_s: float, backward_s: float
+) -> float:
     alone, exposed = (
         communication.data_parallel_s(
             run,

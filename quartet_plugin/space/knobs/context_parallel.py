@@ -2,7 +2,15 @@
 
 from quartet_plugin.space.features import TOKENS_KEPT, Axis, batching_features, objective_axes
 from quartet_plugin.space.knobs.divisors import divisors
-from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
+from quartet_plugin.space.knobs.knob import (
+    KnobContext,
+    KnobRules,
+    LayoutKnob,
+    Value,
+    degree_of,
+    kept_fault,
+    reason_among,
+)
 
 # Features with which trials keep it.
 _KEPT = {
@@ -42,7 +50,7 @@ def _kept(rules: KnobRules) -> str | None:
     """Why trials keep the command's size; a plan that nothing launches has any."""
     if rules.is_planned:
         return None
-    if reason := next((TOKENS_KEPT[name] for name in rules.job.features if name in TOKENS_KEPT), None):
+    if reason := reason_among(TOKENS_KEPT, rules):
         return reason
     if not rules.job.shares_sequences:
         return "trials keep it, since its attention needs Transformer Engine; `quartet plan` varies it"

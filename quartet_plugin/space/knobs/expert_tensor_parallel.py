@@ -6,7 +6,14 @@ from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import STOCK
 from quartet_plugin.space.features import PARTS_KEPT, Axis
-from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault
+from quartet_plugin.space.knobs.knob import (
+    KnobContext,
+    KnobRules,
+    SettingKnob,
+    Value,
+    kept_fault,
+    reason_among,
+)
 
 AS_LAYERS, WHOLE = 0, 1
 NAME = "expert_tensor_parallel"
@@ -52,7 +59,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
 def _kept(rules: KnobRules) -> str | None:
     if "moe" not in rules.job.features:
         return "the model has no experts"
-    kept = next((PARTS_KEPT[name] for name in rules.job.features if name in PARTS_KEPT), None)
+    kept = reason_among(PARTS_KEPT, rules)
     if kept is not None:
         return kept
     known = (None, AS_LAYERS, WHOLE)

@@ -324,6 +324,11 @@ def kept_fault(value: Value, command: Value, reason: str | None) -> str | None:
     return f"must be the command's own {words}: {reason}"
 
 
+def reason_among(reasons: Mapping[str, str], rules: KnobRules) -> str | None:
+    """The reason of the job's first feature that has one in `reasons`; None without such a feature."""
+    return next((reasons[name] for name in rules.job.features if name in reasons), None)
+
+
 def off_and_on(context: KnobContext) -> tuple[bool, ...]:
     """The values of a switch."""
     return (False, True)

@@ -10,6 +10,7 @@ from quartet_plugin.space.knobs.knob import (
     has_copies,
     kept_fault,
     off_and_on,
+    reason_among,
 )
 
 NAME = "overlap_param_gather"
@@ -28,7 +29,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
 
 
 def _kept(rules: KnobRules) -> str | None:
-    return next((_KEPT[name] for name in rules.job.features if name in _KEPT), None)
+    return reason_among(_KEPT, rules)
 
 
 OVERLAP_PARAM_GATHER = SettingKnob(

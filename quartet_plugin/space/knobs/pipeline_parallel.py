@@ -12,6 +12,7 @@ from quartet_plugin.space.knobs.knob import (
     degree_of,
     kept_fault,
     never_kept,
+    reason_among,
 )
 
 # Features with which a command's degree is kept, and why.
@@ -48,7 +49,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
 
 
 def _keeps_stages(rules: KnobRules) -> str | None:
-    return next((_KEPT[name] for name in rules.job.features if name in _KEPT), None)
+    return reason_among(_KEPT, rules)
 
 
 PIPELINE_PARALLEL = LayoutKnob(

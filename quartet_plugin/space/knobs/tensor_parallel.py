@@ -7,7 +7,15 @@ from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.features import PARTS_KEPT, TOKENS_KEPT, Axis
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.expert_tensor_parallel import BIASES_FAULT, shares_biased_experts
-from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
+from quartet_plugin.space.knobs.knob import (
+    KnobContext,
+    KnobRules,
+    LayoutKnob,
+    Value,
+    degree_of,
+    kept_fault,
+    reason_among,
+)
 
 # Features with which TP is kept, and why.
 _KEPT = {**TOKENS_KEPT, **PARTS_KEPT}
@@ -86,7 +94,7 @@ def _kept(rules: KnobRules) -> str | None:
     if not capabilities(rules.job.framework).changes_tensor_parallel:
         return "the framework's pipelines keep the script's tensor parallelism"
     # A plan that nothing launches has the size to keep in its search (`planner.kept_axes`).
-    kept = next((_KEPT[name] for name in rules.job.features if name in _KEPT), None)
+    kept = reason_among(_KEPT, rules)
     if kept is not None and not rules.is_planned:
         return kept
     # Experts that no plan describes may not divide.

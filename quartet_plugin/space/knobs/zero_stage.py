@@ -12,6 +12,7 @@ from quartet_plugin.space.knobs.knob import (
     Value,
     has_copies,
     kept_fault,
+    reason_among,
 )
 
 _CLIPS_OTHERWISE = "in fp32 DeepSpeed clips several stages by another norm with ZeRO 0 than with 1"
@@ -48,7 +49,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
 
 
 def _kept(rules: KnobRules) -> str | None:
-    return next((_KEPT[name] for name in rules.job.features if name in _KEPT), None)
+    return reason_among(_KEPT, rules)
 
 
 ZERO_STAGE = ZeroKnob(
