@@ -98,6 +98,7 @@ def change_configuration(session: Session, config: Any, *, on_cpu: bool) -> list
 
     Raises QuartetError.
     """
+    from quartet_plugin.bridge.fields import arguments_of
     from quartet_plugin.bridge.side_effects import strip_side_effects
 
     if on_cpu:
@@ -133,7 +134,8 @@ def change_configuration(session: Session, config: Any, *, on_cpu: bool) -> list
         if session.files is None:
             check_checkpoint(plan, config, experts=experts)
     if session.meter is not None:
-        session.meter.left_out(strip_side_effects(config))
+        as_written = arguments_of(config)
+        session.meter.left_out(strip_side_effects(config), as_written=as_written)
         callbacks.append(session.meter.callback())
     return callbacks
 

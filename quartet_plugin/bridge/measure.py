@@ -1,5 +1,6 @@
 """Measures the Bridge's training by its callbacks, and describes the job from its configuration."""
 
+from argparse import Namespace
 from typing import Any
 
 from quartet_plugin.bridge.fields import (
@@ -26,10 +27,11 @@ class BridgeMeter(StepMeter):
         super().__init__(files, neutralised=[], started_at=started_at)
         self._modules = ModuleCensus()
         self._context: Any = None
+        self._as_written = Namespace()
 
-    def left_out(self, names: list[str]) -> None:
-        """Name the fields that the trial changed in the user's configuration."""
-        self._neutralised = names
+    def left_out(self, names: list[str], *, as_written: Namespace) -> None:
+        """Name the fields that the trial changed in the configuration, `as_written` before that."""
+        self._neutralised, self._as_written = names, as_written
 
     def callback(self) -> Any:
         """A callback of the Bridge that measures every training step."""
@@ -79,7 +81,7 @@ class BridgeMeter(StepMeter):
         args.world_size = _world_size()
         job = describe_job(
             args,
-            as_written=args,
+            as_written=self._as_written,
             neutralised=self._neutralised,
             no_custom_schedules=NO_CUSTOM_SCHEDULES,
             known_flags=known_arguments(config),

@@ -173,7 +173,10 @@ def _check_features(
             "mapping: --replication of local checkpoints needs the launcher's order of ranks; omit it"
         )
     if values.get("inprocess_restart"):
-        raise PlanError("mapping: --inprocess-restart needs the launcher's order of ranks; omit it")
+        raise PlanError(
+            "mapping: --inprocess-restart (Megatron-Bridge: inprocess_restart.enabled) needs the launcher's "
+            "order of ranks; omit it, or use a plan with the stock order"
+        )
     if values.get("async_save") and values.get("use_persistent_ckpt_worker"):
         moved = [r for n, r in enumerate(assignment.rank_of) if r % size != processes[n].local_rank]
         if moved:

@@ -1,6 +1,7 @@
 """The entry of Megatron-Bridge: what `pretrain` is handed, and which commands come to it."""
 
 import os
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from quartet_plugin.bridge.entry import PRETRAIN, wrap
 from quartet_plugin.errors import SeamError
 from quartet_plugin.launchers.command import BRIDGE_MODULE, DEEPSPEED_MODULE, ENTRY_MODULE, parse_command
+from quartet_plugin.model.megatron_arguments import features_of
 from quartet_plugin.rank.entry_options import EntryCommand, EntryOptions
 from quartet_plugin.rank.rendezvous import RankEnv
 from quartet_plugin.rank.session import Session
@@ -57,15 +59,30 @@ def test_without_a_plan_and_a_trial_nothing_is_changed() -> None:
 
 @pytest.mark.parametrize("callbacks", [None, ["user's"]])
 def test_a_trial_adds_its_callback_behind_the_users(callbacks: list[str] | None) -> None:
-    meter = SimpleNamespace(callback=lambda: "meter", left_out=lambda _: None)
+    meter = SimpleNamespace(callback=lambda: "meter", left_out=lambda *_, **__: None)
     config = make_config()
     _, step, handed = wrapped(make_session(meter)).pretrain(config, "step", callbacks)
     assert (step, handed) == ("step", [*(callbacks or []), "meter"])
     assert config.checkpoint.save is None
 
 
+def test_a_trial_reports_what_it_leaves_out_as_the_user_wrote_it() -> None:
+    handed: list[Any] = []
+
+    def left_out(names: list[str], *, as_written: Namespace) -> None:
+        handed.extend((names, features_of(as_written)))
+
+    config = make_config(inprocess_restart=SimpleNamespace(enabled=True))
+    meter = SimpleNamespace(callback=lambda: "meter", left_out=left_out)
+    wrapped(make_session(meter)).pretrain(config, "step")
+    names, features = handed
+    assert "inprocess_restart" in names
+    assert config.inprocess_restart is None
+    assert features == ["inprocess_restart"]
+
+
 def test_a_manager_of_callbacks_stays_the_users() -> None:
-    meter = SimpleNamespace(callback=lambda: "meter", left_out=lambda _: None)
+    meter = SimpleNamespace(callback=lambda: "meter", left_out=lambda *_, **__: None)
     manager = Manager()
     module = wrapped(make_session(meter))
     assert module.pretrain(config=make_config(), forward_step_func="s", callbacks=manager)[2] is manager

@@ -108,6 +108,13 @@ def test_a_number_of_buckets_is_a_feature_by_another_name() -> None:
     assert features_of(arguments_of(make_config(ddp=buckets))) == ["ddp_num_buckets"]
 
 
+def test_an_in_process_restart_is_a_feature_where_its_section_is_enabled() -> None:
+    enabled, disabled = (SimpleNamespace(enabled=value) for value in (True, False))
+    assert features_of(arguments_of(make_config(inprocess_restart=enabled))) == ["inprocess_restart"]
+    for section in (disabled, None):
+        assert features_of(arguments_of(make_config(inprocess_restart=section))) == []
+
+
 def test_a_switch_that_its_flag_turns_off_is_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fields, "SETTINGS", (ROPE_FUSION,))
     config = make_config(make_model(apply_rope_fusion=False))

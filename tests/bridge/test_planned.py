@@ -1,6 +1,7 @@
 """Plans as values of a configuration."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from quartet_plugin.megatron.apply import check_fit
 from quartet_plugin.model.custom_schedule import CustomSchedule, StageProfile
 from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.tensor_partition import partition_from_label
+from quartet_plugin.rank.mapping import Process, assign
 from tests.bridge.configurations import make_config, make_model
 from tests.model.plans import LAYOUT, PLAN, plan_with
 
@@ -91,6 +93,16 @@ def test_a_custom_schedule_is_refused() -> None:
     plan = plan_with(schedule=ScheduleChoice(name="custom", custom=custom))
     with pytest.raises(PlanError, match="Megatron-Bridge runs Megatron's own schedules"):
         write_plan(plan, make_config())
+
+
+def test_a_mapping_is_refused_beside_an_in_process_restart() -> None:
+    processes = [
+        Process(host="node-a", group_rank=0, local_rank=rank, local_world_size=2) for rank in range(2)
+    ]
+    assert assign(PLAN, processes, args=arguments_of(make_config())).rank_of == (1, 0)
+    restarted = make_config(inprocess_restart=SimpleNamespace(enabled=True))
+    with pytest.raises(PlanError, match=r"inprocess_restart\.enabled\) needs the launcher"):
+        assign(PLAN, processes, args=arguments_of(restarted))
 
 
 def test_a_checkpoint_of_other_stages_must_be_reshardable() -> None:
