@@ -153,25 +153,6 @@ NATIVE_FILE = "native.sh"
 _GIVES_WORDS_ON = ("srun", "mpirun", "mpiexec", "accelerate")
 
 
-# What divides the layers otherwise than a layout does; Megatron refuses both together.
-_SPLIT_FLAGS = (
-    "--num-layers-per-virtual-pipeline-stage",
-    "--num-virtual-stages-per-pipeline-rank",
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-)
-_RECOMPUTE_FLAGS = (
-    "--recompute-granularity",
-    "--recompute-activations",
-    "--moe-layer-recompute",
-    "--recompute-method",
-    "--recompute-num-layers",
-    "--distribute-saved-activations",
-)
-
-
 def export(plan: "Plan") -> dict[str, Any]:
     """The flags to add to the user's command, and the flags to remove from it.
 
@@ -260,6 +241,7 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool | list[str]]:
     A plan that was made without a run also has those of its precision, experts and attention.
     """
     from quartet_plugin.launchers.job_flags import flags_of_job
+    from quartet_plugin.space.knobs.recompute_layers import RECOMPUTE_METHOD, RECOMPUTE_NUM_LAYERS, UNIFORM
 
     shape, layout = plan.shape, plan.layout
     flags: dict[str, str | int | bool | list[str]] = {
@@ -291,7 +273,7 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool | list[str]]:
     if layout.recompute not in ("none", stated) or _states_modules(layout):
         flags["--recompute-granularity"] = layout.recompute
         if layout.recompute == "full":
-            flags |= {"--recompute-method": "uniform", "--recompute-num-layers": 1}
+            flags |= {RECOMPUTE_METHOD.flag: UNIFORM, RECOMPUTE_NUM_LAYERS.flag: 1}
     if layout.tensor_parallel != baseline.tensor_parallel:
         # Megatron pads by the tensor-parallel size: without this it would be another model.
         flags["--padded-vocab-size"] = shape.vocab_size
@@ -328,8 +310,12 @@ def _states_modules(layout: "Layout") -> bool:
 
 def left_out(plan: "Plan") -> list[str]:
     """Flags of the user's command that are incompatible with the plan."""
+    from quartet_plugin.launchers.megatron_words import flag_of
+    from quartet_plugin.space.knobs.recompute import RECOMPUTE_ARGUMENTS
+    from quartet_plugin.space.knobs.split import SPLIT_ARGUMENTS
+
     baseline, layout = plan.made_for.baseline, plan.layout
-    flags = list(_SPLIT_FLAGS)
+    flags = [flag_of(name) for name in SPLIT_ARGUMENTS]
     if layout.pipeline_parallel == 1:
         flags.append("--pipeline-model-parallel-layout")
     if layout.pipeline_parallel == 2 and layout.virtual_stages > 1:
@@ -339,7 +325,7 @@ def left_out(plan: "Plan") -> list[str]:
     if plan.schedule.group is None and baseline.schedule.group is not None:
         flags.append("--microbatch-group-size-per-virtual-pipeline-stage")
     if layout.recompute != baseline.layout.recompute:
-        flags += [flag for flag in _RECOMPUTE_FLAGS if flag not in flags_of(plan)]
+        flags += [flag for flag in map(flag_of, RECOMPUTE_ARGUMENTS) if flag not in flags_of(plan)]
     elif _states_modules(layout):
         flags.append("--moe-layer-recompute")
     is_full = baseline.layout.recompute == layout.recompute == "full"

@@ -28,14 +28,15 @@ def scheduled_plan(path: Path, *, command: "Command", device: Device, skip: bool
     from quartet_plugin.cli.check import STEPS, keep_receipt, parity_gate
     from quartet_plugin.launchers.local import check_one_node
     from quartet_plugin.launchers.megatron_flags import flags_of
-    from quartet_plugin.model.megatron_arguments import NO_STEPPED_BATCH
+    from quartet_plugin.model.megatron_arguments import REFUSED_WITH_PLAN
     from quartet_plugin.model.plan import write_plan
     from quartet_plugin.space.written_schedules import read_written_schedule
 
     written = read_written_schedule(path)
     flags = flags_of(command)
     if flags.step_batch_size_schedule is not None:
-        raise PlanError(f"--step-batch-size-schedule cannot be used with a plan: {NO_STEPPED_BATCH}")
+        reason = REFUSED_WITH_PLAN["step_batch_size_schedule"]
+        raise PlanError(f"--step-batch-size-schedule cannot be used with a plan: {reason}; omit the flag")
     counts = flags.counts(num_processes=command.num_processes)
     check_counts(
         written,

@@ -14,6 +14,7 @@ from typing import Any
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.megatron_flags import flags_among
+from quartet_plugin.model.megatron_arguments import REFUSED_WITH_PLAN
 from quartet_plugin.model.shape import MAX_LAYERS
 
 # Destinations and defaults of the flags that are read; `NAMED` has the flags that are spelled otherwise.
@@ -149,8 +150,7 @@ NAMED = {
 _DESTS = {flag: dest for dest, flag in NAMED.items()}
 # What makes a job that the planner cannot describe.
 UNREADABLE = {
-    "yaml_cfg": "the model's sizes are not given by flags",
-    "use_checkpoint_args": "the model's sizes are not given by flags",
+    **REFUSED_WITH_PLAN,
     "heterogeneous_layers_config_path": "its layers are not all equal",
     "heterogeneous_layers_config_encoded_json": "its layers are not all equal",
     "hybrid_layer_pattern": "its layers are not all equal",
@@ -165,8 +165,6 @@ UNREADABLE = {
     "use_custom_fsdp": "the cost model does not support sharded parameters",
     "fp4": "the planner's precisions are bf16, fp16, fp8 and fp32",
     "cpu_offloading_num_layers": "the cost model does not support offloading",
-    "rampup_batch_size": "a plan is for one global batch size",
-    "step_batch_size_schedule": "a plan is for one global batch size",
     "perform_rl_step": "the cost model does not support reinforcement learning",
 }
 # Values that switch off what their flag is about.

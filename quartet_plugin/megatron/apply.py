@@ -18,7 +18,7 @@ from quartet_plugin.megatron.device_connections import set_connections
 from quartet_plugin.megatron.seams import Wrapper
 from quartet_plugin.megatron.support import tensor_partition_reason
 from quartet_plugin.model.megatron_arguments import (
-    NO_STEPPED_BATCH,
+    REFUSED_WITH_PLAN,
     hybrid_pattern,
     hybrid_pattern_of,
     layout_of,
@@ -38,28 +38,12 @@ from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
 from quartet_plugin.rank.session import print_notes
 from quartet_plugin.schedule.placement import loop
 from quartet_plugin.space.expert_stages import fault_of_plan
+from quartet_plugin.space.knobs.recompute import RECOMPUTE_ARGUMENTS
 from quartet_plugin.space.knobs.recompute_layers import RECOMPUTE_METHOD, RECOMPUTE_NUM_LAYERS
 from quartet_plugin.space.knobs.recompute_modules import RECOMPUTE_MODULES
 from quartet_plugin.space.knobs.registry import setting_knob
+from quartet_plugin.space.knobs.split import SPLIT_ARGUMENTS
 
-SPLIT_FLAGS = (
-    "pipeline_model_parallel_layout",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-# `recompute_modules` stay as the command has them: they do nothing but under selective recompute.
-_RECOMPUTE_FLAGS = (
-    "recompute_granularity",
-    "recompute_activations",
-    "moe_layer_recompute",
-    "recompute_method",
-    "recompute_num_layers",
-    "distribute_saved_activations",
-)
 # Sizes whose flag has their name; Megatron derives the last two from the first three where they are absent.
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 _DERIVED_SIZES = ("ffn_hidden_size", "kv_channels")
@@ -81,12 +65,6 @@ _FIXED_SHAPE = (
     "tied_embeddings",
     "position_embedding",
 )
-_REFUSED = {
-    "yaml_cfg": "the configuration is not given by flags",
-    "use_checkpoint_args": "the model's flags come from a checkpoint",
-    "step_batch_size_schedule": NO_STEPPED_BATCH,
-    "rampup_batch_size": "a plan is for one global batch size",
-}
 
 
 def apply_plan(
@@ -135,7 +113,7 @@ def apply_plan(
 
 def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> None:
     """Compare the plan with the user's flags. Raises PlanError with every difference of its `made_for`."""
-    for dest, reason in _REFUSED.items():
+    for dest, reason in REFUSED_WITH_PLAN.items():
         # A custom schedule is made for any number of microbatches.
         allowed = dest == "rampup_batch_size" and plan.schedule.custom is not None
         if getattr(user, dest, None) and not allowed:
@@ -249,7 +227,7 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
         else:
             values[dest] = planned
     if current.recompute != layout.recompute:
-        remove |= set(_RECOMPUTE_FLAGS)
+        remove |= set(RECOMPUTE_ARGUMENTS)
         if layout.recompute != "none":
             values["recompute_granularity"] = layout.recompute
         if layout.recompute == "full":
@@ -305,7 +283,7 @@ def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
     # Megatron asks the placement for the layers of a stage only where the command has a layout.
     has_layout = bool(hybrid_pattern(user) or getattr(user, "pipeline_model_parallel_layout", None))
     if not same_stages or _split_or_none(user) != plan.split or not (has_layout or _is_megatrons_order(plan)):
-        remove |= set(SPLIT_FLAGS)
+        remove |= {"pipeline_model_parallel_layout", *SPLIT_ARGUMENTS}
         if hybrid_pattern(user):
             if not getattr(user, "hybrid_layer_pattern", None):
                 raise PlanError(

@@ -58,12 +58,15 @@ FEATURES = {
     "saved_params": ("save_params_interval",),
 }
 
-# Why no plan goes with --step-batch-size-schedule, although a custom schedule runs with any batch: see
-# arguments.py and get_optimizer_param_scheduler in megatron/training of 0.18 and 0.19.
-NO_STEPPED_BATCH = (
-    "Megatron refuses --global-batch-size beside it and counts learning rates and data in batches of DP x "
-    "micro-batch, which a plan may change; omit the flag"
-)
+# Arguments that no plan goes with, each with the reason. A custom schedule runs with any batch, but for steps
+# of it see arguments.py and get_optimizer_param_scheduler in megatron/training of 0.18 and 0.19.
+REFUSED_WITH_PLAN = {
+    "yaml_cfg": "the configuration is not given by flags",
+    "use_checkpoint_args": "the model's flags come from a checkpoint",
+    "step_batch_size_schedule": "Megatron refuses --global-batch-size beside it and counts learning rates "
+    "and data in batches of DP x micro-batch, which a plan may change",
+    "rampup_batch_size": "a plan is for one global batch size",
+}
 
 # The losses of a router, which Megatron multiplies by `--moe-aux-loss-coeff` and logs.
 ROUTER_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")

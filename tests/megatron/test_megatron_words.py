@@ -86,6 +86,13 @@ def test_another_expression_is_refused(text: str) -> None:
         ),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp"),
         (["--fp4-format", "e2m1"], "--fp4-format"),
+        (["--yaml-cfg", "x.yaml"], "--yaml-cfg: the configuration is not given by flags; omit it"),
+        (["--use-checkpoint-args"], "--use-checkpoint-args: the model's flags come from a checkpoint; omit"),
+        (["--rampup-batch-size", "2", "2", "9"], "--rampup-batch-size: a plan is for one global batch size"),
+        (
+            ["--step-batch-size-schedule", "0:4,1K:8"],
+            "--step-batch-size-schedule: Megatron refuses --global-batch-size beside it",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_the_flags_name(words: list[str], says: str) -> None:

@@ -6,6 +6,16 @@ from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, kept_fault
 
 MODES = ("none", "selective", "full")
+# Megatron's arguments by which a command states what is recomputed: a plan with another mode leaves them out.
+# Not `recompute_modules`, which does nothing but under selective recompute.
+RECOMPUTE_ARGUMENTS = (
+    "recompute_granularity",
+    "recompute_activations",
+    "moe_layer_recompute",
+    "recompute_method",
+    "recompute_num_layers",
+    "distribute_saved_activations",
+)
 
 
 def _offers(context: KnobContext) -> tuple[str, ...]:
