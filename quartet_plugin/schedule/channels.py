@@ -5,7 +5,7 @@ together; a queue belongs to (device, peer, group) or to (device, group), as the
 the batch at the head of a queue is under way; in it, the first unfinished send to a peer meets the first
 unfinished receive that the peer's batch has for this device. Whether it is the same message NCCL does not
 check; this simulation does. gloo: a transfer is over when both ends have posted the same message; a wait
-blocks. What a process's use of the library adds stands in `conditions`.
+blocks. What a framework's process adds stands in `conditions`.
 
 The outcome does not depend on timing: transfers and actions only ever enable more, so running whatever can
 run, in any order, ends in the same place.
@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.schedule.action import Action, ActionKind
-from quartet_plugin.schedule.conditions import Condition, check_first_uses, under
+from quartet_plugin.schedule.conditions import Condition, under
 from quartet_plugin.schedule.instruction import (
     Compute,
     Instruction,
@@ -51,10 +51,7 @@ def check_program(program: Program, *, backend: Backend, conditions: Collection[
     another message than it was posted for; when an action runs before what it needs has arrived, a send
     before its producer, a buffer is used while another message holds it, or a transfer is never waited for.
     """
-    executed = under(program, conditions)
-    if Condition.LAZY in conditions:
-        check_first_uses(executed)
-    _ChannelState(executed, backend).finish()
+    _ChannelState(under(program, conditions), backend).finish()
 
 
 def check_for_every_backend(program: Program, *, conditions: Collection[Condition] = ()) -> None:

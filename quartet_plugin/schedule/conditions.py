@@ -1,8 +1,9 @@
-"""What a process's use of NCCL adds to the order of a program, written as a program.
+"""What a framework's process adds to the order of a program, written as a program.
 
-`Program.queues` says which transfers share a queue. Four more conditions decide whether a program ends:
-communicators that are made at their first transfer, groups with a bound device, receives that wait for a
-description, and code of the framework that synchronizes the device.
+`Program.queues` says which transfers share a queue. Two more conditions decide whether a program ends:
+receives that wait for a description, and code of the framework that synchronizes the device. The runtime
+excludes two others, communicators that are made at their first transfer and groups with a bound device
+(`runtime/process_groups.py`); tests/schedule/communicators.py has them.
 """
 
 from collections import defaultdict
@@ -11,82 +12,37 @@ from dataclasses import replace
 from enum import StrEnum
 from itertools import count
 
-from quartet_plugin.errors import PlanError
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.instruction import (
     Compute,
     Instruction,
     Post,
     Program,
-    QueueScope,
     Side,
     Transfer,
     TransferEnd,
     Wait,
 )
 
-_Channel = tuple[frozenset[int], int]  # two devices, group
-
 
 class Condition(StrEnum):
     """A condition under which a program runs; several may hold at once.
 
-    LAZY: the communicator of a pair and group is made at its first transfer, which blocks the host until the
-    peer comes to its own first transfer there. EAGER: the groups have a bound device, so a group has one
-    communicator, on which a device's transfers run one after the other, never as a batch. DESCRIBED: an
-    activation is received when it is needed, and sends are waited for at the end of the step. SYNCED: the
-    device waits for everything that was posted before every forward, as Megatron's timers do at level 2.
+    DESCRIBED: an activation is received when it is needed, and sends are waited for at the end of the step.
+    SYNCED: the device waits for everything that was posted before every forward, as Megatron's timers do at
+    level 2.
     """
 
-    LAZY = "lazy"
-    EAGER = "eager"
     DESCRIBED = "described"
     SYNCED = "synced"
 
 
 def under(program: Program, conditions: Collection[Condition]) -> Program:
-    """The program as it is executed under `conditions`; LAZY changes no instruction."""
+    """The program as it is executed under `conditions`."""
     for condition, change in _CHANGES:
         if condition in conditions:
             program = change(program)
     return program
-
-
-def check_first_uses(program: Program) -> None:
-    """Run the first uses of all communicators, each of which blocks the host until the peer is there.
-
-    Waits block the device and not the host, so first uses wait for first uses alone. Raises PlanError,
-    naming the pairs, where they wait for each other in a circle.
-    """
-    order = [_first_uses(row) for row in program.instructions]
-    position = [0] * program.num_devices
-    moved = True
-    while moved:
-        moved = False
-        for device, channels in enumerate(order):
-            while position[device] < len(channels):
-                channel = channels[position[device]]
-                (peer,) = channel[0] - {device}
-                if order[peer][position[peer] : position[peer] + 1] != [channel]:
-                    break
-                position[device] += 1
-                position[peer] += 1
-                moved = True
-    stuck = [
-        f"device {device} with {min(pair - {device})} in group {program.groups[group]}"
-        for device, channels in enumerate(order)
-        for pair, group in channels[position[device] : position[device] + 1]
-    ]
-    if stuck:
-        raise PlanError(
-            f"deadlock between first transfers: {'; '.join(stuck[:8])}; make communicators before the step"
-        )
-
-
-def _first_uses(row: tuple[Instruction, ...]) -> list[_Channel]:
-    """The pairs and groups of a device, by their first transfer."""
-    messages = (t.message for post in row if isinstance(post, Post) for t in post.transfers)
-    return list(dict.fromkeys((frozenset((m.source_device, m.target_device)), m.group) for m in messages))
 
 
 def _described(program: Program) -> Program:
@@ -172,26 +128,7 @@ def _synced_row(row: tuple[Instruction, ...]) -> list[Instruction]:
     return written
 
 
-def _eager(program: Program) -> Program:
-    """One queue a device and group, transfer after transfer."""
-    rows = tuple(tuple(_unbatched(row)) for row in program.instructions)
-    return replace(program, queues=QueueScope.DEVICE, instructions=rows)
-
-
-def _unbatched(row: tuple[Instruction, ...]) -> list[Instruction]:
-    return [
-        part
-        for instruction in row
-        for part in (
-            [Post(transfers=(transfer,)) for transfer in instruction.transfers]
-            if isinstance(instruction, Post)
-            else [instruction]
-        )
-    ]
-
-
 _CHANGES: tuple[tuple[Condition, Callable[[Program], Program]], ...] = (
     (Condition.DESCRIBED, _described),
     (Condition.SYNCED, _synced),
-    (Condition.EAGER, _eager),
 )

@@ -1,4 +1,4 @@
-"""Programs under the conditions that a process's use of NCCL adds: which of them deadlock, which never do."""
+"""Programs under the conditions that a framework's process adds: which of them deadlock, which never do."""
 
 from dataclasses import replace
 
@@ -11,22 +11,17 @@ from quartet_plugin.errors import PlanError
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.channels import Backend, check_for_every_backend, check_program
 from quartet_plugin.schedule.conditions import Condition, under
-from quartet_plugin.schedule.instruction import Post, Program, QueueScope, Side, Wait
+from quartet_plugin.schedule.instruction import Post, Program, Side, Wait
 from quartet_plugin.schedule.lowering import lower
 from quartet_plugin.schedule.named import NAMED, named
+from tests.schedule.communicators import blocked_first_uses, with_bound_devices
 from tests.schedule.pipelines import random_costs, random_placement, random_schedule
 from tests.schedule.test_lowering import make, predict, written
 
 SEEDS = st.integers(0, 100_000)
 EXECUTABLE = [name for name, spec in NAMED.items() if spec.copies == 1]
-# Every condition that Megatron's and DeepSpeed's processes meet; groups with a bound device are unbound.
-MET: tuple[tuple[Condition, ...], ...] = (
-    (Condition.LAZY,),
-    (Condition.SYNCED,),
-    (Condition.DESCRIBED,),
-    (Condition.DESCRIBED, Condition.LAZY),
-    (Condition.SYNCED, Condition.LAZY),
-)
+# Every condition that Megatron's and DeepSpeed's processes meet.
+MET: tuple[tuple[Condition, ...], ...] = ((), (Condition.SYNCED,), (Condition.DESCRIBED,))
 
 
 def check(program: Program, *conditions: Condition) -> None:
@@ -73,7 +68,9 @@ def make_timed(seed: int) -> Program:
 def test_no_program_deadlocks_under_the_conditions_that_processes_meet(
     seed: int, conditions: tuple[Condition, ...]
 ) -> None:
-    check_for_every_backend(make_timed(seed), conditions=conditions)
+    program = make_timed(seed)
+    assert not blocked_first_uses(under(program, conditions))
+    check_for_every_backend(program, conditions=conditions)
 
 
 @pytest.mark.parametrize("name", EXECUTABLE)
@@ -81,6 +78,7 @@ def test_no_named_schedule_deadlocks_under_the_conditions_that_processes_meet(na
     for num_devices in (2, 4):
         program = make_named(name, num_devices, seed=7)
         for conditions in MET:
+            assert not blocked_first_uses(under(program, conditions))
             check(program, *conditions)
 
 
@@ -103,8 +101,7 @@ def test_wrong_predictions_let_first_transfers_wait_in_a_circle(seed: int) -> No
     """Why communicators are made before the first step: the lowering assumes that no post blocks."""
     program = lower_by_wrong_times(seed)
     check(program)
-    with pytest.raises(PlanError, match="deadlock between first transfers: device "):
-        check(program, Condition.LAZY)
+    assert blocked_first_uses(program)
 
 
 def test_first_transfers_that_cross_are_named() -> None:
@@ -116,17 +113,17 @@ def test_first_transfers_that_cross_are_named() -> None:
         "[1SEND_B1] 1WAIT_SEND_B1",
         groups=(0, 1),
     )
-    check(program, Condition.LAZY)
+    check(program)
+    assert not blocked_first_uses(program)
     first, *rest = program.instructions[0]
     early = next(i for i in rest if str(i) == "[0RECV_B0]")
     crossed = (early, first, *(i for i in rest if i is not early))
     program = replace(program, instructions=(crossed, program.instructions[1]))
     check(program)
-    with pytest.raises(
-        PlanError,
-        match="transfers: device 0 with 1 in group backward; device 1 with 0 in group forward; make",
-    ):
-        check(program, Condition.LAZY)
+    assert blocked_first_uses(program) == [
+        "device 0 with 1 in group backward",
+        "device 1 with 0 in group forward",
+    ]
 
 
 @pytest.mark.parametrize("num_devices", [4, 8])
@@ -136,16 +133,11 @@ def test_a_loop_that_receives_at_need_deadlocks_with_one_communicator_a_group(
 ) -> None:
     """DeepSpeed binds the device: unbound groups alone let its first step end on three GPUs and more."""
     for seed in range(3):
-        program = make_named(name, num_devices, seed)
+        described = under(make_named(name, num_devices, seed), [Condition.DESCRIBED])
         with pytest.raises(PlanError, match="deadlock between transfers"):
-            check(program, Condition.DESCRIBED, Condition.EAGER)
-        check(program, Condition.DESCRIBED, Condition.LAZY)
-
-
-def test_eager_groups_have_one_queue_a_device_and_transfers_one_by_one() -> None:
-    executed = under(make(3, [0, 1, 0, 1])[2], [Condition.EAGER])
-    assert executed.queues is QueueScope.DEVICE
-    assert {len(i.transfers) for row in executed.instructions for i in row if isinstance(i, Post)} == {1}
+            check(with_bound_devices(described))
+        check(described)
+        assert not blocked_first_uses(described)
 
 
 @settings(deadline=None, max_examples=30)
