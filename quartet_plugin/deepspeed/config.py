@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.protocol.ds_config import SECTION, is_config_file, read_config
+from quartet_plugin.protocol.ds_config import SECTION, load_config
 
 # What DeepSpeed 0.19 clips at where a ds_config does not say.
 DEFAULT_CLIPPING = 1.0
@@ -30,15 +30,14 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def as_config(value: Any) -> dict[str, Any] | None:
-    """A config argument of `deepspeed.initialize` as a copied dictionary; None if no file or mapping.
+    """A config argument of `deepspeed.initialize` as a copied dictionary; None where it is none.
 
-    Raises ConfigError for a file that cannot be read.
+    It may be a mapping, a file's path or a text in base64. Raises ConfigError for a file that cannot be read,
+    and for a content that is no object.
     """
     if isinstance(value, Mapping):
         return copy.deepcopy(dict(value))
-    if isinstance(value, str | Path) and is_config_file(Path(value)):
-        return read_config(Path(value))
-    return None
+    return load_config(value) if isinstance(value, str | Path) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,10 +21,10 @@ from quartet_plugin.deepspeed.cpu import use_cpu
 from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.protocol.ds_config import (
     Settings,
-    config_file_of,
-    is_config_file,
+    config_argument,
+    config_label,
+    load_config,
     parse_settings,
-    read_config,
 )
 from quartet_plugin.rank.entry_options import EntryOptions, command_of_process, run_program
 from quartet_plugin.rank.rendezvous import RankEnv
@@ -77,15 +77,20 @@ def prepare(session: DeepSpeedSession) -> None:
     options = session.command.options
     session.open_trial()
     session.refuse_smaller_batch("DeepSpeed")
-    file = config_file_of(session.command.arguments)
-    if file is not None and is_config_file(file):
-        session.config = read_config(file)
-        session.settings = parse_settings(session.config, where=str(file))
+    _read_config(session)
     session.settings = _effective_settings(session.settings, options, in_trial=session.files is not None)
     _use_device(session)
     _install(session)
     if session.files is not None:
         session.files.move("init", 0)
+
+
+def _read_config(session: DeepSpeedSession) -> None:
+    """Read the ds_config that the command gives, as a file or in base64, with its section."""
+    argument = config_argument(session.command.arguments)
+    if argument is not None and (config := load_config(argument)) is not None:
+        session.config = config
+        session.settings = parse_settings(config, where=config_label(argument))
 
 
 def _effective_settings(settings: Settings, options: EntryOptions, *, in_trial: bool) -> Settings:

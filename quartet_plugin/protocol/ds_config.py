@@ -1,5 +1,6 @@
 """The ds_config of a DeepSpeed command, and its section `quartet`, which tuner and ranks read."""
 
+import base64
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ AUTO = "auto"
 FUNCTION = r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*:)?[A-Za-z_]\w*"
 _FLAGS = ("--deepspeed_config", "--deepspeed-config")
 _MAX_BYTES = 16 * 2**20
+_MAX_LABEL = 200
 
 
 class _PlanSection(Section):
@@ -76,22 +78,52 @@ def parse_settings(config: Mapping[str, Any], *, where: str = "ds_config") -> Se
     )
 
 
-def config_file_of(words: Sequence[str]) -> Path | None:
-    """The ds_config that a script's arguments name; None where they name none. The last one counts."""
-    path = None
+def config_argument(words: Sequence[str]) -> str | None:
+    """The last value of `--deepspeed_config` in a script's arguments; None where there is none."""
+    argument = None
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         flag, has_value, value = word.partition("=")
         if flag in _FLAGS:
-            text = value if has_value else following
-            path = Path(text) if text else None
-    return path
+            argument = (value if has_value else following) or None
+    return argument
 
 
-def is_config_file(path: Path) -> bool:
-    """Whether a file has this path; a ds_config in base64, which DeepSpeed takes too, may be too long."""
+def config_label(argument: str) -> str:
+    """The value of `--deepspeed_config` in a message: base64 may be long, or have line ends."""
+    is_short = len(argument) <= _MAX_LABEL and argument.isprintable()
+    return argument if is_short else shown(argument)
+
+
+def load_config(argument: str | Path, *, folder: Path = Path()) -> dict[str, Any] | None:
+    """The ds_config that DeepSpeed makes of a file's path, from `folder`, or of a text in base64.
+
+    None for a text that is neither. Raises ConfigError where the content is no object.
+    """
+    path = folder / argument
+    if _is_file(path):
+        return read_config(path)
+    text = str(argument)
+    content = _decoded(text)
+    if content is None:
+        return None
+    return _parse_config(content, where=f"{config_label(text)} (no such file, so read as base64)")
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a file has this path; a text in base64 may be too long for a path."""
     with suppress(OSError):
         return path.is_file()
     return False
+
+
+def _decoded(text: str) -> bytes | None:
+    """The bytes of a text in base64, decoded as DeepSpeed does; None where it has none, or none of UTF-8."""
+    try:
+        content = base64.urlsafe_b64decode(text)
+        content.decode("utf-8")
+    except ValueError:
+        return None
+    return content or None
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -99,19 +131,23 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises ConfigError where that is no object.
     """
-    content = read_bytes(path, max_bytes=_MAX_BYTES)
+    return _parse_config(read_bytes(path, max_bytes=_MAX_BYTES), where=str(path))
+
+
+def _parse_config(content: bytes, *, where: str) -> dict[str, Any]:
+    """The object in the bytes of a ds_config. Raises ConfigError, which begins with `where`."""
     try:
-        data = parse_json(content, where=path)
+        data = parse_json(content, where=where)
     except ConfigError as error:
         if not isinstance(error.__cause__, json.JSONDecodeError):
             raise
-        data = _parse_hjson(content, where=path, fault=error)
+        data = _parse_hjson(content, where=where, fault=error)
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a ds_config is a JSON object; this is a {type(data).__name__}")
+        raise ConfigError(f"{where}: a ds_config is a JSON object; this is a {type(data).__name__}")
     return data
 
 
-def _parse_hjson(content: bytes, *, where: Path, fault: ConfigError) -> Any:
+def _parse_hjson(content: bytes, *, where: str, fault: ConfigError) -> Any:
     """The value of a text as DeepSpeed reads it; `fault` is why it is not JSON.
 
     Raises ConfigError where hjson is not installed or refuses the text, or for a value that no JSON file may

@@ -1,5 +1,6 @@
 """What needs no processes: sections, layer lists, batch sizes, forms of values, deferred weight gradients."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from quartet_plugin.deepspeed.config import (
     zero_stage,
 )
 from quartet_plugin.deepspeed.describe import shape_of
-from quartet_plugin.deepspeed.entry import DeepSpeedSession, _settings_of_call
+from quartet_plugin.deepspeed.entry import DeepSpeedSession, _read_config, _settings_of_call
 from quartet_plugin.deepspeed.layers import layer_list
 from quartet_plugin.deepspeed.parity import part_name
 from quartet_plugin.deepspeed.planning import AgreedPlan, _of_schedule
@@ -166,8 +167,14 @@ def test_zero_that_is_merely_true_is_stage_1() -> None:
     assert unsharded["zero_optimization"]["stage"] == 0
 
 
-def test_a_text_that_is_no_path_is_no_ds_config() -> None:
-    """DeepSpeed takes a ds_config in base64, too."""
+def in_base64(config: dict[str, Any]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+
+
+def test_a_ds_config_may_be_given_in_base64() -> None:
+    """As DeepSpeed takes it; the plan that it named was dropped without a word."""
+    config = {"train_batch_size": 4, "quartet": {"plan": "section.json"}, "note": "long" * 2000}
+    assert as_config(in_base64(config)) == config
     assert as_config("e30" * 2000) is None
 
 
@@ -390,6 +397,21 @@ def test_a_schedule_leaves_the_global_batch_as_it_is(tmp_path: Path, batch: dict
         agreed(2)
 
 
+def a_session(*arguments: str, options: EntryOptions) -> DeepSpeedSession:
+    """A process of a start alone."""
+    command = EntryCommand(target="train.py", is_module=False, arguments=arguments, options=options)
+    here = RankEnv(launch_rank=0, world_size=1, local_rank=0, local_world_size=1, group_rank=0, host="here")
+    return DeepSpeedSession(command=command, rank_env=here)
+
+
+def test_a_ds_config_in_base64_is_that_of_the_command() -> None:
+    config = {"train_batch_size": 4, "quartet": {"plan": "section.json"}}
+    session = a_session("--deepspeed_config", in_base64(config), options=EntryOptions())
+    _read_config(session)
+    assert session.config == config
+    assert session.settings.plan == Path("section.json")
+
+
 @pytest.mark.parametrize(
     ("options", "in_trial", "expected"),
     [
@@ -402,9 +424,7 @@ def test_a_section_that_only_the_script_gives_counts(
     options: EntryOptions, in_trial: bool, expected: Path | None
 ) -> None:
     """Without `--deepspeed_config FILE` in the command; the plan was dropped without a word."""
-    command = EntryCommand(target="train.py", is_module=False, arguments=(), options=options)
-    here = RankEnv(launch_rank=0, world_size=1, local_rank=0, local_world_size=1, group_rank=0, host="here")
-    session = DeepSpeedSession(command=command, rank_env=here)
+    session = a_session(options=options)
     if in_trial:
         session.files = cast(Any, object())
     config = {"train_batch_size": 4, "quartet": {"plan": "section.json"}}

@@ -1,5 +1,6 @@
 """A search of shapes on a DeepSpeed command is refused before a launch where no function makes the layers."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def check(folder: Path, words: str, *, section: Any = None, **search: Any) -> No
         (f"{DEEPSPEED} --deepspeed_config ds.json", {"plan": "auto"}, "names no quartet.layer_builder"),
         (f"{DEEPSPEED} --deepspeed_config ds.json", {"layer_builder": "a b"}, "layer_builder"),
         ("torchrun --nproc-per-node 2 train.py --deepspeed_config ds.json", None, "remove scaling"),
+        (f"{DEEPSPEED} --deepspeed_config other.json", None, "other.json is no file, and no JSON object in"),
         (f"{DEEPSPEED} --deepspeed_config ds.json", {"layer_builder": "layers_of"}, None),
         ("torchrun --nproc-per-node 2 pretrain_gpt.py", None, None),
     ],
@@ -40,3 +42,16 @@ def test_shapes_need_a_function(tmp_path: Path, words: str, section: Any, refusa
         return
     with pytest.raises(ConfigError, match=refusal):
         check(tmp_path, words, section=section, scaling={})
+
+
+@pytest.mark.parametrize("name", ["layers_of", None])
+def test_the_function_may_be_named_in_base64(tmp_path: Path, name: str | None) -> None:
+    """DeepSpeed takes the text of a ds_config in base64, too."""
+    config = {"train_batch_size": 8} | ({} if name is None else {"quartet": {"layer_builder": name}})
+    text = base64.b64encode(json.dumps(config).encode()).decode()
+    words = f"{DEEPSPEED} --deepspeed_config={text}"
+    if name is not None:
+        check(tmp_path, words, scaling={})
+        return
+    with pytest.raises(ConfigError, match=r"names no quartet\.layer_builder"):
+        check(tmp_path, words, scaling={})
