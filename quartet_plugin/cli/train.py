@@ -28,7 +28,7 @@ from quartet_plugin.errors import (
     QuartetError,
     UsageError,
 )
-from quartet_plugin.protocol.environment import DEVICE_FLAG, ERRORS_FOLDER, PLAN_FLAG
+from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE, DEVICE_FLAG, ERRORS_FOLDER, PLAN_FLAG
 
 if TYPE_CHECKING:
     from quartet_plugin.launchers.command import Command
@@ -78,8 +78,11 @@ def train_command(
         raise UsageError(
             "quartet train: --plan and --schedule are both given; a plan has a schedule, so give only one"
         )
-    if accept_changed_source and skip_parity_check:
-        raise UsageError("--accept-changed-source needs the parity gate; omit --skip-parity-check")
+    if skip_parity_check and (accept_changed_source or os.environ.get(ACCEPT_CHANGED_SOURCE)):
+        raise UsageError(
+            f"--accept-changed-source (or {ACCEPT_CHANGED_SOURCE}) needs the parity gate; omit "
+            "--skip-parity-check"
+        )
     pass_on_changed_source(is_accepted=accept_changed_source)
     training = parse_command(user_command(ctx))
     if launcher is None and (nodes, site) != (None, None):

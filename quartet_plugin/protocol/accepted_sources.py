@@ -1,8 +1,8 @@
 """The functions of a framework whose changed source the user accepts, as ACCEPT_CHANGED_SOURCE holds them.
 
-The option `--accept-changed-source` accepts every function. A run that is resumed without the option accepts
-the sources of its earlier sessions alone: each function is a text `path@source`, where `source` is the hash
-of its source.
+The option `--accept-changed-source` accepts every function. A run that is resumed without the option, and its
+best/command.sh, accept the sources of its earlier sessions alone: each function is a text `path@source`, in
+which `source` is the hash of its source.
 """
 
 from collections.abc import Iterable

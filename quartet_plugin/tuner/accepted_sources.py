@@ -1,7 +1,8 @@
 """The changed functions of the framework that earlier sessions of a run accepted, kept in its event log.
 
 Trials run custom schedules over these functions, under the parity gate. A session without the option
-`--accept-changed-source` goes on with the same sources, and refuses any other change anew.
+`--accept-changed-source`, and the training by best/command.sh, go on with the same sources, and refuse any
+other change anew.
 """
 
 import os

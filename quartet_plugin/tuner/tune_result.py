@@ -1,6 +1,5 @@
 """The result of a tuning run, and its winner on disk: best/plan.json, receipt, command.sh, and the regret."""
 
-import os
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +15,10 @@ from quartet_plugin.model.receipt import Receipt, needs_receipt, receipt_path, w
 from quartet_plugin.model.schema import write_record
 from quartet_plugin.model.shape_curve import ShapeCurve
 from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.protocol.accepted_sources import accepted_text
 from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE
 from quartet_plugin.protocol.masking import shell_words
+from quartet_plugin.tuner.accepted_sources import accepted_before
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.winner_choice import FinalistResult
 
@@ -112,14 +113,15 @@ def _write_full_size(result: TuneResult, *, run: TuningRun) -> None:
 
 
 def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
-    """A shell script, every word quoted where it must be; it takes secrets from its environment."""
+    """A shell script, every word quoted where it must be; it takes secrets from its environment.
+
+    Raises StorageError where the event log cannot be read.
+    """
     train = ["quartet", "train", "--plan", str(path)]
     if run.config.device != "auto":
         train += ["--device", run.config.device]
     elif any(node.has_no_accelerator for node in plan.made_for.nodes):
         train += ["--device", "cpu"]  # as `train` asks for, which never takes a processor by itself
-    if ACCEPT_CHANGED_SOURCE in os.environ and needs_receipt(plan):
-        train.append("--accept-changed-source")
     where = ""
     if run.config.launcher in OF_SLURM:
         train += _launcher_words("slurm", plan=plan, run=run)
@@ -138,9 +140,19 @@ def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
         f"# Trains with the best plan of the run {run.name}{gain}.\n"
         f"{where}"
         f"cd {shlex.quote(str(run.cwd))} || exit\n"
+        f"{_accepted_sources_line(plan, run=run)}"
         f"exec {shlex.join(train)} -- \\\n"
         f"    {shell_words(run.command)}\n"
     )
+
+
+def _accepted_sources_line(plan: Plan, *, run: TuningRun) -> str:
+    """The line of the script that accepts the changed functions that the run accepted, in their sources then.
+
+    It is empty where there are none, or where the plan replaces no function.
+    """
+    functions = accepted_before(run.folder) if needs_receipt(plan) else ()
+    return f"export {ACCEPT_CHANGED_SOURCE}={shlex.quote(accepted_text(functions))}\n" if functions else ""
 
 
 def _launcher_words(launcher: str, *, plan: Plan, run: TuningRun) -> list[str]:

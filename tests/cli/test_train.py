@@ -15,6 +15,7 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.cli.train import first_error
 from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.model.plan import Plan, write_plan
+from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE
 from tests.cli.tuning import environment, wait_until
 from tests.model.plans import PLAN
 
@@ -122,6 +123,17 @@ def test_a_training_has_nodes(capsys: pytest.CaptureFixture[str], nodes: str) ->
     words = ["train", "--launcher", "slurm", "--nodes", nodes, "--", "torchrun", "x.py"]
     assert main(words) == 2
     assert f"--nodes {nodes}: must be from 1 to 10000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_option", [True, False])
+def test_a_changed_source_is_not_accepted_without_the_parity_gate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_option: bool
+) -> None:
+    """Neither by the option nor by the variable, which a run's command.sh sets."""
+    monkeypatch.setenv(ACCEPT_CHANGED_SOURCE, "" if is_option else "a.f@0123456789abcdef")
+    options = ["--accept-changed-source"] if is_option else []
+    assert main(["train", *options, "--skip-parity-check", "--", sys.executable, "missing.py"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("omit --skip-parity-check")
 
 
 def test_the_ranks_own_error_gives_the_exit_code(tmp_path: Path) -> None:

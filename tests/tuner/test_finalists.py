@@ -1,5 +1,6 @@
 """The final rounds' arithmetic: pairs, intervals and who may win."""
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -187,10 +188,13 @@ def test_a_winner_trains_through_slurm_only_where_it_was_tuned_there(
     assert ("on every node" in text) is not is_of_slurm
 
 
-def test_a_winner_whose_source_was_accepted_trains_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The script runs in a shell that knows nothing of the search's flag."""
+ACCEPTED = ("a.f@0123456789abcdef", "a.g@fedcba9876543210")
+
+
+def test_a_winner_trains_with_the_changed_sources_that_its_run_accepted(tmp_path: Path) -> None:
+    """The script runs in a shell that knows nothing of the search's flag, and accepts no later change."""
+    import subprocess
+
     run = a_run(tmp_path, "torchrun", "x.py")
     layout = replace(
         PLAN.layout,
@@ -201,11 +205,17 @@ def test_a_winner_whose_source_was_accepted_trains_with_it(
     )
     split = replace(PLAN.split, transformer_layers_per_stage=(8,))
     plan = replace(PLAN, layout=layout, split=split, schedule=ScheduleChoice(name="no-pipelining"))
-    flag = "--accept-changed-source"
-    assert flag not in command_text(plan, run=run, path=run.folder.best_plan)
-    monkeypatch.setenv("QUARTET_ACCEPT_CHANGED_SOURCE", "1")
-    assert flag in command_text(plan, run=run, path=run.folder.best_plan)
-    assert flag not in command_text(PLAN, run=run, path=run.folder.best_plan)
+    variable = "QUARTET_ACCEPT_CHANGED_SOURCE"
+    assert variable not in command_text(plan, run=run, path=run.folder.best_plan)
+    event = {"time": 1, "kind": "accepted-source", "functions": ACCEPTED}
+    run.folder.events_file.write_text(json.dumps(event) + "\n")
+    assert variable not in command_text(PLAN, run=run, path=run.folder.best_plan)
+    text = command_text(plan, run=run, path=run.folder.best_plan)
+    assert "--accept-changed-source" not in text
+    shown = tmp_path / "shown.sh"
+    shown.write_text(text.replace("exec quartet", f"exec printenv {variable} #"))
+    done = subprocess.run(["sh", str(shown)], capture_output=True, check=True)
+    assert done.stdout.decode().strip().split(",") == [*ACCEPTED]
 
 
 def test_the_launcher_of_the_trials_is_named_with_its_site(tmp_path: Path) -> None:
