@@ -103,7 +103,7 @@ def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
         job,
         None,
         on_cpu=on_cpu,
-        cluster=_cluster_of(job, cluster),
+        cluster=_cluster_of(job, cluster, on_cpu=on_cpu, where=str(path)),
         where=f"{path}: job",
         is_single_rank=is_single_rank,
     )
@@ -153,17 +153,29 @@ def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | Non
     source = plan or job
     if source.split is None:
         return None
-    device = read_json(min(result.folder.glob("rank-*[0-9].json"))).get("device")
-    return measured_run(job, plan, on_cpu=device == "cpu", cluster=_cluster_of(job, cluster), where=where)
+    on_cpu = read_json(min(result.folder.glob("rank-*[0-9].json"))).get("device") == "cpu"
+    known = _cluster_of(job, cluster, on_cpu=on_cpu, where=str(result.folder))
+    return measured_run(job, plan, on_cpu=on_cpu, cluster=known, where=where)
 
 
-def _cluster_of(job: "TrainingJob", path: Path) -> "UniformCluster":
-    """The cluster file's devices, equal ones, in the job's precision."""
+def _cluster_of(job: "TrainingJob", path: Path, *, on_cpu: bool, where: str) -> "UniformCluster":
+    """The cluster file's devices, equal ones, in the job's precision.
+
+    Raises ConfigError for accelerators where the measurement `where` was made on processor cores.
+    """
     from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
     from quartet_plugin.cost.constants import fitted
     from quartet_plugin.model.cluster import read_cluster
+    from quartet_plugin.planner.job import PROCESSORS
 
-    return uniform_cluster_of(look_up(read_cluster(path), precision=job.precision), fitted())
+    cluster = uniform_cluster_of(look_up(read_cluster(path), precision=job.precision), fitted())
+    if on_cpu and cluster.device.generation not in PROCESSORS:
+        raise ConfigError(
+            f"--cluster {path}: {cluster.device.name}; {where} was measured on processor cores, and the "
+            "cluster file must have the measured devices: write it with `quartet probe --device cpu` on that "
+            f"machine, or calibrate with measurements of the {cluster.device.name}"
+        )
+    return cluster
 
 
 def _of_actions(folder: Path, *, run: "TrainingRun") -> "Iterator[Observation]":

@@ -153,6 +153,35 @@ def test_a_mixture_of_experts_that_is_not_described_is_refused(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("source", ["run", "profile"])
+def test_measurements_of_processors_do_not_calibrate_accelerators(
+    source: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, profile = tmp_path / "h100.json", tmp_path / "profile.json"
+    links = {"scale_up": {"bandwidth_bytes_per_s": 4.5e11, "latency_s": 5e-6}}
+    nodes = [{"name": "gpu-17", "devices": ["H100-SXM-80GB"] * 2}]
+    write_cluster(parse_cluster({"nodes": nodes, "links": links}, where="a test"), path=cluster)
+    write_json_atomic(profile, profile_on_cpu())
+    words = {"run": [str(run)], "profile": ["--profile", str(profile)]}[source]
+    output = tmp_path / "c.json"
+    assert main(["calibrate", "--cluster", str(cluster), *words, "-o", str(output)]) == 2
+    error = capsys.readouterr().err
+    assert "h100.json: H100-SXM-80GB;" in error
+    assert "quartet probe --device cpu" in error
+    assert error.count("\n") == 1
+    assert not output.exists()
+
+
+def profile_on_cpu() -> dict[str, Any]:
+    """A profile of one rank on processor cores, without the times of its parts."""
+    report = json.loads((GOLDEN / "rank-0.json").read_text())
+    names = ("schema_version", "attempt_id", "launch_rank", "rank", "device", "peak_memory_bytes", "job")
+    place = {"pipeline_rank": 0, "tensor_rank": 0, "parts": [], "steps": {}}
+    rank = {name: report[name] for name in names} | place
+    job = {"schema_version": 1, "job": report["job"], "played": None}
+    return job | {"iteration_s": [1.0], "parts": [], "ranks": [rank], "costs": {}}
+
+
 @pytest.mark.parametrize("command", ["predict", "calibrate"])
 def test_a_folder_that_is_not_there_is_said_before_the_work(
     command: str, run: Path, cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
