@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from quartet_plugin.errors import ConfigError
+from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.launchers.kubernetes_api import JobReference
 from quartet_plugin.launchers.kubernetes_job import KubernetesJob, api_of
 from quartet_plugin.launchers.kubernetes_objects import INDEX_VARIABLES, job_object, object_name
@@ -82,8 +82,14 @@ class KubernetesLauncher:
         # Written before the object is made: a later tuner deletes by it what a killed one has made.
         _write_reference(stdout, reference, num_nodes=self.num_nodes)
         made = job_object(self.site, attempt_id=attempt_id, stdout=stdout, num_nodes=self.num_nodes)
-        reference = replace(reference, uid=api_of(kubernetes_site.context).create(reference, made))
-        _write_reference(stdout, reference, num_nodes=self.num_nodes)
+        try:
+            reference = replace(reference, uid=api_of(kubernetes_site.context).create(reference, made))
+            _write_reference(stdout, reference, num_nodes=self.num_nodes)
+        except BaseException:
+            # A request without an answer may have made the object: its pods then end the command.
+            with contextlib.suppress(QuartetError):
+                folder.kill()
+            raise
         return KubernetesJob(attempt_id, folder, reference, self.num_nodes)
 
 
@@ -113,7 +119,12 @@ class KubernetesEngine:
             reference = JobReference(
                 **{name: content[name] for name in ("kind", "namespace", "name", "context", "uid")}
             )
-        return KubernetesJob(attempt_id, SharedFolder(stdout), reference, num_nodes)
+        folder = SharedFolder(stdout)
+        job = KubernetesJob(attempt_id, folder, reference, num_nodes)
+        if folder.is_to_kill:
+            # The tuner that made it gave it up: nobody waits until it gets nodes.
+            job.kill()
+        return job
 
 
 def engine(site: Site) -> KubernetesEngine:

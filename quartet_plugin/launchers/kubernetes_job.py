@@ -94,9 +94,12 @@ class KubernetesJob:
 
     def end_on_nodes(self) -> tuple[str, ...]:
         """Delete the job, and wait until it and its pods are gone; the pods that are not."""
-        self._look(is_forced=True)
-        self._is_ending = True
-        self._folder.kill()
+        try:
+            self._look(is_forced=True)
+        finally:
+            # The nodes need no answer of the API server.
+            self._is_ending = True
+            self._folder.kill()
         self._delete()
         left = self._await_gone()
         self._is_over = True
