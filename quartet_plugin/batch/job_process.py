@@ -7,7 +7,6 @@ on with the batch waits for them as for its own. A batch that ends leaves none.
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ import psutil
 
 from quartet_plugin.batch.job_file import JobFile
 from quartet_plugin.errors import InfrastructureError, QuartetError, StorageError
-from quartet_plugin.launchers.running_process import identify, is_running
+from quartet_plugin.launchers.running_process import identify, is_running, is_visible
 from quartet_plugin.model.batch import BatchPaths
 from quartet_plugin.protocol.environment import ATTEMPT_ID, JOB_MARK
 from quartet_plugin.protocol.process_identity import Identity
@@ -98,7 +97,7 @@ def find_tuner(file: JobFile, *, paths: BatchPaths) -> JobProcess | None:
     with contextlib.suppress(QuartetError):
         holder = read_holder(paths.runs / file.name)
     if holder is not None:
-        is_here = holder.host == socket.gethostname() and is_running(holder)
+        is_here = is_visible(holder, host=holder.host) and is_running(holder)
         return JobProcess(holder.identity) if is_here else None
     if file.process is not None:
         return None
@@ -109,10 +108,10 @@ def find_tuner(file: JobFile, *, paths: BatchPaths) -> JobProcess | None:
 
 
 def is_held_elsewhere(run: Path) -> bool:
-    """Whether a process of another host holds the lease of a job's run."""
+    """Whether a process of another host or container holds the lease of a job's run."""
     with contextlib.suppress(QuartetError):
         holder = read_holder(run)
-        return holder is not None and holder.host != socket.gethostname()
+        return holder is not None and not is_visible(holder, host=holder.host)
     return False
 
 

@@ -183,11 +183,12 @@ def _check_place(run: "TuningRun", command: "Command") -> None:
 def _refuse_taken(slices: "tuple[DeviceSlice, ...]", queue: "WorkQueue") -> None:
     """Refuse devices that another worker uses, because their trials would disturb each other."""
     from quartet_plugin.launchers.device_slices import DeviceSlice
-    from quartet_plugin.launchers.running_process import is_running
+    from quartet_plugin.launchers.running_process import is_running, is_visible
 
     host = socket.gethostname()
     for worker in queue.workers():
-        if worker.host != host or not is_running(worker.identity):
+        has_ended = is_visible(worker.identity, host=worker.host) and not is_running(worker.identity)
+        if worker.host != host or has_ended:
             continue
         other = DeviceSlice.of(worker.share)
         if any(part.overlaps(other) for part in slices):

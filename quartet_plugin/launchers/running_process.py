@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -16,6 +17,26 @@ from quartet_plugin.protocol.process_identity import Identity
 def boot_id() -> str:
     """The id of this boot of the machine."""
     return recorded_boot_id() or f"{psutil.boot_time():.0f}"
+
+
+@functools.cache
+def pid_namespace() -> int | None:
+    """The inode of this process's pid namespace; None where the system has none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/self/ns/pid").stat().st_ino
+    return None
+
+
+def is_visible(identity: Identity, *, host: str, here: str | None = None) -> bool:
+    """Whether `is_running` can tell here if a process of `host` runs; `here` is this host's name.
+
+    It sees no process of another pid namespace: containers may share a host name. A process of an earlier
+    boot has ended, wherever it ran.
+    """
+    if host != (here or socket.gethostname()):
+        return False
+    namespaces = {identity.pid_namespace, pid_namespace()} - {None}
+    return len(namespaces) < 2 or identity.boot_id != boot_id()
 
 
 def find(identity: Identity) -> psutil.Process | None:
@@ -56,7 +77,13 @@ def identify(process: psutil.Process) -> Identity | None:
     try:
         start = process.create_time()
         ticks = start_ticks_of(process.pid)
-        return Identity(pid=process.pid, process_start=start, boot_id=boot_id(), start_ticks=ticks)
+        return Identity(
+            pid=process.pid,
+            process_start=start,
+            boot_id=boot_id(),
+            start_ticks=ticks,
+            pid_namespace=pid_namespace(),
+        )
     except psutil.Error:
         return None
 

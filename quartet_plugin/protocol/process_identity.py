@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from quartet_plugin.model.schema import Bounds, record
+from quartet_plugin.model.schema import ADDED, Bounds, record
 from quartet_plugin.protocol.attempt_files import Name, Pid, Seconds, Version
 
 # Only where the system does not count ticks: a start time in seconds moves when the clock is set.
@@ -15,13 +15,15 @@ class Identity:
     """The identity of a process: a pid that is used again has another start time or boot.
 
     `start_ticks` counts clock ticks from the boot to the start, which no setting of the clock changes; None
-    where nobody has looked. `process_start` is the same in seconds since 1970.
+    where nobody has looked. `process_start` is the same in seconds since 1970. `pid` is a number of the pid
+    namespace with the inode `pid_namespace`, one for each container; None where the system has none.
     """
 
     pid: Pid
     process_start: Seconds
     boot_id: Name
     start_ticks: Annotated[int, Bounds(ge=0)] | None = field(default=None, compare=False)
+    pid_namespace: Annotated[int, Bounds(ge=0)] | None = field(default=None, compare=False, metadata=ADDED)
 
     def is_same(self, other: "Identity | None") -> bool:
         """Whether two identities of one pid and one boot are the same process."""
@@ -48,6 +50,7 @@ class Holder(Identity):
             process_start=self.process_start,
             boot_id=self.boot_id,
             start_ticks=self.start_ticks,
+            pid_namespace=self.pid_namespace,
         )
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from quartet_plugin.errors import QuartetError, StorageError
-from quartet_plugin.launchers.running_process import current_identity, is_running
+from quartet_plugin.launchers.running_process import current_identity, is_running, is_visible
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import read_shared
@@ -56,9 +56,9 @@ class Lease:
     ) -> "Lease":
         """Take the run folder.
 
-        A holder whose process has provably ended (same host; another boot, or no such process) is replaced
-        at once. Any other holder is replaced only with `takeover`, once it has not renewed for `expiry_s`.
-        Raises StorageError naming the holder.
+        A holder whose process has provably ended (same host; another boot, or no such process in the same
+        pid namespace) is replaced at once. Any other holder is replaced only with `takeover`, once it has
+        not renewed for `expiry_s`. Raises StorageError naming the holder.
         """
         with _guard(folder):
             before = read_holder(folder)
@@ -161,7 +161,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 
 def _refuse_living(folder: Path, holder: Holder, *, takeover: bool, expiry_s: float) -> None:
-    is_here = holder.host == socket.gethostname()
+    is_here = is_visible(holder, host=holder.host)
     if is_here and not is_running(holder):
         return
     age_s = _age_s(folder)
@@ -172,7 +172,9 @@ def _refuse_living(folder: Path, holder: Holder, *, takeover: bool, expiry_s: fl
         fix = "end it, or add --takeover if it can no longer run"
     elif takeover:
         fix = f"it can be taken over {expiry_s - age_s:.0f} s from now unless it renews"
-    raise StorageError(f"{folder}: another tuner holds this run: {holder}, renewed {age_s:.0f} s ago; {fix}")
+    is_contained = not is_here and holder.host == socket.gethostname()
+    who = f"{holder}, in another container" if is_contained else f"{holder}"
+    raise StorageError(f"{folder}: another tuner holds this run: {who}, renewed {age_s:.0f} s ago; {fix}")
 
 
 def _age_s(folder: Path) -> float:

@@ -203,8 +203,9 @@ def test_a_job_whose_tuner_has_ended_meanwhile_is_not_shown_as_running(tmp_path:
     assert states(results) == {"a": "done", "b": "done"}
 
 
+@pytest.mark.parametrize("is_container", [False, True])
 def test_a_job_whose_run_another_host_holds_is_stopped_and_has_not_failed(
-    tmp_path: Path, log: Callable[[], list[list[str]]]
+    tmp_path: Path, log: Callable[[], list[list[str]]], is_container: bool
 ) -> None:
     """The tuner of a lost host holds the run some seconds longer than that host held the batch."""
     batch = batch_of(
@@ -214,7 +215,9 @@ def test_a_job_whose_run_another_host_holds_is_stopped_and_has_not_failed(
     run.mkdir(parents=True)
     Lease.acquire(run)
     lock = run / "lock.json"
-    lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "another"}))
+    holder = json.loads(lock.read_text())
+    elsewhere = {"pid_namespace": holder["pid_namespace"] + 1} if is_container else {"host": "another"}
+    lock.write_text(json.dumps({**holder, **elsewhere}))
     results = runner_of(batch, tmp_path).run()
     assert states(results) == {"a": "stopped", "b": "failed"}
 

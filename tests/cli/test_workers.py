@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,6 +36,7 @@ from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.faults.conftest import assert_nothing_left
 from tests.study.servers import Postgres, postgres
+from tests.tuner.workers.hands import contained_identity, worker_record
 
 NUM_TRIALS = 4
 CONFIG = f"""\
@@ -511,6 +513,22 @@ def test_a_host_that_cannot_join_is_told_why_in_one_line(
         join(tmp_path / "r", words=given, num_workers=1, oversubscribe=False)
     assert "\n" not in str(caught.value)
     assert "abc" not in str(caught.value)
+
+
+def test_devices_of_a_worker_in_another_container_are_not_joined_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has this host's name, and no process with its pid is to be seen."""
+    queue = open_run(tmp_path, monkeypatch, *PLAIN)
+    everything = SliceRecord(device="cpu", cores=tuple(os.sched_getaffinity(0)))
+    hidden = replace(
+        worker_record("there", pid=1, host=socket.gethostname()),
+        identity=contained_identity(),
+        share=everything,
+    )
+    queue.register(hidden)
+    with pytest.raises(ConfigError, match=TAKEN):
+        join(tmp_path / "r", words=None, num_workers=1, oversubscribe=False)
 
 
 def test_a_host_without_the_commands_folder_cannot_join(

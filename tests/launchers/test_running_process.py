@@ -16,6 +16,8 @@ from quartet_plugin.launchers.running_process import (
     current_identity,
     identify,
     is_running,
+    is_visible,
+    pid_namespace,
     start_ticks_of,
 )
 from quartet_plugin.protocol.process_identity import Identity
@@ -74,3 +76,20 @@ def test_this_process_is_itself() -> None:
     assert is_running(me)
     assert me.boot_id == boot_id()
     assert me.process_start <= time.time() + 1
+
+
+def test_a_process_of_another_container_or_host_is_not_visible() -> None:
+    me = current_identity()
+    assert me.pid_namespace is not None
+    assert me.pid_namespace == pid_namespace()
+    contained = replace(me, pid_namespace=me.pid_namespace + 1)
+    assert is_visible(me, host="a", here="a")
+    assert not is_visible(me, host="b", here="a")
+    assert not is_visible(contained, host="a", here="a")
+
+
+def test_a_process_of_an_earlier_boot_or_version_is_visible() -> None:
+    me = current_identity()
+    contained = replace(me, boot_id="another", pid_namespace=(me.pid_namespace or 0) + 1)
+    assert is_visible(contained, host="a", here="a")
+    assert is_visible(replace(me, pid_namespace=None), host="a", here="a")

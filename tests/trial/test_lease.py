@@ -113,6 +113,22 @@ def test_another_hosts_lease_needs_expiry_and_the_word(tmp_path: Path) -> None:
     assert Lease.acquire(tmp_path, takeover=True).generation == 2
 
 
+def test_a_holder_in_another_container_needs_expiry_and_the_word(tmp_path: Path) -> None:
+    """It has this host's name, and no process with its pid is to be seen."""
+    Lease.acquire(tmp_path)
+    namespace = json.loads((tmp_path / "lock.json").read_text())["pid_namespace"]
+    change_lock(tmp_path, pid=2**30, pid_namespace=namespace + 1)
+    with pytest.raises(StorageError, match="in another container, renewed"):
+        Lease.acquire(tmp_path, takeover=True)
+    old = time.time() - 1000
+    os.utime(tmp_path / "lock.json", (old, old))
+    with pytest.raises(StorageError, match="--takeover"):
+        Lease.acquire(tmp_path)
+    assert Lease.acquire(tmp_path, takeover=True).generation == 2
+    change_lock(tmp_path, boot_id="another", pid_namespace=namespace + 1)
+    assert Lease.acquire(tmp_path).generation == 3
+
+
 def test_row_34_a_lock_from_the_future_is_not_expired(tmp_path: Path) -> None:
     Lease.acquire(tmp_path)
     change_lock(tmp_path, host="elsewhere")
@@ -135,7 +151,7 @@ def test_row_34_a_clock_that_is_set_makes_no_holder_a_dead_one(
 def test_a_lock_of_an_older_version_is_read(tmp_path: Path) -> None:
     lease = Lease.acquire(tmp_path)
     old = json.loads((tmp_path / "lock.json").read_text())
-    del old["start_ticks"]
+    del old["start_ticks"], old["pid_namespace"]
     (tmp_path / "lock.json").write_text(json.dumps(old))
     with pytest.raises(StorageError, match="another tuner holds this run"):
         Lease.acquire(tmp_path)

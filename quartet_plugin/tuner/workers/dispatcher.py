@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from quartet_plugin.launchers.running_process import is_running
+from quartet_plugin.launchers.running_process import is_running, is_visible
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.protocol.environment import EXPIRY_S
 from quartet_plugin.protocol.process_identity import Identity
@@ -174,7 +174,7 @@ class Dispatcher:
             beat = self.queue.beat_of(worker)
             renewal = self._renewals.setdefault(worker.name, LatestRenewal(beat=beat, seen_s=now_s))
             is_silent = renewal.is_silent(beat, now_s=now_s)
-            if is_silent or (worker.host == self.host and not self.is_alive(worker.identity)):
+            if is_silent or self._lives_here(worker) is False:
                 self.queue.forget(worker.name)
             elif not self.queue.is_dismissed(worker):
                 workers.append(worker)
@@ -236,9 +236,10 @@ class Dispatcher:
         is_silent = flight.renewal.is_silent(beat, now_s=self.clock())
         return not is_silent and self._lives_here(claim) is not False
 
-    def _lives_here(self, claim: Claim) -> bool | None:
-        """Whether the worker's process runs; None where that cannot be seen from this host."""
-        return self.is_alive(claim.identity) if claim.host == self.host else None
+    def _lives_here(self, worker: Claim | WorkerRecord) -> bool | None:
+        """Whether the worker's process runs; None where that cannot be seen from this process."""
+        is_here = is_visible(worker.identity, host=worker.host, here=self.host)
+        return self.is_alive(worker.identity) if is_here else None
 
     def _next_attempt(self, number: int) -> int:
         folder = self.queue.trial_folder(number)

@@ -2,11 +2,12 @@
 
 import os
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from quartet_plugin.launchers.running_process import current_identity
 from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.protocol.work_queue_files import Claim, Done, QueuedTrial, SliceRecord, WorkerRecord
 from quartet_plugin.trial.request import Outcome, TrialResult
@@ -21,6 +22,13 @@ _TICKS = count(1)
 def identity(pid: int) -> Identity:
     """A process that only tests know."""
     return Identity(pid=pid, process_start=float(pid), boot_id="b")
+
+
+def contained_identity() -> Identity:
+    """A process of another container of this machine, which this process cannot see."""
+    me = current_identity()
+    assert me.pid_namespace is not None
+    return replace(me, pid=2**30, pid_namespace=me.pid_namespace + 1)
 
 
 def worker_record(name: str, *, pid: int, host: str = HERE, is_joined: bool = False) -> WorkerRecord:

@@ -35,7 +35,15 @@ from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker import ABSENCE_S, Worker, end_left_behind
 from tests.model.plans import PLAN
 from tests.tuner.fakes import COMMAND, begin
-from tests.tuner.workers.hands import COORDINATOR, HERE, Disk, Hand, identity, worker_record
+from tests.tuner.workers.hands import (
+    COORDINATOR,
+    HERE,
+    Disk,
+    Hand,
+    contained_identity,
+    identity,
+    worker_record,
+)
 from tests.tuner.workers.test_work_queue import queued_trial
 
 
@@ -273,20 +281,22 @@ def left_behind(attempt_id: str) -> Iterator["subprocess.Popen[bytes]"]:
 def test_what_a_lost_worker_left_on_this_host_is_ended_and_nothing_else(tmp_path: Path) -> None:
     queue = WorkQueue(folder=tmp_path)
     queue.open(WorkerRequirement(device="cpu", num_devices=2))
-    lost, alive = "c" * 16, "d" * 16
-    for trial, fence, itself in ((1, lost, identity(999)), (2, alive, current_identity())):
+    lost, alive, contained = "c" * 16, "d" * 16, "f" * 16
+    identities = {lost: identity(999), alive: current_identity(), contained: contained_identity()}
+    for trial, (fence, itself) in enumerate(identities.items(), start=1):
         queue.publish(queued_trial(trial, fence=fence), PLAN)
         one: WorkerRecord = replace(worker_record(f"w{trial}", pid=1), identity=itself)
         assert Hand(queue=queue, disk=Disk(), record=one).take()
         write_attempt(queue, queued_trial(trial, fence=fence))
     queue.publish(queued_trial(1, generation=2, fence="e" * 16), PLAN)  # handed out again
     with left_behind(lost + "1" * 16) as ours, left_behind(alive + "1" * 16) as theirs:
-        with left_behind("9" * 32) as stranger:
+        with left_behind("9" * 32) as stranger, left_behind(contained + "1" * 16) as hidden:
             found = end_left_behind(queue, host=HERE)
             assert {one.pid for one in found} == {ours.pid}
             assert psutil.Process(ours.pid).wait(timeout=10) is not None or ours.poll() is not None
             assert theirs.poll() is None
             assert stranger.poll() is None
+            assert hidden.poll() is None
         assert end_left_behind(queue, host="another") == frozenset()
 
 
