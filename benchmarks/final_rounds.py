@@ -32,6 +32,7 @@ from quartet_plugin.tuner import finalists
 from quartet_plugin.tuner.config import StudyConfig
 from quartet_plugin.tuner.context import TimeBudget, TuningContext
 from quartet_plugin.tuner.final_rounds import FinalRounds, winner_of
+from quartet_plugin.tuner.run_folder import RunFolder
 from quartet_plugin.tuner.sequential_test import BASELINE
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
 
@@ -217,7 +218,7 @@ def winner_and_launches(
     record = TrialRecord(verdict="measured", outcome="ok", reason="", attempt_id="", value=1.0)
     launcher = NoisyLauncher(gains=gains, model=model, deviation=noise, seed=seed)
     study = StudyConfig(rounds=rounds, top_k=len(gains), seed=seed)
-    folder = SimpleNamespace(final_launch=lambda *_, **__: Path())
+    folder = RunFolder(path=Path("no run"))
     context = SimpleNamespace(
         run=SimpleNamespace(config=SimpleNamespace(study=study), folder=folder),
         budget=TimeBudget(limit_s=None, clock=lambda: 0.0),

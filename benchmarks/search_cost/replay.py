@@ -90,6 +90,10 @@ class ReplayingLaunches:
         result = self._disk.get(folder)
         return result if result is not None and result.plan_key == plan_key else None
 
+    def supersede(self, folder: Path) -> bool:
+        """No search is interrupted here, so this is never asked."""
+        raise NotImplementedError
+
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """The ground's nodes."""
         del result

@@ -158,6 +158,7 @@ class ResultRecord:
     `start` says whether its processes were forked from a trial server, `cold_reason` why they were not where
     they should have been; before them the server's imports took `import_s`, for later attempts as well.
     `is_cut`: it was ended early, since the plan was clearly slower than the best.
+    `is_superseded`: it does not count, since its final round was interrupted and then launched again.
     """
 
     attempt_id: AttemptId
@@ -180,6 +181,7 @@ class ResultRecord:
     import_s: Seconds | None = field(default=None, metadata=ADDED)
     num_compared: Count | None = field(default=None, metadata=ADDED)
     is_cut: bool | None = field(default=None, metadata=ADDED)
+    is_superseded: bool | None = field(default=None, metadata=ADDED)
 
 
 @record

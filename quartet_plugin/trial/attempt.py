@@ -251,6 +251,16 @@ def refuse_result(result: TrialResult, reason: str) -> TrialResult:
     return _result(refused, folder=result.folder)
 
 
+def supersede_result(result: TrialResult) -> None:
+    """Write the result of a measured attempt again, as of one that does not count.
+
+    All that it measured stays in it. Raises ConfigError or StorageError.
+    """
+    path = result.folder / RESULT_FILE
+    record = read_shared(ResultRecord, path)
+    write_json_atomic(path, dump(replace(record, is_superseded=True)))
+
+
 def read_result(folder: Path) -> TrialResult | None:
     """The result in an attempt's folder, None where it has no result. Raises ConfigError, StorageError."""
     try:
@@ -286,6 +296,7 @@ def _result(record: ResultRecord, *, folder: Path) -> TrialResult:
         start=record.start,
         cold_reason=record.cold_reason,
         is_cut=bool(record.is_cut),
+        is_superseded=bool(record.is_superseded),
         **{name: getattr(record, name) for name in _PLAIN_FIELDS},
         job=jobs[0] if jobs else None,
         folder=folder,

@@ -237,6 +237,7 @@ class TrialResult(AttemptOutcome):
     `first_step_s` and `warmup_s` (all iterations that are not measured) are the seconds of the slowest rank.
     The parity gate compares the first `num_compared` iterations (0: none), which took `compared_s` of
     `warmup_s`.
+    `is_superseded`: it does not count, since its final round was interrupted and then launched again.
     """
 
     attempt_id: str
@@ -252,6 +253,7 @@ class TrialResult(AttemptOutcome):
     warmup_s: float = 0.0
     num_compared: int = 0
     compared_s: float = 0.0
+    is_superseded: bool = False
 
     @property
     def is_measured(self) -> bool:

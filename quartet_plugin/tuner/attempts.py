@@ -1,14 +1,13 @@
 """Reads a trial's folder: the attempt that counts, its measurements, and the progress of a running one."""
 
 import contextlib
-import socket
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.launchers.device_slices import DeviceSlice
-from quartet_plugin.launchers.running_process import is_running
+from quartet_plugin.launchers.running_process import is_running, is_visible
 from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow, WorkerRow
 from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.protocol.rank_files import RankFileReader, RankReport
@@ -68,10 +67,8 @@ class AttemptState:
 
 
 def read_launch(folder: Path, *, faults: list[str]) -> AttemptState:
-    """The trial's folder; what cannot be read is left out and added to `faults`."""
+    """The trial's folder, superseded attempts left out; what cannot be read is added to `faults`."""
     attempts = sorted((path for path in folder.glob(f"{PREFIX}*") if path.is_dir()), key=attempt_number)
-    if not attempts:
-        return AttemptState(folder=folder, attempt=0, num_attempts=0)
     results: list[tuple[Path, TrialResult | None]] = []
     for path in attempts:
         try:
@@ -79,6 +76,9 @@ def read_launch(folder: Path, *, faults: list[str]) -> AttemptState:
         except QuartetError as error:
             faults.append(str(error))
             results.append((path, None))
+    results = [pair for pair in results if pair[1] is None or not pair[1].is_superseded]
+    if not results:
+        return AttemptState(folder=folder, attempt=0, num_attempts=len(attempts))
     settled = [pair for pair in results if pair[1] is not None and pair[1].outcome in SETTLED]
     path, result = (settled or results)[-1]
     plan, reports = _plan_and_reports(path, result, faults=faults)
@@ -134,7 +134,7 @@ def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
     with contextlib.suppress(FileNotFoundError, QuartetError):
         if (holder := read_holder(folder)) is None:
             return None
-        is_here = holder.host == socket.gethostname()
+        is_here = is_visible(holder, host=holder.host)
         return LeaseHolder(
             host=holder.host,
             pid=holder.pid,

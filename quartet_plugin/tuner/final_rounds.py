@@ -153,6 +153,8 @@ class FinalRounds:
 
     A finalist that is new in a resumed run joins behind the rounds of earlier sessions, so that the baseline
     is launched again in turns with it; whoever was launched before keeps those rounds.
+    A round that an earlier session began and did not end is launched again as a whole: the machine may differ
+    by now, and launches of one round are compared.
     """
 
     context: TuningContext
@@ -228,12 +230,14 @@ class FinalRounds:
         test = progress.test
         numbers = [BASELINE, *test.participants(round_number)]
         in_turn = order_of_round(numbers, seed=config.seed, round_number=round_number)
+        launches = [self._launch_of(number, plans[number], round_number=round_number) for number in in_turn]
+        if round_number == progress.num_over:
+            self._supersede_part(launches, round_number=round_number)
         num_later = progress.num_later(round_number)
-        for turn, number in enumerate(in_turn):
-            launch = self._launch_of(number, plans[number], round_number=round_number)
+        for turn, launch in enumerate(launches):
             if self._is_lost(launch, progress, round_number=round_number):
                 continue
-            result = self.launcher.launch(launch, num_left=len(in_turn) - turn + num_later)
+            result = self.launcher.launch(launch, num_left=len(launches) - turn + num_later)
             progress.num_lost = progress.num_lost + 1 if result.outcome is Outcome.INFRA else 0
             if progress.num_lost >= MAX_LOST_IN_A_ROW:
                 raise InfrastructureError(
@@ -241,9 +245,24 @@ class FinalRounds:
                     "fix that, then add --resume"
                 )
             if result.is_measured:
-                progress.results[number][round_number] = result
-            elif is_failure(number, result):
-                progress.failed[number] = round_number
+                progress.results[launch.number][round_number] = result
+            elif is_failure(launch.number, result):
+                progress.failed[launch.number] = round_number
+
+    def _supersede_part(self, launches: Sequence[TrialLaunch], *, round_number: int) -> None:
+        """Let the measurements of a round count no more where an earlier session made only a part of them."""
+        context, rounds = self.context, self.context.run.folder.final_launches().values()
+        folders = [by_round[round_number] for by_round in rounds if round_number in by_round]
+        if not folders or all(self.launcher.recorded(launch) is not None for launch in launches):
+            return
+        context.fence()
+        num_superseded = sum(map(context.backend.supersede, folders))
+        if num_superseded:
+            context.events.add("final-round-again", round=round_number + 1, superseded=num_superseded)
+            context.observer.message(
+                f"final round {round_number + 1} was interrupted: the whole round is launched again, since "
+                "the machine may differ by now"
+            )
 
     def _launch_of(self, number: int, plan: Plan, *, round_number: int) -> TrialLaunch:
         """A plan's launch in a round."""

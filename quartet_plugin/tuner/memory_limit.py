@@ -37,6 +37,10 @@ class LimitedBackend:
         result = self.backend.recorded(folder, plan_key=plan_key)
         return None if result is None else self.judged(result)
 
+    def supersede(self, folder: Path) -> bool:
+        """See `TrialBackend`."""
+        return self.backend.supersede(folder)
+
     def run(
         self, request: TrialRequest, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
     ) -> TrialResult:

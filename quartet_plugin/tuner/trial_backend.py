@@ -32,6 +32,8 @@ ShouldStop = Callable[[], bool]
 
 # Of a checkpoint of weights alone, in full precision, with room for its files.
 _BYTES_A_PARAMETER = 5
+# Local ranks that an error lists.
+_MAX_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,12 @@ class TrialBackend(Protocol):
 
     def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
         """The settled result of this plan in a trial's folder."""
+
+    def supersede(self, folder: Path) -> bool:
+        """Let no measurement in a trial's folder count from now on; returns whether one did. All files stay.
+
+        A result that is not measured, such as a plan that does not fit, counts on.
+        """
 
     def run(
         self, request: TrialRequest, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
@@ -155,9 +163,23 @@ class LocalBackend:
         # A file that breaks its format is worth nothing: the plan is launched again, in a new folder.
         for attempt in sorted(folder.glob(f"{PREFIX}*"), key=attempt_number, reverse=True):
             result = read_judged(attempt)
-            if result and result.plan_key == plan_key and result.outcome in SETTLED:
+            if result is None or result.is_superseded:
+                continue
+            if result.plan_key == plan_key and result.outcome in SETTLED:
                 return result
         return None
+
+    def supersede(self, folder: Path) -> bool:
+        """See `TrialBackend`."""
+        from quartet_plugin.trial.attempt import PREFIX, supersede_result
+
+        results = [read_judged(attempt) for attempt in folder.glob(f"{PREFIX}*")]
+        counting = [
+            result for result in results if result and result.is_measured and not result.is_superseded
+        ]
+        for result in counting:
+            supersede_result(result)
+        return bool(counting)
 
     def run(
         self, request: TrialRequest, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
@@ -315,7 +337,8 @@ def _judged(result: TrialResult) -> TrialResult:
 def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
     """The nodes that ranks ran on, in the launcher's order of ranks.
 
-    Raises ConfigError where a node's local ranks are not 0, 1, ...: a slot could not be named.
+    Raises ConfigError where a host name does not have each local rank from 0 on once. Mappings and speeds
+    know a node by its host name: nodes that share it could change places unseen.
     """
     by_host: dict[str, list[RankReport]] = {}
     for report in sorted(reports, key=lambda report: report.launch_rank):
@@ -323,9 +346,12 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
     for host, ranks in by_host.items():
         local_ranks = sorted(report.local_rank for report in ranks)
         if local_ranks != list(range(len(ranks))):
+            shown = ", ".join(map(str, local_ranks[:_MAX_SHOWN]))
+            more = ", ..." if len(ranks) > _MAX_SHOWN else ""
             raise ConfigError(
-                f"host {host}: local ranks {local_ranks}; must be 0 to {len(ranks) - 1}, each once: nodes "
-                "are distinguished by their host names"
+                f"host {host}: local ranks {shown}{more}; must be 0 to {len(ranks) - 1}, each once, because "
+                "nodes are distinguished by their host names: give every node or container its own "
+                "(docker run --hostname NAME), and let the launcher count LOCAL_RANK on each"
             )
     return tuple(
         NodeInfo(

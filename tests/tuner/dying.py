@@ -46,6 +46,10 @@ class RecordingMachine(FakeMachine):
         """The settled result in a trial's folder."""
         return LocalBackend().recorded(folder, plan_key=plan_key)
 
+    def supersede(self, folder: Path) -> bool:
+        """The real one."""
+        return LocalBackend().supersede(folder)
+
     def run(self, request: TrialRequest, **options: Any) -> TrialResult:
         """One launch, written down as a real one."""
         result = super().run(request, **options)

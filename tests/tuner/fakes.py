@@ -81,6 +81,14 @@ class FakeMachine:
         result = self.disk.get(folder)
         return result if result and result.plan_key == plan_key and result.outcome in SETTLED else None
 
+    def supersede(self, folder: Path) -> bool:
+        """What was measured in the folder counts no more."""
+        result = self.disk.get(folder)
+        if result is None or not result.is_measured:
+            return False
+        del self.disk[folder]
+        return True
+
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """The nodes."""
         return self.cluster

@@ -9,8 +9,10 @@ from quartet_plugin.model.plan import Plan, write_plan
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import CommandRecord, ResultRecord, TrialSpec
 from quartet_plugin.protocol.rank_files import Iteration, RankReport
+from quartet_plugin.trial.attempt import PREFIX
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.run_folder import TuningRun
+from quartet_plugin.tuner.trial_backend import LocalBackend
 from quartet_plugin.tuner.tune_result import TuneResult, write_best
 from tests.trial.executions import executed
 from tests.tuner.fakes import FakeMachine, begin, tune
@@ -26,9 +28,13 @@ class WritingMachine(FakeMachine):
         result = super()._result(request)
         return result if result.is_measured else replace(result, reason=self.reason)
 
+    def supersede(self, folder: Path) -> bool:
+        LocalBackend().supersede(folder)
+        return super().supersede(folder)
+
     def run(self, request: TrialRequest, **options: Any) -> TrialResult:
         result = super().run(request, **options)
-        folder = request.folder / "attempt-1"
+        folder = request.folder / f"{PREFIX}{1 + len(list(request.folder.glob(f'{PREFIX}*')))}"
         folder.mkdir(parents=True)
         write_attempt(folder, request, result)
         write_reports(folder, self, result, request.plan)

@@ -1,6 +1,8 @@
 """Final rounds over several sessions of a run: what is compared was launched in one of them."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from quartet_plugin.model.measurement import Comparison
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.trial.attempt import read_result
 from quartet_plugin.trial.request import TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.finalists import first_rounds_of
@@ -96,7 +99,8 @@ def test_killed_in_the_rounds_of_new_finalists_it_goes_on_with_them(
     whole = tune(run, machine)
     names = [name for name, _ in machine.launched]
     machine, _ = session_one(tmp_path / "r")
-    machine.dies_at, machine.dies_before_result = len(machine.launched) + dies_after, not is_written
+    machine.dies_at = dies_at = len(machine.launched) + dies_after
+    machine.dies_before_result = not is_written
     with pytest.raises(Killed):
         tune(resumed(tmp_path / "r"), machine)
     machine.dies_at = None
@@ -105,7 +109,54 @@ def test_killed_in_the_rounds_of_new_finalists_it_goes_on_with_them(
     assert rounds_on_disk(again) == rounds_on_disk(run)
     launched = [name for name, _ in machine.launched]
     assert set(launched) == set(names)
-    assert len(launched) == len(names) + (not is_written)
+    ending = launched[dies_at].removeprefix(launched[dies_at].partition("-round-")[0])
+    num_begun = sum(name.endswith(ending) for name in launched[: dies_at + 1])
+    is_whole = is_written and num_begun == sum(name.endswith(ending) for name in names)
+    assert len(launched) == len(names) + (0 if is_whole else num_begun)
+
+
+def slowed(plan: Plan, *, factor: float) -> float:
+    return factor * by_formula(plan)
+
+
+def dies_in_second_round(machine: Machine) -> Callable[[TrialRequest], None]:
+    """Two launches of the round are measured, the third is killed."""
+    num_before = len(machine.launched)
+
+    def die(request: TrialRequest) -> None:
+        names = [name for name, _ in machine.launched[num_before:]]
+        if sum(name.endswith("-round-2") for name in names) == 3:
+            raise Killed
+
+    return die
+
+
+@pytest.mark.parametrize("num_kills", [1, 2])
+def test_only_launches_of_one_session_are_compared_in_a_round(tmp_path: Path, num_kills: int) -> None:
+    """The machine is slower whenever the run is resumed."""
+    machine, watching = Machine(noise=0.002), Watching()
+    run = begin(tmp_path / "r", study=SECOND)
+    for kill in range(num_kills):
+        machine.on_launch = dies_in_second_round(machine)
+        with pytest.raises(Killed):
+            tune(run, machine)
+        machine.seconds = partial(slowed, factor=SLOWDOWN ** (kill + 1))
+        run = resumed(tmp_path / "r")
+    machine.on_launch = lambda request: None
+    result = tune(run, machine, observer=watching)
+    assert len(result.rankings) == 3
+    for ranking in result.rankings:
+        true = true_speedup(result, ranking.trial.plan)
+        assert ranking.comparison.round_ratios == pytest.approx([true] * len(ranking.rounds), rel=0.02)
+        assert ranking.rounds[:2] == (0, 1)
+    ratios = {each.trial.number: each.comparison.round_ratios for each in result.rankings}
+    for finalist in read_history(tmp_path / "r").finalists:
+        assert finalist.comparison.round_ratios == pytest.approx(ratios.pop(finalist.number))
+    assert not ratios
+    results = [read_result(path) for path in run.folder.final.glob("*-round-2/attempt-*")]
+    measured = [each for each in results if each is not None and each.iteration_s]
+    assert Counter(each.is_superseded for each in measured) == {True: 2 * num_kills, False: 4}
+    assert sum("final round 2 was interrupted" in text for text in watching.messages) == 1
 
 
 def test_a_run_without_new_finalists_launches_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""The nodes that a trial's ranks ran on, and the results that count."""
+
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.protocol.rank_files import RankReport
+from quartet_plugin.trial.attempt import read_result
+from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
+from quartet_plugin.tuner.attempts import read_launch
+from quartet_plugin.tuner.trial_backend import LocalBackend, nodes_of
+from tests.model.plans import PLAN
+from tests.trial.factory import report
+from tests.tuner.fakes import COMMAND
+from tests.tuner.run_folders import WritingMachine
+
+
+def reports(*hosts: str, per_node: int = 2) -> list[RankReport]:
+    """The reports of the ranks of these nodes, in the launcher's order."""
+    places = [(host, local) for host in hosts for local in range(per_node)]
+    return [report(rank, host=host, local_rank=local) for rank, (host, local) in enumerate(places)]
+
+
+def test_a_host_name_is_a_node_in_the_launchers_order() -> None:
+    assert nodes_of(reversed(reports("b", "a"))) == (
+        NodeInfo(host="b", node_class="cpu x2", num_slots=2),
+        NodeInfo(host="a", node_class="cpu x2", num_slots=2),
+    )
+
+
+def test_nodes_that_share_a_host_name_are_refused_with_a_fix() -> None:
+    """Two containers of one image; nothing says which of them has a slot of a plan."""
+    with pytest.raises(ConfigError) as raised:
+        nodes_of(reports("trainer", "trainer"))
+    message = str(raised.value)
+    assert message.startswith(
+        "host trainer: local ranks 0, 0, 1, 1; must be 0 to 3, each once, because nodes"
+    )
+    assert "give every node or container its own (docker run --hostname NAME)" in message
+    with pytest.raises(ConfigError, match=r"local ranks 0, 0, 1, 1, 2, 2, 3, 3, \.\.\.; must be 0 to 127"):
+        nodes_of(reports("trainer", "trainer", per_node=64))
+
+
+def launched(folder: Path, *, outcome: Outcome = Outcome.OK) -> TrialResult:
+    """One launch of a plan, with the files that it leaves."""
+    request = TrialRequest(folder=folder, command=parse_command(COMMAND, environment={}), plan=PLAN)
+    machine = WritingMachine(outcome=lambda plan: outcome)
+    return machine.run(request, on_progress=lambda progress: None, should_stop=lambda: False)
+
+
+def test_a_superseded_measurement_stays_on_the_disk_and_does_not_count(tmp_path: Path) -> None:
+    backend, faults = LocalBackend(), list[str]()
+    measured = launched(tmp_path)
+    assert backend.recorded(tmp_path, plan_key=PLAN.key) is not None
+    assert backend.supersede(tmp_path)
+    assert not backend.supersede(tmp_path)
+    assert backend.recorded(tmp_path, plan_key=PLAN.key) is None
+    shown = read_launch(tmp_path, faults=faults)
+    assert (shown.result, shown.began_at, faults) == (None, None, [])
+    kept = read_result(tmp_path / "attempt-1")
+    assert kept is not None
+    assert (kept.is_superseded, kept.iteration_s) == (True, measured.iteration_s)
+    launched(tmp_path)
+    again = backend.recorded(tmp_path, plan_key=PLAN.key)
+    assert again is not None
+    assert again.folder.name == "attempt-2"
+    assert read_launch(tmp_path, faults=faults).attempt == 2
+
+
+def test_a_plan_that_does_not_fit_is_not_superseded(tmp_path: Path) -> None:
+    backend = LocalBackend()
+    launched(tmp_path, outcome=Outcome.INFEASIBLE)
+    assert not backend.supersede(tmp_path)
+    assert backend.recorded(tmp_path, plan_key=PLAN.key) is not None
