@@ -87,7 +87,7 @@ def arguments_of(config: Any) -> Namespace:
         ),
         "pipeline_model_parallel_layout": _layout_text(values["pipeline_model_parallel_layout"]),
         "transformer_impl": _layer_impl(values.get("transformer_layer_spec")),
-        # A section of the Bridge, which `pretrain` uses where it is enabled; a switch of Megatron.
+        # The Bridge has a section that can be enabled where Megatron has a switch.
         "inprocess_restart": bool(getattr(getattr(config, "inprocess_restart", None), "enabled", False)),
         **_precision(config, values),
         **_other_model(config),

@@ -122,7 +122,7 @@ class KubernetesEngine:
         folder = SharedFolder(stdout)
         job = KubernetesJob(attempt_id, folder, reference, num_nodes)
         if folder.is_to_kill:
-            # The tuner that made it gave it up: nobody waits until it gets nodes.
+            # Its tuner gave it up: it is deleted even while it waits for nodes.
             job.kill()
         return job
 
