@@ -16,7 +16,7 @@ import psutil
 
 from quartet_plugin.batch.job_file import JobFile
 from quartet_plugin.errors import InfrastructureError, QuartetError, StorageError
-from quartet_plugin.launchers.running_process import identify, is_running, is_visible
+from quartet_plugin.launchers.running_process import identify, is_running, runs_on
 from quartet_plugin.model.batch import BatchPaths
 from quartet_plugin.protocol.environment import ATTEMPT_ID, JOB_MARK
 from quartet_plugin.protocol.process_identity import Identity
@@ -97,8 +97,7 @@ def find_tuner(file: JobFile, *, paths: BatchPaths) -> JobProcess | None:
     with contextlib.suppress(QuartetError):
         holder = read_holder(paths.runs / file.name)
     if holder is not None:
-        is_here = is_visible(holder, host=holder.host) and is_running(holder)
-        return JobProcess(holder.identity) if is_here else None
+        return JobProcess(holder.identity) if runs_on(holder, host=holder.host) else None
     if file.process is not None:
         return None
     marked = job_processes(file.mark, without_trials=True)
@@ -111,7 +110,7 @@ def is_held_elsewhere(run: Path) -> bool:
     """Whether a process of another host or container holds the lease of a job's run."""
     with contextlib.suppress(QuartetError):
         holder = read_holder(run)
-        return holder is not None and not is_visible(holder, host=holder.host)
+        return holder is not None and runs_on(holder, host=holder.host) is None
     return False
 
 

@@ -183,12 +183,11 @@ def _check_place(run: "TuningRun", command: "Command") -> None:
 def _refuse_taken(slices: "tuple[DeviceSlice, ...]", queue: "WorkQueue") -> None:
     """Refuse devices that another worker uses, because their trials would disturb each other."""
     from quartet_plugin.launchers.device_slices import DeviceSlice
-    from quartet_plugin.launchers.running_process import is_running, is_visible
+    from quartet_plugin.launchers.running_process import runs_on
 
     host = socket.gethostname()
     for worker in queue.workers():
-        has_ended = is_visible(worker.identity, host=worker.host) and not is_running(worker.identity)
-        if worker.host != host or has_ended:
+        if worker.host != host or runs_on(worker.identity, host=host) is False:
             continue
         other = DeviceSlice.of(worker.share)
         if any(part.overlaps(other) for part in slices):

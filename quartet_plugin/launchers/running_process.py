@@ -56,6 +56,11 @@ def is_running(identity: Identity) -> bool:
     return find(identity) is not None
 
 
+def runs_on(identity: Identity, *, host: str, here: str | None = None) -> bool | None:
+    """Whether a process of `host` still runs; None where this process cannot see it."""
+    return is_running(identity) if is_visible(identity, host=host, here=here) else None
+
+
 def age_of(identity: Identity) -> float | None:
     """Seconds since the process's start in this boot; None where the system does not report it."""
     ticks = identity.start_ticks

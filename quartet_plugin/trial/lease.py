@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from quartet_plugin.errors import QuartetError, StorageError
-from quartet_plugin.launchers.running_process import current_identity, is_running, is_visible
+from quartet_plugin.launchers.running_process import current_identity, runs_on
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import read_shared
@@ -161,8 +161,8 @@ def read_holder(folder: Path) -> Holder | None:
 
 
 def _refuse_living(folder: Path, holder: Holder, *, takeover: bool, expiry_s: float) -> None:
-    is_here = is_visible(holder, host=holder.host)
-    if is_here and not is_running(holder):
+    is_alive = runs_on(holder, host=holder.host)
+    if is_alive is False:
         return
     age_s = _age_s(folder)
     if takeover and age_s > expiry_s:
@@ -172,7 +172,7 @@ def _refuse_living(folder: Path, holder: Holder, *, takeover: bool, expiry_s: fl
         fix = "end it, or add --takeover if it can no longer run"
     elif takeover:
         fix = f"it can be taken over {expiry_s - age_s:.0f} s from now unless it renews"
-    is_contained = not is_here and holder.host == socket.gethostname()
+    is_contained = is_alive is None and holder.host == socket.gethostname()
     who = f"{holder}, in another container" if is_contained else f"{holder}"
     raise StorageError(f"{folder}: another tuner holds this run: {who}, renewed {age_s:.0f} s ago; {fix}")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.launchers.device_slices import DeviceSlice
-from quartet_plugin.launchers.running_process import is_running, is_visible
+from quartet_plugin.launchers.running_process import runs_on
 from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow, WorkerRow
 from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.protocol.rank_files import RankFileReader, RankReport
@@ -134,12 +134,11 @@ def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
     with contextlib.suppress(FileNotFoundError, QuartetError):
         if (holder := read_holder(folder)) is None:
             return None
-        is_here = is_visible(holder, host=holder.host)
         return LeaseHolder(
             host=holder.host,
             pid=holder.pid,
             generation=holder.generation,
-            is_alive=is_running(holder) if is_here else None,
+            is_alive=runs_on(holder, host=holder.host),
             renewed_s=max(0.0, now - (folder / LOCK_NAME).lstat().st_mtime),
         )
     return None

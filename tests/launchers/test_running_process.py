@@ -18,6 +18,7 @@ from quartet_plugin.launchers.running_process import (
     is_running,
     is_visible,
     pid_namespace,
+    runs_on,
     start_ticks_of,
 )
 from quartet_plugin.protocol.process_identity import Identity
@@ -86,10 +87,13 @@ def test_a_process_of_another_container_or_host_is_not_visible() -> None:
     assert is_visible(me, host="a", here="a")
     assert not is_visible(me, host="b", here="a")
     assert not is_visible(contained, host="a", here="a")
+    assert runs_on(me, host="a", here="a") is True
+    assert runs_on(contained, host="a", here="a") is None
 
 
 def test_a_process_of_an_earlier_boot_or_version_is_visible() -> None:
     me = current_identity()
     contained = replace(me, boot_id="another", pid_namespace=(me.pid_namespace or 0) + 1)
     assert is_visible(contained, host="a", here="a")
+    assert runs_on(contained, host="a", here="a") is False
     assert is_visible(replace(me, pid_namespace=None), host="a", here="a")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quartet_plugin.errors import QuartetError, StorageError
 from quartet_plugin.launchers.command import Command
-from quartet_plugin.launchers.running_process import is_running, is_visible
+from quartet_plugin.launchers.running_process import is_running, runs_on
 from quartet_plugin.protocol.environment import CLAIM_RENEWAL_S
 from quartet_plugin.protocol.masking import masked
 from quartet_plugin.protocol.process_identity import Identity
@@ -176,7 +176,7 @@ def end_left_behind(queue: WorkQueue, *, host: str | None = None) -> frozenset[I
     here = host or socket.gethostname()
     running: set[Identity] = set()
     for claim in queue.claims(has_voided=True):
-        if is_running(claim.identity) or not is_visible(claim.identity, host=claim.host, here=here):
+        if runs_on(claim.identity, host=claim.host, here=here) is not False:
             continue
         for folder in sorted(queue.trial_folder(claim.trial).glob(f"{PREFIX}*")):
             running |= _running_of(folder, fence=claim.fence)

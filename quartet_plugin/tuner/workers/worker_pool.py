@@ -14,7 +14,7 @@ import psutil
 
 from quartet_plugin.errors import InfrastructureError, StorageError
 from quartet_plugin.launchers.device_slices import DeviceSlice
-from quartet_plugin.launchers.running_process import current_identity, find, is_running, is_visible
+from quartet_plugin.launchers.running_process import current_identity, find, is_running, runs_on
 from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.protocol.work_queue_files import Task, task_text
 from quartet_plugin.trial.processes import descendants, reap
@@ -189,7 +189,7 @@ def end_earlier(queue: WorkQueue, *, keeps_joined: bool, host: str | None = None
         queue.trial_folder(claim.trial)
         for claim in queue.claims()
         if (claim.trial, claim.fence) in current
-        and (is_running(claim.identity) or not is_visible(claim.identity, host=claim.host, here=here))
+        and runs_on(claim.identity, host=claim.host, here=here) is not False
     )
 
 
