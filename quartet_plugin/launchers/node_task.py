@@ -29,6 +29,9 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 # The exit code of a command that fails because somebody has asked for its end.
 TERMINATED_EXIT = 128 + signal.SIGTERM
 _KILL_S = 5.0
+# Whoever ends a job may signal its processes one after the other, children first: the command may have ended
+# before the signal is here.
+_LATE_SIGTERM_S, _POLL_S = 0.5, 0.02
 
 
 def nodes_of_step(environment: MutableMapping[str, str]) -> tuple[list[str], int]:
@@ -97,6 +100,9 @@ def run(argv: Sequence[str], *, started: Callable[["subprocess.Popen[bytes]"], N
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
     code = process.wait()
+    end = time.monotonic() + _LATE_SIGTERM_S
+    while code and not is_terminated and time.monotonic() < end:
+        time.sleep(_POLL_S)
     _kill_rest()
     if is_terminated and code:
         return TERMINATED_EXIT
@@ -113,7 +119,7 @@ def _kill_rest() -> None:
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
+        time.sleep(_POLL_S)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

@@ -110,3 +110,15 @@ def test_a_command_that_fails_after_a_sigterm_was_ended(tmp_path: Path) -> None:
         task.terminate()
         task.communicate(timeout=60)
         assert task.returncode == expected
+
+
+def test_a_sigterm_that_comes_after_the_commands_end_has_ended_it() -> None:
+    """As of a job whose processes are signalled one after the other, the command's before this one."""
+    code = (
+        "import sys\n"
+        "from quartet_plugin.launchers import node_task\n"
+        "node_task._LATE_SIGTERM_S = 60.0\n"
+        "sys.exit(node_task.run(['sh', '-c', '(sleep 0.2; kill -TERM $PPID) & exit 1']))\n"
+    )
+    task = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert task.returncode == TERMINATED_EXIT
