@@ -19,6 +19,15 @@ STOCK_ORDERS = ["stock", "tp-pp-dp"]
 # The axes that a search can keep at stock beside the shape, and the knobs of a layout that have that form.
 AXES = ("schedule", "split", "mapping")
 KNOBS = tuple(knob.name for knob in _ALL_KNOBS if knob.name not in AXES)
+# Knobs that a search names by a number: the flag of the command's, which is 1 without it.
+COUNT_FLAGS = {
+    "tensor_parallel": "--tensor-model-parallel-size",
+    "pipeline_parallel": "--pipeline-model-parallel-size",
+    "context_parallel": "--context-parallel-size",
+    "expert_parallel": "--expert-model-parallel-size",
+    "virtual_stages": "--num-virtual-stages-per-pipeline-rank",
+    "micro_batch_size": "--micro-batch-size",
+}
 # How docs/benchmarks.md calls what a scenario may fix, and what a search keeps unless it is asked.
 WORDS = {
     "tensor_parallel": "TP",
@@ -87,7 +96,15 @@ class Scenario:
             return {key: value for key, value in self.search.items() if key != "scaling"}
         if axis not in (*AXES, *KNOBS):
             raise SystemExit(f"--without: {axis}; must be scaling, {', '.join(AXES)} or a knob")
-        return {**self.search, axis: list(STOCK_NAMES) if axis == "schedule" else "stock"}
+        return {**self.search, axis: self._stock_value(axis)}
+
+    def _stock_value(self, axis: str) -> Any:
+        if axis == "schedule":
+            return list(STOCK_NAMES)
+        if axis not in COUNT_FLAGS:
+            return "stock"
+        words, flag = shlex.split(self.flags), COUNT_FLAGS[axis]
+        return int(words[words.index(flag) + 1]) if flag in words else 1
 
     @property
     def fixed_words(self) -> str:

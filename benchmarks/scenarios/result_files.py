@@ -27,8 +27,6 @@ SEARCH_FILES = (
 SAME_SEARCHES = {
     # They differ in lookups of reasons, columns of published runs and experts in FLOP/s; no search changed.
     "c7ae8ac8d15a": "3fda55926859",
-    # They differ in experts, context parallelism and forbidden plans. The job of unequal links has none.
-    "1799f9755689": "de5dc6a02c0d",
 }
 # A commit, and a later one for which its searches over stock flags count too: plain TPE knows no prices, and
 # the spaces and launches of these jobs are the same.

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.scenarios import result_files
 from benchmarks.scenarios.__main__ import joined_round, launch_groups, trial_of
-from benchmarks.scenarios.catalogue import SCENARIOS, Scenario
+from benchmarks.scenarios.catalogue import COUNT_FLAGS, SCENARIOS, Scenario
 from benchmarks.scenarios.result_files import (
     SearchRun,
     TurnRounds,
@@ -205,7 +205,7 @@ def test_the_page_says_what_each_scenario_fixes_and_leaves_free() -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_search_of_a_scenario_is_one_that_the_tuner_takes(name: str) -> None:
     scenario = SCENARIOS[name]
-    axes = ("schedule", "split", "mapping", "scaling", "recompute")
+    axes = ("schedule", "split", "mapping", "scaling", "recompute", *COUNT_FLAGS)
     for section in (scenario.search, scenario.stock_search, *map(scenario.search_without, axes)):
         assert isinstance(parse_config({"search": section}, where="test").search, SearchConfig)
     assert "scaling" not in scenario.stock_search
@@ -216,6 +216,18 @@ def test_every_search_of_a_scenario_is_one_that_the_tuner_takes(name: str) -> No
     assert all(0 <= host < scenario.num_hosts for pair in scenario.slow_pairs for host in pair)
     if scenario.namespaces:
         assert len(set(scenario.namespaces.split(","))) == len(scenario.rates)
+
+
+def test_a_count_is_kept_at_the_commands_value() -> None:
+    kept = {name: SCENARIOS["j-experts-slow-link"].search_without(name)[name] for name in COUNT_FLAGS}
+    assert kept == {
+        "tensor_parallel": 1,
+        "pipeline_parallel": 1,
+        "context_parallel": 1,
+        "expert_parallel": 4,
+        "virtual_stages": 1,
+        "micro_batch_size": 64,
+    }
 
 
 def test_layouts_are_free_for_stock_wherever_they_are_free_for_us() -> None:
