@@ -1,8 +1,8 @@
 """The process groups that boundary tensors go through: one a stream of a program, and its communicators.
 
 NCCL makes a communicator for each pair of devices in a group at their first transfer, if the group has no
-bound device: that is `QueueScope.PAIR`, which programs are lowered for. With a bound device a group has one
-communicator, on which all transfers of a device run one after the other, so these groups are made without.
+bound device: programs are lowered for that. With a bound device a group has one communicator, on which all
+transfers of a device run one after the other, so these groups are made without.
 A first transfer blocks the host until the peer is there: all pairs meet here, in one order, so that nothing
 is made inside of a step.
 """

@@ -54,7 +54,7 @@ class LeavingSends:
 
 
 class PairTransport:
-    """`isend` and `irecv`, each pair of devices on its own (`QueueScope.PAIR`); for gloo and NCCL."""
+    """`isend` and `irecv`, each pair of devices on its own; for gloo and NCCL."""
 
     def __init__(self, channels: Channels, boundary: Boundary) -> None:
         self._channels = channels

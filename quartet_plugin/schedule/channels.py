@@ -1,11 +1,10 @@
 """Runs a lowered program under a communication library's own rules, to see that it cannot deadlock.
 
 NCCL: no tags, no buffering. Posted transfers stand in queues, first in, first out, sends and receives
-together; a queue belongs to (device, peer, group) or to (device, group), as the program's scope says. Only
-the batch at the head of a queue is under way; in it, the first unfinished send to a peer meets the first
-unfinished receive that the peer's batch has for this device. Whether it is the same message NCCL does not
-check; this simulation does. gloo: a transfer is over when both ends have posted the same message; a wait
-blocks. What a framework's process adds stands in `conditions`.
+together; a queue belongs to a device, a peer and a group. Only the batch at the head of a queue is under
+way; in it, the first unfinished send meets the first unfinished receive of the peer's batch. Whether it is
+the same message NCCL does not check; this simulation does. gloo: a transfer is over when both ends have
+posted the same message; a wait blocks. What a framework's process adds stands in `conditions`.
 
 The outcome does not depend on timing: transfers and actions only ever enable more, so running whatever can
 run, in any order, ends in the same place.
@@ -24,7 +23,6 @@ from quartet_plugin.schedule.instruction import (
     Instruction,
     Post,
     Program,
-    QueueScope,
     Side,
     TensorKey,
     Transfer,
@@ -34,7 +32,7 @@ from quartet_plugin.schedule.instruction import (
 
 _MAX_INSTRUCTIONS = 500_000
 
-_QueueKey = tuple[int, int, int]  # device, peer or -1, group
+_QueueKey = tuple[int, int, int]  # device, peer, group
 
 
 class Backend(StrEnum):
@@ -72,7 +70,7 @@ class _ChannelState:
         self._program = program
         self._position = [0] * program.num_devices
         self._wire: _Wire
-        self._wire = _Gloo() if backend is Backend.GLOO else _Nccl(program.queues)
+        self._wire = _Gloo() if backend is Backend.GLOO else _Nccl()
         self._buffers = _BufferChecker(program)
 
     def finish(self) -> None:
@@ -133,40 +131,28 @@ class _Batch:
 class _Nccl:
     """No tags: queues of batches."""
 
-    def __init__(self, scope: QueueScope) -> None:
-        self._scope = scope
+    def __init__(self) -> None:
         self._queues: dict[_QueueKey, deque[_Batch]] = defaultdict(deque)
-        self._batch_of: dict[TransferEnd, _Batch] = {}
         self._over: set[TransferEnd] = set()
 
     def post(self, device: int, transfers: tuple[Transfer, ...]) -> None:
         batches: dict[_QueueKey, list[Transfer]] = defaultdict(list)
         for transfer in transfers:
-            batches[self._key(device, transfer.peer, transfer.message.group)].append(transfer)
+            batches[device, transfer.peer, transfer.message.group].append(transfer)
         for key, part in batches.items():
-            batch = _Batch(part)
-            self._queues[key].append(batch)
-            self._batch_of.update({t.end: batch for t in part})
+            self._queues[key].append(_Batch(part))
         todo = [(device, t.peer, t.message.group) for t in transfers]
         while todo:
             todo += self._match(*todo.pop())
 
     def is_over(self, _device: int, transfer: Transfer) -> bool:
-        end = transfer.end
-        if self._scope is QueueScope.DEVICE:
-            return end in self._batch_of and not self._batch_of[end].left
-        return end in self._over
-
-    def _key(self, device: int, peer: int, group: int) -> _QueueKey:
-        return (device, peer if self._scope is QueueScope.PAIR else -1, group)
+        return transfer.end in self._over
 
     def _match(self, a: int, b: int, group: int) -> list[tuple[int, int, int]]:
         """Run the transfers that the queues' heads have for each other; returns the pairs to look at next."""
         again: list[tuple[int, int, int]] = []
         for source, target in ((a, b), (b, a)):
-            sending, receiving = (
-                self._queues[self._key(*ends, group)] for ends in ((source, target), (target, source))
-            )
+            sending, receiving = (self._queues[*ends, group] for ends in ((source, target), (target, source)))
             while sending and receiving:
                 send = sending[0].first(Side.SEND, target)
                 receive = receiving[0].first(Side.RECV, source)

@@ -1,8 +1,8 @@
 """What a framework's process adds to the order of a program, written as a program.
 
-`Program.queues` says which transfers share a queue. Two more conditions decide whether a program ends:
-receives that wait for a description, and code of the framework that synchronizes the device. The runtime
-excludes two others, communicators that are made at their first transfer and groups with a bound device
+Whether a program ends is decided by the queues of its transfers (`channels`) and by two conditions: receives
+that wait for a description, and code of the framework that synchronizes the device. The runtime excludes two
+others, communicators that are made at their first transfer and groups with a bound device
 (`runtime/process_groups.py`); tests/schedule/communicators.py has them.
 """
 

@@ -24,18 +24,6 @@ class Side(StrEnum):
     RECV = "RECV"
 
 
-class QueueScope(StrEnum):
-    """Which posted transfers run one after the other, in the order they were posted.
-
-    PAIR: those of one pair of devices in one group, each on its own - isend and irecv on a communicator a
-    pair. DEVICE: all of one device in one group, batch after batch - `batch_isend_irecv`, whose batches
-    share the group's communicator, and which are only over as a whole.
-    """
-
-    PAIR = "pair"
-    DEVICE = "device"
-
-
 class Message(NamedTuple):
     """One boundary tensor of one microbatch on its way between two devices.
 
@@ -141,7 +129,6 @@ class Program:
     num_devices: int
     num_microbatches: int
     placement: tuple[int, ...]
-    queues: QueueScope
     groups: tuple[str, ...]
     instructions: tuple[tuple[Instruction, ...], ...]
     num_send_buffers: tuple[int, ...]
@@ -150,7 +137,7 @@ class Program:
     @property
     def digest(self) -> str:
         """The sha256 of all devices' instructions, in hexadecimal digits; buffers do not count."""
-        sha = hashlib.sha256(repr((self.placement, self.queues.value, self.groups)).encode())
+        sha = hashlib.sha256(repr((self.placement, self.groups)).encode())
         for row in self.instructions:
             sha.update(" ".join(map(str, row)).encode() + b"\n")
         return sha.hexdigest()
@@ -162,7 +149,6 @@ class Program:
             "num_devices": self.num_devices,
             "num_microbatches": self.num_microbatches,
             "placement": list(self.placement),
-            "queues": self.queues.value,
             "groups": list(self.groups),
             "num_send_buffers": list(self.num_send_buffers),
             "num_receive_buffers": list(self.num_receive_buffers),

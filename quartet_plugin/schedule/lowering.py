@@ -12,15 +12,14 @@ a pair share a group, so no queue holds both sends and receives of a pair and no
 of placements like V and snake.
 
 Why it cannot deadlock. Fix a linear order < of all actions that respects the device lists and the data
-(by predicted start). A device reaches the point in front of its action k when k - 1 is done. Scope PAIR: a
-queue has one direction; both ends post it in the order the producers run. What message M needs - its SEND,
-its RECV, and the messages before it in its queue - is posted behind its producer P and earlier producers of
-that queue, and at the point in front of some z on the receiver, so it is over once P and the action before
-z are. The consumer comes behind both; the wait for the send is put behind both. So every wait is for
-smaller actions, and by induction over < everything runs, whatever the real durations. Scope DEVICE: RECV is
-posted in front of the receiver's first action z > P, so every device's queue of every group holds its
-messages in ascending order of P, batch by batch. The smallest unfinished message of a group is then at the
-head of both its queues, and its RECV waits only for the action before z, which is < P.
+(by predicted start). A device reaches the point in front of its action k when k - 1 is done. The transfers
+of two devices in one group are a queue: they run one after the other, as posted, and apart from all others
+(`isend` and `irecv` on a communicator a pair). A queue has one direction; both ends post it in the order the
+producers run. What message M needs - its SEND, its RECV, and the messages before it in its queue - is posted
+behind its producer P and earlier producers of that queue, and at the point in front of some z on the
+receiver, so it is over once P and the action before z are. The consumer comes behind both; the wait for the
+send is put behind both. So every wait is for smaller actions, and by induction over < everything runs,
+whatever the real durations.
 """
 
 import gc
@@ -43,7 +42,6 @@ from quartet_plugin.schedule.instruction import (
     Message,
     Post,
     Program,
-    QueueScope,
     Side,
     Transfer,
     Wait,
@@ -87,15 +85,13 @@ def lower(
     start_s: Sequence[FloatArray],
     end_s: Sequence[FloatArray],
     transfer_s: FloatArray | None = None,
-    queues: QueueScope = QueueScope.PAIR,
 ) -> Program:
     """Lower `schedule` for a runtime.
 
     `start_s[d]` and `end_s[d]` are the predicted times of `schedule.orders[d]`, as `simulate` gives them;
-    `transfer_s` [num_devices, num_devices] of one boundary tensor, default 0. `queues` says which transfers
-    of the runtime run one after the other. Times only decide how well it overlaps, never whether it
-    deadlocks. Raises PlanError for two copies of the model, times of another shape, or a schedule that cannot
-    run.
+    `transfer_s` [num_devices, num_devices] of one boundary tensor, default 0. Times only decide how well the
+    program overlaps, never whether it deadlocks. Raises PlanError for two copies of the model, times of
+    another shape, or a schedule that cannot run.
     """
     refuse_two_copies(schedule)
     lengths = [len(order) for order in schedule.orders]
@@ -106,14 +102,13 @@ def lower(
     transfers = np.zeros((schedule.num_devices,) * 2) if transfer_s is None else transfer_s
     with _no_collection():
         timeline = _timeline(schedule, start_s, end_s)
-        points = _points(schedule, timeline, {s: numbers[g] for s, g in groups.items()}, transfers, queues)
+        points = _points(schedule, timeline, {s: numbers[g] for s, g in groups.items()}, transfers)
         devices = [_Device(row) for row in timeline.actions]
         rows = tuple(tuple(d.emit(points[n], schedule.num_stages)) for n, d in enumerate(devices))
     return Program(
         num_devices=schedule.num_devices,
         num_microbatches=schedule.num_microbatches,
         placement=schedule.placement,
-        queues=queues,
         groups=tuple(numbers),
         instructions=rows,
         num_send_buffers=tuple(d.buffers[Side.SEND].count for d in devices),
@@ -216,7 +211,6 @@ def _points(
     timeline: _Timeline,
     group_of: dict[_Stream, int],
     transfer_s: FloatArray,
-    queues: QueueScope,
 ) -> list[list[_TransferPoint]]:
     """Place each message's SEND, RECV and wait for the SEND; point k is in front of action k or the end."""
     points = [[_TransferPoint() for _ in range(len(row) + 1)] for row in timeline.actions]
@@ -236,7 +230,7 @@ def _points(
                 target_device=target,
                 group=group_of[stream],
             )
-            earliest = _receive_point(timeline, source, index, target, queues)
+            earliest = bisect_right(timeline.end_s[target], timeline.end_s[source][index])
             streams[stream].append((message, index, min(earliest, consumer)))
     for (source, target, _), messages in streams.items():
         latest = len(timeline.actions[target])
@@ -258,13 +252,6 @@ def _points(
             if len(posted) > 1:
                 posted.sort(key=order)
     return points
-
-
-def _receive_point(timeline: _Timeline, source: int, index: int, target: int, queues: QueueScope) -> int:
-    """The action of `target` in front of which to post the RECV for action `index` of `source`."""
-    if queues is QueueScope.DEVICE:
-        return bisect_left(timeline.rank[target], timeline.rank[source][index])
-    return bisect_right(timeline.end_s[target], timeline.end_s[source][index])
 
 
 def _sent_point(

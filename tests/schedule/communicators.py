@@ -5,9 +5,9 @@ comes to its own first transfer there. In a group with a bound device it has one
 device's transfers run one after the other, never as a batch.
 """
 
-from dataclasses import replace
+from collections import defaultdict, deque
 
-from quartet_plugin.schedule.instruction import Instruction, Post, Program, QueueScope
+from quartet_plugin.schedule.instruction import Instruction, Message, Post, Program, Transfer, Wait
 
 _Channel = tuple[frozenset[int], int]  # two devices, group
 
@@ -44,19 +44,38 @@ def _first_uses(row: tuple[Instruction, ...]) -> list[_Channel]:
     return list(dict.fromkeys((frozenset((m.source_device, m.target_device)), m.group) for m in messages))
 
 
-def with_bound_devices(program: Program) -> Program:
-    """The program in groups with a bound device: one queue a device and group, transfer after transfer."""
-    rows = tuple(tuple(_unbatched(row)) for row in program.instructions)
-    return replace(program, queues=QueueScope.DEVICE, instructions=rows)
+def blocked_with_bound_devices(program: Program) -> list[str]:
+    """The devices that do not come to their end in groups with a bound device, each with where it stands.
 
-
-def _unbatched(row: tuple[Instruction, ...]) -> list[Instruction]:
+    A device has one queue a group: transfer after transfer, whatever was posted as one batch.
+    """
+    position = [0] * program.num_devices
+    queues: defaultdict[tuple[int, int], deque[Transfer]] = defaultdict(deque)  # by device and group
+    over: set[Message] = set()
+    moved = True
+    while moved:
+        moved = False
+        for device, row in enumerate(program.instructions):
+            while position[device] < len(row) and _can_pass(row[position[device]], over):
+                for transfer in _posted(row[position[device]]):
+                    queues[device, transfer.message.group].append(transfer)
+                position[device] += 1
+                moved = True
+        for (_, group), queue in list(queues.items()):
+            while queue and (other := queues[queue[0].peer, group]) and other[0].message == queue[0].message:
+                over.add(queue.popleft().message)
+                other.popleft()
+                moved = True
     return [
-        part
-        for instruction in row
-        for part in (
-            [Post(transfers=(transfer,)) for transfer in instruction.transfers]
-            if isinstance(instruction, Post)
-            else [instruction]
-        )
+        f"device {device} at {row[position[device]]}"
+        for device, row in enumerate(program.instructions)
+        if position[device] < len(row)
     ]
+
+
+def _can_pass(instruction: Instruction, over: set[Message]) -> bool:
+    return not isinstance(instruction, Wait) or instruction.transfer.message in over
+
+
+def _posted(instruction: Instruction) -> tuple[Transfer, ...]:
+    return instruction.transfers if isinstance(instruction, Post) else ()

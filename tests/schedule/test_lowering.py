@@ -21,7 +21,6 @@ from quartet_plugin.schedule.instruction import (
     Message,
     Post,
     Program,
-    QueueScope,
     Side,
     Transfer,
     Wait,
@@ -48,7 +47,7 @@ def predict(schedule: Schedule, costs: Costs) -> tuple[ReferenceResult, dict[str
 
 
 def make(
-    seed: int, placement: list[int] | None = None, *, may_pair: bool = True, **options: Any
+    seed: int, placement: list[int] | None = None, *, may_pair: bool = True
 ) -> tuple[Schedule, Costs, Program]:
     """A random schedule of a random pipeline, lowered by its predicted times; some have overlapped pairs."""
     rng = np.random.default_rng(seed)
@@ -61,7 +60,7 @@ def make(
     if may_pair and rng.random() < 0.3:
         schedule = with_random_pairs(rng, schedule)
     times = predict(schedule, costs)[1]
-    return schedule, costs, lower(schedule, transfer_s=costs.transfer_s, **times, **options)
+    return schedule, costs, lower(schedule, transfer_s=costs.transfer_s, **times)
 
 
 def timed_makespan(program: Program, schedule: Schedule, costs: Costs) -> float:
@@ -105,26 +104,24 @@ def timed_makespan(program: Program, schedule: Schedule, costs: Costs) -> float:
 
 
 @settings(deadline=None, max_examples=150)
-@given(seed=SEEDS, queues=st.sampled_from(QueueScope))
-def test_no_program_deadlocks_under_any_rules(seed: int, queues: QueueScope) -> None:
-    schedule, _, program = make(seed, queues=queues)
+@given(seed=SEEDS)
+def test_no_program_deadlocks_under_any_rules(seed: int) -> None:
+    schedule, _, program = make(seed)
     for backend in Backend:
         check_program(program, backend=backend)
-    if queues is QueueScope.DEVICE:
-        check_program(replace(program, queues=QueueScope.PAIR), backend=Backend.NCCL)
     for device, row in enumerate(program.instructions):
         computed = [action for i in row if isinstance(i, Compute) for action in i.parts]
         assert computed == schedule.actions(device)
 
 
 @settings(deadline=None, max_examples=60)
-@given(seed=SEEDS, queues=st.sampled_from(QueueScope))
-def test_wrong_predictions_cost_time_only(seed: int, queues: QueueScope) -> None:
+@given(seed=SEEDS)
+def test_wrong_predictions_cost_time_only(seed: int) -> None:
     schedule, costs, _ = make(seed)
     rng = np.random.default_rng(seed)
     end_s = [np.sort(rng.uniform(0, 10, len(order))) for order in schedule.orders]
     start_s = [np.concatenate(([0.0], row[:-1])) for row in end_s]
-    program = lower(schedule, start_s=start_s, end_s=end_s, transfer_s=costs.transfer_s, queues=queues)
+    program = lower(schedule, start_s=start_s, end_s=end_s, transfer_s=costs.transfer_s)
     for backend in Backend:
         check_program(program, backend=backend)
 
@@ -138,19 +135,17 @@ def test_posting_by_arrival_adds_no_waiting(seed: int) -> None:
     assert timed_makespan(program, schedule, costs) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("queues", QueueScope)
 @pytest.mark.parametrize("name", [name for name, spec in NAMED.items() if spec.copies == 1])
-def test_every_named_schedule_can_be_lowered(name: str, queues: QueueScope) -> None:
+def test_every_named_schedule_can_be_lowered(name: str) -> None:
     schedule = named(name, num_devices=4, num_microbatches=8)
     rng = np.random.default_rng(7)
     for _ in range(3):
         costs = random_costs(rng, num_devices=4, num_microbatches=8, num_layers=schedule.num_stages)
         result, times = predict(schedule, costs)
-        program = lower(schedule, transfer_s=costs.transfer_s, queues=queues, **times)
+        program = lower(schedule, transfer_s=costs.transfer_s, **times)
         for backend in Backend:
             check_program(program, backend=backend)
-        if queues is QueueScope.PAIR:
-            assert timed_makespan(program, schedule, costs) == pytest.approx(result.makespan_s, rel=1e-12)
+        assert timed_makespan(program, schedule, costs) == pytest.approx(result.makespan_s, rel=1e-12)
 
 
 def posts(program: Program, device: int) -> list[tuple[int, Transfer]]:
@@ -306,7 +301,6 @@ def written(*lines: str, groups: tuple[int, int]) -> Program:
         num_devices=2,
         num_microbatches=2,
         placement=(0, 1),
-        queues=QueueScope.PAIR,
         groups=("forward", "backward")[: len(set(groups))],
         instructions=tuple(tuple(map(instruction, re.findall(r"\[.*?\]|\S+", line))) for line in lines),
         num_send_buffers=(2, 2),
