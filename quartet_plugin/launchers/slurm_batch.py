@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quartet_plugin.errors import QuartetError
 from quartet_plugin.launchers import slurm_commands as slurm
 from quartet_plugin.launchers.node_task import TERMINATED_EXIT
-from quartet_plugin.launchers.patience import Patience
+from quartet_plugin.launchers.patience import NoAnswerError, Patience
 from quartet_plugin.launchers.protocol import NodesHandle
 from quartet_plugin.launchers.site import Site
 from quartet_plugin.launchers.slurm import END_S, node_task_words, step_name
@@ -22,7 +23,8 @@ from quartet_plugin.protocol.environment import ATTEMPT_ID
 
 SCRIPT, EXIT_FILE = "job.sh", "exit-code"
 # Its first argument is the file for the exit code, the rest are srun's. A controller that has lost its latest
-# state may start a job a second time, in the same folder: that does nothing.
+# state may start a job a second time, in the same folder: that does nothing. Neither does a job that was
+# given up before it began: the folder is there.
 SCRIPT_TEXT = """#!/bin/bash
 exit_file=$1
 shift
@@ -105,6 +107,8 @@ class SlurmJob:
 
     def end_on_nodes(self) -> tuple[str, ...]:
         """End the job and wait until Slurm knows it for ended."""
+        # The script of a job that waits needs no answer of the controller.
+        self.give_up()
         end = time.monotonic() + END_S
         while jobs := self._jobs():
             for job in jobs:
@@ -113,6 +117,19 @@ class SlurmJob:
                 return tuple(f"job {job}" for job in jobs)
             time.sleep(_POLL_S)
         return ()
+
+    def give_up(self) -> bool:
+        """End the attempt without Slurm, unless the job's script has begun; returns whether it has.
+
+        A job that is still queued then starts nothing when it gets its nodes.
+        """
+        with contextlib.suppress(OSError, QuartetError):
+            try:
+                self._exit_file.with_name(f"{self._exit_file.name}.begun").mkdir()
+            except FileExistsError:
+                return True
+            write_text_atomic(self._exit_file, f"{_UNKNOWN_EXIT}\n")
+        return False
 
     @property
     def _written_exit(self) -> int | None:
@@ -183,8 +200,18 @@ class SlurmBatchLauncher:
             name: value for name, value in env.items() if not name.startswith(_OF_A_JOB) or name in _OF_A_SITE
         }
         outside |= self.site.environment
-        slurm.submit(words, name=step_name(attempt_id), env=outside, cwd=cwd)
-        return SlurmJob(step_name(attempt_id), stdout.parent / EXIT_FILE)
+        job = SlurmJob(step_name(attempt_id), stdout.parent / EXIT_FILE)
+        try:
+            slurm.submit(words, name=step_name(attempt_id), env=outside, cwd=cwd)
+        except BaseException as error:
+            # A submission without an answer may have been taken; a job that has begun is followed.
+            if not job.give_up():
+                raise
+            if not isinstance(error, NoAnswerError):
+                with contextlib.suppress(QuartetError):
+                    job.terminate()
+                raise
+        return job
 
 
 @dataclass(frozen=True, slots=True)

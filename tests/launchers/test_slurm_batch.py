@@ -1,15 +1,25 @@
 """What `slurm-batch` gives to sbatch, without a Slurm."""
 
 import os
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
 from quartet_plugin.launchers import patience, slurm_batch, slurm_commands
+from quartet_plugin.launchers.protocol import NodesHandle
 from quartet_plugin.launchers.site import Site
-from quartet_plugin.launchers.slurm_batch import SlurmBatchLauncher, SlurmJob
+from quartet_plugin.launchers.slurm_batch import (
+    EXIT_FILE,
+    SCRIPT,
+    SlurmBatchEngine,
+    SlurmBatchLauncher,
+    SlurmJob,
+)
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 
 AWAY = (
@@ -26,10 +36,10 @@ def programs(folder: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -> Non
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def start(folder: Path) -> None:
+def start(folder: Path) -> NodesHandle:
     """Submit a job."""
     env = {"PATH": os.environ["PATH"], ATTEMPT_ID: "a" * 32}
-    SlurmBatchLauncher(1, Site()).start(["true"], env=env, cwd=folder, stdout=folder / "stdout.log")
+    return SlurmBatchLauncher(1, Site()).start(["true"], env=env, cwd=folder, stdout=folder / "stdout.log")
 
 
 def submissions(folder: Path) -> int:
@@ -147,3 +157,104 @@ def test_a_file_server_that_fails_ends_no_trial(tmp_path: Path, monkeypatch: pyt
     programs(tmp_path, monkeypatch, squeue="echo '7|RUNNING'")
     (tmp_path / "exit-code").mkdir()  # reading it is an error of the system
     assert job(tmp_path).poll() is None
+
+
+def no_answer(*words: object, **options: object) -> NoReturn:
+    """A question to a controller that is away, after the time that it may be away."""
+    raise patience.NoAnswerError("sbatch: Socket timed out on send/recv operation; is slurmctld up?")
+
+
+def submission(monkeypatch: pytest.MonkeyPatch, end: Callable[[], object]) -> None:
+    """Let `end` be what comes of a submission."""
+    monkeypatch.setattr(slurm_commands, "submit", lambda words, **options: end())
+
+
+def a_queued_job(folder: Path, monkeypatch: pytest.MonkeyPatch, *, state: str = "PENDING") -> None:
+    """Let Slurm have job 7 in this state until it is cancelled, and an srun that says that it ran."""
+    monkeypatch.setattr(slurm_batch, "_POLL_S", 0.01)
+    programs(
+        folder,
+        monkeypatch,
+        squeue=f"test -e {folder}/cancelled || echo '7|{state}'",
+        scancel=f"touch {folder}/cancelled",
+        srun=f"touch {folder}/ran",
+    )
+
+
+def starts_something(folder: Path) -> bool:
+    """Whether the job's script, which gets its nodes now, starts the command."""
+    subprocess.run(["bash", folder / SCRIPT, folder / EXIT_FILE, "true"], check=False, timeout=60)
+    return (folder / "ran").exists()
+
+
+def begin(folder: Path) -> None:
+    """Begin as the job's script does."""
+    (folder / f"{EXIT_FILE}.begun").mkdir()
+
+
+def test_a_job_that_was_perhaps_queued_starts_nothing_and_is_cancelled_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trial may have been launched again meanwhile."""
+    a_queued_job(tmp_path, monkeypatch)
+    submission(monkeypatch, no_answer)
+    with pytest.raises(patience.NoAnswerError):
+        start(tmp_path)
+    later = SlurmBatchEngine(Site()).adopt("a" * 32, stdout=tmp_path / "stdout.log")
+    assert later.poll() == 1
+    assert later.fault is None
+    assert later.end_on_nodes() == ()
+    assert (tmp_path / "cancelled").exists()
+    assert not starts_something(tmp_path)
+    assert later.poll() == 1
+
+
+def test_a_job_that_was_queued_starts_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_queued_job(tmp_path, monkeypatch)
+    submission(monkeypatch, lambda: None)
+    handle = start(tmp_path)
+    assert handle.poll() is None
+    assert starts_something(tmp_path)
+    assert handle.poll() == 0
+
+
+def test_a_job_that_has_begun_was_taken_though_sbatch_had_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_queued_job(tmp_path, monkeypatch, state="RUNNING")
+
+    def begun() -> None:
+        begin(tmp_path)
+        no_answer()
+
+    submission(monkeypatch, begun)
+    assert start(tmp_path).poll() is None
+    assert not (tmp_path / "cancelled").exists()
+
+
+def test_a_job_that_has_begun_is_cancelled_where_its_start_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_queued_job(tmp_path, monkeypatch, state="RUNNING")
+
+    def interrupted() -> None:
+        begin(tmp_path)
+        raise KeyboardInterrupt
+
+    submission(monkeypatch, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path)
+    assert (tmp_path / "cancelled").exists()
+
+
+def test_a_queued_job_is_ended_though_the_controller_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_queued_job(tmp_path, monkeypatch)
+    submission(monkeypatch, lambda: None)
+    handle = start(tmp_path)
+    monkeypatch.setattr(slurm_commands, "jobs_named", no_answer)
+    with pytest.raises(patience.NoAnswerError):
+        handle.end_on_nodes()
+    assert not starts_something(tmp_path)
+    assert handle.poll() == 1
