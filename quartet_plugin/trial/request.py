@@ -237,7 +237,8 @@ class TrialResult(AttemptOutcome):
     `first_step_s` and `warmup_s` (all iterations that are not measured) are the seconds of the slowest rank.
     The parity gate compares the first `num_compared` iterations (0: none), which took `compared_s` of
     `warmup_s`.
-    `is_superseded`: it does not count, since its final round was interrupted and then launched again.
+    `is_superseded`: it does not count, since its final round, or its comparison at full size, was interrupted
+    and then launched again.
     """
 
     attempt_id: str

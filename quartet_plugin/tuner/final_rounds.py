@@ -25,7 +25,7 @@ from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.sequential_search import MAX_LOST_IN_A_ROW
 from quartet_plugin.tuner.sequential_test import BASELINE, MIN_ROUNDS, SequentialTest
 from quartet_plugin.tuner.time_share import finalists_in_time
-from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
+from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher, supersede_part
 from quartet_plugin.tuner.winner_choice import CLEAR_GAIN, FinalistResult
 
 # Measured results by trial number and round.
@@ -253,10 +253,7 @@ class FinalRounds:
         """Let the measurements of a round count no more where an earlier session made only a part of them."""
         context, rounds = self.context, self.context.run.folder.final_launches().values()
         folders = [by_round[round_number] for by_round in rounds if round_number in by_round]
-        if not folders or all(self.launcher.recorded(launch) is not None for launch in launches):
-            return
-        context.fence()
-        num_superseded = sum(map(context.backend.supersede, folders))
+        num_superseded = supersede_part(launches, folders=folders, launcher=self.launcher)
         if num_superseded:
             context.events.add("final-round-again", round=round_number + 1, superseded=num_superseded)
             context.observer.message(

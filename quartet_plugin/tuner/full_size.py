@@ -19,14 +19,14 @@ from quartet_plugin.errors import ConfigError, InfrastructureError, QuartetError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.full_size import Confirmation, FullSize
 from quartet_plugin.model.measurement import FinalChoice, Interval, Objective, Prediction
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.trial_record import FinishedTrial, score_of_median, speedup
 from quartet_plugin.space.full_size import at_full_size, full_nodes
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.proposer import kept_machine, predictor_of
 from quartet_plugin.tuner.trial_backend import TrialBackend
-from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
+from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher, supersede_part
 from quartet_plugin.tuner.winner_choice import FinalistResult
 
 # The launches of each side in the comparison at full size.
@@ -233,34 +233,66 @@ class FullSizeStudy:
         )
         stand_in = None if self.stand_in is None else self._full(self.stand_in)
         with self.nodes.open_backend() as backend:
-            context = replace(self.context, command=self.nodes.command, backend=backend)
+            at_full = replace(
+                launcher,
+                context=replace(self.context, command=self.nodes.command, backend=backend),
+                baseline=replace(baseline, plan=self._full(baseline.plan), launched_plan=stand_in),
+                judge=lambda _, result: result,
+            )
+            before = at_full.recorded(self._launches(full, trial, stand_in=stand_in)[0])
+            if before is not None:
+                full = _on_nodes(full, backend.nodes(before))
+            self._supersede_part(full, trial, stand_in=stand_in, launcher=at_full)
             times: dict[int, list[float]] = {0: [], trial.number: []}
-            for number in (0, trial.number, trial.number, 0)[: 2 * ROUNDS]:
-                launch = TrialLaunch(
-                    number=number,
-                    label=f"{number} at full size {len(times[number]) + 1}",
-                    plan=full if number else stand_in,
-                    folder=self.context.run.folder.full_size_launch(number, round_number=len(times[number])),
-                    phase="final",
-                )
-                at_full = replace(
-                    launcher,
-                    context=context,
-                    baseline=replace(baseline, plan=self._full(baseline.plan), launched_plan=stand_in),
-                    judge=lambda _, result: result,
-                )
+            for turn in range(2 * ROUNDS):
+                launch = self._launches(full, trial, stand_in=stand_in)[turn]
                 try:
-                    result = at_full.launch(launch, num_left=2 * ROUNDS - sum(map(len, times.values())))
+                    result = at_full.launch(launch, num_left=2 * ROUNDS - turn)
                 except InfrastructureError as error:
                     # The winner is proven without it.
                     return f"{launch.label} was not measured: {error}"[:1_000]
                 if not result.is_measured:
                     return f"{launch.label} was not measured: {result.reason}"[:1_000]
-                times[number].append(statistics.median(result.iteration_s))
-                if not times[trial.number]:
-                    # By the first launch the nodes have names, which a mapping of another order needs.
-                    full = replace(full, made_for=replace(full.made_for, nodes=backend.nodes(result)))
+                times[launch.number].append(statistics.median(result.iteration_s))
+                if turn == 0:
+                    full = _on_nodes(full, backend.nodes(result))
         return self._confirmation(full, times[trial.number], times[0], objective=baseline.objective), full
+
+    def _launches(self, full: Plan, trial: FinishedTrial, *, stand_in: Plan | None) -> list[TrialLaunch]:
+        """The launches of the comparison in their order; by the first one the nodes of `full` have names."""
+        return [
+            TrialLaunch(
+                number=number,
+                label=f"{number} at full size {round_number + 1}",
+                plan=full if number else stand_in,
+                folder=self.context.run.folder.full_size_launch(number, round_number=round_number),
+                phase="final",
+            )
+            for number, round_number in ((0, 0), (trial.number, 0), (trial.number, 1), (0, 1))
+        ]
+
+    def _supersede_part(
+        self, full: Plan, trial: FinishedTrial, *, stand_in: Plan | None, launcher: TrialLauncher
+    ) -> None:
+        """Let the measurements at full size count no more where an earlier session made only a part of them.
+
+        Measurements of the baseline beside another winner are such a part. A launch that fails ends the
+        comparison.
+        """
+        launches = self._launches(full, trial, stand_in=stand_in)
+        for turn, launch in enumerate(launches):
+            before = launcher.recorded(launch)
+            if before is not None and not before.is_measured:
+                launches = launches[: turn + 1]
+                break
+        folders = self.context.run.folder.full_size_launches
+        num_superseded = supersede_part(launches, folders=folders, launcher=launcher)
+        if num_superseded:
+            self.context.events.add("full-size-again", trial=trial.number, superseded=num_superseded)
+            self.context.observer.message(
+                "full size: an earlier session measured only a part of this comparison: the whole comparison "
+                "is launched again, since the machine may differ by now"
+            )
 
     def _confirmation(
         self, full: Plan, times: Sequence[float], of_command: Sequence[float], *, objective: Objective
@@ -297,3 +329,8 @@ def full_size_study(
 def relative_spread(interval: Interval) -> float:
     """The relative standard error that a 95 % interval says."""
     return max(0.0, interval.high - interval.low) / (2 * _TWO_SIDED_95 * interval.median)
+
+
+def _on_nodes(plan: Plan, nodes: tuple[NodeInfo, ...]) -> Plan:
+    """The plan with the nodes that it runs on, which a mapping of another order needs."""
+    return replace(plan, made_for=replace(plan.made_for, nodes=nodes))

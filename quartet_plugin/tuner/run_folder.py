@@ -122,6 +122,11 @@ class RunFolder:
         """The folder of a launch at full size, as `final_launch` names it."""
         return self.full_size / f"{number:06d}-round-{round_number + 1}"
 
+    @property
+    def full_size_launches(self) -> list[Path]:
+        """The folders of all launches at full size so far."""
+        return sorted(self.full_size.glob("*-round-*"))
+
     def final_launch(self, number: int, *, round_number: int) -> Path:
         """The folder of a trial's plan in one of the final rounds, both counted from 0."""
         return self.final / f"{number:06d}-round-{round_number + 1}"

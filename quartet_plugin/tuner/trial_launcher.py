@@ -1,7 +1,7 @@
 """One launch of a tuning run: taken from its folder or made now by the backend, shown, logged and timed."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -339,6 +339,20 @@ class TrialLauncher:
                 drift=record.drift,
             )
         )
+
+
+def supersede_part(
+    launches: Sequence[TrialLaunch], *, folders: Sequence[Path], launcher: TrialLauncher
+) -> int:
+    """Let the measurements in `folders` count no more where earlier sessions made only a part of `launches`.
+
+    Launches that are compared are of one session: the machine may differ by now. Returns the number of
+    folders whose measurement counted.
+    """
+    if not folders or all(launcher.recorded(launch) is not None for launch in launches):
+        return 0
+    launcher.context.fence()
+    return sum(map(launcher.context.backend.supersede, folders))
 
 
 def record_of(

@@ -1,6 +1,7 @@
 """Tuning runs whose trials have fewer replicas: what is handed over, and the comparison at full size."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,14 +26,18 @@ from quartet_plugin.space.full_size import full_nodes
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import build_space
 from quartet_plugin.space.written_schedules import WrittenSchedule
+from quartet_plugin.trial.attempt import read_result
+from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config, placement_of, with_launcher
 from quartet_plugin.tuner.full_size import RULE, FullSizeNodes, FullSizeStudy
+from quartet_plugin.tuner.history_rows import read_events
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.trial_backend import TrialBackend
 from quartet_plugin.tuner.tune_result import TuneResult, write_best
 from tests.space.jobs import make_job, make_layout, make_nodes
-from tests.tuner.fakes import COMMAND, FakeMachine, Watching, by_formula, tune
+from tests.tuner.fakes import COMMAND, FakeMachine, Killed, Watching, by_formula, resume, tune
 from tests.tuner.fakes import begin_with_journal as begin
+from tests.tuner.run_folders import WritingMachine
 
 NODES = make_nodes(1, 1)
 FACTOR = 4
@@ -42,6 +47,12 @@ CONFIG = {
     "nodes": 2 * FACTOR,
     "search": {"schedule": ["1f1b", "no-pipelining"]},
 }
+RUN = {
+    **CONFIG,
+    "study": {"trials": 4, "control": 0, "rounds": 3, "top_k": 1},
+    "trial": {"nodes": 2},
+}
+SLOWDOWN = 1.5
 
 
 def seconds(plan: Plan) -> float:
@@ -84,9 +95,7 @@ def run_and_tune(
     path: Path, *, job: TrainingJob | None = None, **options: Any
 ) -> tuple[TuningRun, TuneResult, Watching]:
     watching = Watching()
-    run = begin(
-        path, study={"trials": 4, "control": 0, "rounds": 3, "top_k": 1}, trial={"nodes": 2}, **CONFIG
-    )
+    run = begin(path, **RUN)
     machine = FakeMachine(job=job or make_job(), cluster=NODES, seconds=seconds)
     return run, tune(run, machine, observer=watching, **options), watching
 
@@ -167,6 +176,83 @@ def test_the_winner_is_compared_once_where_there_are_nodes(tmp_path: Path) -> No
     assert any("measured there" in line for line in _lines_of(result, run))
     # The comparison is not the study's: it measures the winner alone, and no trial is at full size.
     assert all(len(trial.plan.made_for.nodes) == 2 for trial in result.trials)
+
+
+def session(
+    run: TuningRun, machine: FakeMachine, at_full: FullNodes
+) -> tuple[Confirmation | None, list[str]]:
+    """The comparison of a session of the run, and the folders of the launches that it made for it."""
+    num_before = len(at_full.machine.launched)
+    result = tune(run, machine, full_size=at_full.nodes)
+    assert result.full_size is not None
+    launched = [name for name, _ in at_full.machine.launched[num_before:]]
+    return result.full_size.result.confirmation, launched
+
+
+def writing_machine(machine: type[WritingMachine] = WritingMachine, **options: Any) -> FullNodes:
+    """All nodes, on which each launch leaves its files."""
+    fake = FullNodes().machine
+    return FullNodes(machine(job=fake.job, cluster=fake.cluster, seconds=seconds, **options))
+
+
+@pytest.mark.parametrize("num_measured", [1, 2, 3])
+def test_only_launches_of_one_session_are_compared_at_full_size(tmp_path: Path, num_measured: int) -> None:
+    """The machine is slower when the run is resumed."""
+    undisturbed, launches = session(
+        begin(tmp_path / "whole", **RUN),
+        FakeMachine(job=make_job(), cluster=NODES, seconds=seconds),
+        FullNodes(),
+    )
+    assert undisturbed is not None
+    machine = FakeMachine(job=make_job(), cluster=NODES, seconds=seconds)
+    at_full = writing_machine(dies_at=num_measured)
+    run = begin(tmp_path / "r", **RUN)
+    with pytest.raises(Killed):
+        session(run, machine, at_full)
+    at_full.machine.seconds = lambda plan: SLOWDOWN * seconds(plan)
+    confirmed, launched = session(resume(tmp_path / "r"), machine, at_full)
+    assert launched == launches
+    assert confirmed is not None
+    assert confirmed.speedup == pytest.approx(undisturbed.speedup)
+    slowed = [SLOWDOWN * time_s for time_s in undisturbed.baseline_iteration_s]
+    assert confirmed.baseline_iteration_s == pytest.approx(slowed)
+    results = [read_result(path) for path in run.folder.full_size.glob("*/attempt-*")]
+    assert Counter(each.is_superseded for each in results if each is not None) == {
+        True: num_measured,
+        False: len(launches),
+    }
+    again = [event for event in read_events(run.folder.events_file) if event["kind"] == "full-size-again"]
+    assert [event["superseded"] for event in again] == [num_measured]
+    assert session(resume(tmp_path / "r"), machine, at_full) == (confirmed, [])
+
+
+def test_another_winner_is_not_compared_with_earlier_launches(tmp_path: Path) -> None:
+    """Of the earlier comparison the launches of the user's command alone are on disk."""
+    machine = FakeMachine(job=make_job(), cluster=NODES, seconds=seconds)
+    at_full = writing_machine()
+    _, launches = session(begin(tmp_path / "r", **RUN), machine, at_full)
+    disk = at_full.machine.disk
+    at_full.machine.disk = {path: result for path, result in disk.items() if path.name.startswith("000000")}
+    _, launched = session(resume(tmp_path / "r"), machine, at_full)
+    assert launched == launches
+
+
+class PlansDoNotFit(WritingMachine):
+    """Nodes on which only the user's command has enough memory."""
+
+    def _result(self, request: TrialRequest) -> TrialResult:
+        result = super()._result(request)
+        if request.plan is None:
+            return result
+        return replace(result, outcome=Outcome.INFEASIBLE, iteration_s=())
+
+
+def test_a_comparison_that_a_failed_launch_has_ended_is_not_launched_again(tmp_path: Path) -> None:
+    machine = FakeMachine(job=make_job(), cluster=NODES, seconds=seconds)
+    at_full = writing_machine(PlansDoNotFit)
+    confirmed, launched = session(begin(tmp_path / "r", **RUN), machine, at_full)
+    assert (confirmed, len(launched)) == (None, 2)
+    assert session(resume(tmp_path / "r"), machine, at_full) == (None, [])
 
 
 class OtherDevices(FakeMachine):
