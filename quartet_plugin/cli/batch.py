@@ -230,7 +230,7 @@ def _lease_of(paths: "BatchPaths", *, takeover: bool) -> "Lease":
     from quartet_plugin.tuner.attempts import holder_of
 
     try:
-        return Lease.acquire(paths.path, takeover=takeover)
+        return Lease.acquire(paths.path, takeover=takeover, say=say)
     except StorageError as error:
         holder = holder_of(paths.path, now=time.time())
         if holder is None:

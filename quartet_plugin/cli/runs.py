@@ -174,6 +174,6 @@ def repair_command(
 
     path = find_run(run, run_dir=run_dir)
     storage = replace(open_run(path).storage, say=say)
-    with Lease.acquire(path):
+    with Lease.acquire(path, say=say):
         lost = storage.repair()
     show("continue with `quartet tune --resume`" if lost else "nothing is damaged")

@@ -12,7 +12,7 @@ from rich.console import Console
 from quartet_plugin.cli.command import find_run
 from quartet_plugin.cli.export import write_native
 from quartet_plugin.cli.full_size import full_size_nodes
-from quartet_plugin.cli.output import show
+from quartet_plugin.cli.output import say, show
 from quartet_plugin.cli.report import report_line
 from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.cli.tune_summary import summary_lines
@@ -185,7 +185,7 @@ def search_and_show(request: TuneRequest) -> None:
     folder = prepare_folder(request.path, is_resumed=request.is_resumed)
     with (
         _failure_reported(folder),
-        Lease.acquire(folder, takeover=request.is_taken_over) as lease,
+        Lease.acquire(folder, takeover=request.is_taken_over, say=say) as lease,
         DiskReserve(folder) as kept,
     ):
         run = _begin(request, folder)

@@ -183,11 +183,13 @@ def _check_place(run: "TuningRun", command: "Command") -> None:
 def _refuse_taken(slices: "tuple[DeviceSlice, ...]", queue: "WorkQueue") -> None:
     """Refuse devices that another worker uses, because their trials would disturb each other."""
     from quartet_plugin.launchers.device_slices import DeviceSlice
-    from quartet_plugin.launchers.running_process import runs_on
+    from quartet_plugin.launchers.running_process import is_of_other_boot, runs_on
 
     host = socket.gethostname()
     for worker in queue.workers():
-        if worker.host != host or runs_on(worker.identity, host=host) is False:
+        # A process of another boot uses no device of this machine now, wherever it runs.
+        is_gone = is_of_other_boot(worker.identity, host=host) or runs_on(worker.identity, host=host) is False
+        if worker.host != host or is_gone:
             continue
         other = DeviceSlice.of(worker.share)
         if any(part.overlaps(other) for part in slices):

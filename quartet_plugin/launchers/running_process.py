@@ -30,13 +30,18 @@ def pid_namespace() -> int | None:
 def is_visible(identity: Identity, *, host: str, here: str | None = None) -> bool:
     """Whether `is_running` can tell here if a process of `host` runs; `here` is this host's name.
 
-    It sees no process of another pid namespace: containers may share a host name. A process of an earlier
-    boot has ended, wherever it ran.
+    It sees no process of another boot or pid namespace: machines and containers may share a host name.
     """
-    if host != (here or socket.gethostname()):
-        return False
-    namespaces = {identity.pid_namespace, pid_namespace()} - {None}
-    return len(namespaces) < 2 or identity.boot_id != boot_id()
+    is_here = host == (here or socket.gethostname()) and identity.boot_id == boot_id()
+    return is_here and len({identity.pid_namespace, pid_namespace()} - {None}) < 2
+
+
+def is_of_other_boot(identity: Identity, *, host: str) -> bool:
+    """Whether a process of this host's name belongs to another boot than this one.
+
+    It has ended with an earlier boot of this machine, or it belongs to another machine with this host name.
+    """
+    return host == socket.gethostname() and identity.boot_id != boot_id()
 
 
 def find(identity: Identity) -> psutil.Process | None:

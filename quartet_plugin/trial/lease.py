@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from quartet_plugin.errors import QuartetError, StorageError
-from quartet_plugin.launchers.running_process import current_identity, runs_on
+from quartet_plugin.launchers.running_process import current_identity, is_of_other_boot, runs_on
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import read_shared
@@ -28,6 +28,7 @@ LOCK_NAME = "lock.json"
 
 _GUARD_NAME = ".lock.guard"
 _GUARD_WAIT_S = 30.0
+_LOOK_S = 1.0
 
 
 class LeaseLostError(StorageError):
@@ -53,18 +54,23 @@ class Lease:
         expiry_s: float = EXPIRY_S,
         renew_s: float = LEASE_RENEWAL_S,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        say: Callable[[str], None] = lambda _: None,
     ) -> "Lease":
         """Take the run folder.
 
-        A holder whose process has provably ended (same host; another boot, or no such process in the same
-        pid namespace) is replaced at once. Any other holder is replaced only with `takeover`, once it has
-        not renewed for `expiry_s`. Raises StorageError naming the holder.
+        A holder whose process has provably ended (same host, boot and pid namespace, and no such process) is
+        replaced at once. A holder of another boot with this host's name is replaced once it has not renewed
+        for `expiry_s`, which is waited for; `say` gets a line about that. Any other holder is replaced only
+        with `takeover`, once it has not renewed for `expiry_s`. Raises StorageError naming the holder.
         """
+        silent = _await_other_boot(folder, expiry_s=expiry_s, clock=clock, sleep=sleep, say=say)
         with _guard(folder):
             before = read_holder(folder)
             generation = 1
             if before is not None:
-                _refuse_living(folder, before, takeover=takeover, expiry_s=expiry_s)
+                if silent is None or renewal_of(folder) != silent:
+                    _refuse_living(folder, before, takeover=takeover, expiry_s=expiry_s)
                 generation = before.generation + 1
             process = asdict(current_identity())
             holder = Holder(**process, host=socket.gethostname(), generation=generation)
@@ -160,6 +166,37 @@ def read_holder(folder: Path) -> Holder | None:
         return None
 
 
+def _await_other_boot(
+    folder: Path,
+    *,
+    expiry_s: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+    say: Callable[[str], None],
+) -> int | None:
+    """The latest renewal, in ns, of a holder of another boot whose lease has expired; None for other holders.
+
+    A holder that renews meanwhile lives, on another machine with this host's name.
+    """
+    with _guard(folder):
+        holder = read_holder(folder)
+        if holder is None or not is_of_other_boot(holder, host=holder.host):
+            return None
+        renewal, wait_s = renewal_of(folder), expiry_s - _age_s(folder)
+    if wait_s >= 0:
+        say(
+            f"{folder}: held by {holder}, before a reboot of this machine or now on another machine with "
+            f"this host name; waits up to {wait_s:.0f} s for its lease to expire"
+        )
+    # By this process's clock: a lock from the future, written before a clock was set, never gets old.
+    end_s = clock() + wait_s
+    while clock() <= end_s:
+        if renewal_of(folder) != renewal:
+            return None
+        sleep(_LOOK_S)
+    return renewal
+
+
 def _refuse_living(folder: Path, holder: Holder, *, takeover: bool, expiry_s: float) -> None:
     is_alive = runs_on(holder, host=holder.host)
     if is_alive is False:
@@ -172,8 +209,11 @@ def _refuse_living(folder: Path, holder: Holder, *, takeover: bool, expiry_s: fl
         fix = "end it, or add --takeover if it can no longer run"
     elif takeover:
         fix = f"it can be taken over {expiry_s - age_s:.0f} s from now unless it renews"
-    is_contained = is_alive is None and holder.host == socket.gethostname()
-    who = f"{holder}, in another container" if is_contained else f"{holder}"
+    who = str(holder)
+    if is_of_other_boot(holder, host=holder.host):
+        who += ", on another machine with this host name"
+    elif is_alive is None and holder.host == socket.gethostname():
+        who += ", in another container"
     raise StorageError(f"{folder}: another tuner holds this run: {who}, renewed {age_s:.0f} s ago; {fix}")
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.launchers.device_slices import DeviceSlice
-from quartet_plugin.launchers.running_process import runs_on
+from quartet_plugin.launchers.running_process import is_of_other_boot, runs_on
 from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow, WorkerRow
 from quartet_plugin.model.plan import Plan, read_plan
+from quartet_plugin.protocol.environment import EXPIRY_S
 from quartet_plugin.protocol.rank_files import RankFileReader, RankReport
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt, read_result
 from quartet_plugin.trial.lease import LOCK_NAME, read_holder
@@ -130,16 +131,21 @@ def _with_progress(launch: AttemptState, *, faults: list[str]) -> AttemptState:
 
 
 def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
-    """The holder of the run's lease; None if no process holds it, or if lock.json cannot be read."""
+    """The holder of the run's lease; None if no process holds it, or if lock.json cannot be read.
+
+    A holder of another boot with this host's name counts as ended once its lease has expired.
+    """
     with contextlib.suppress(FileNotFoundError, QuartetError):
         if (holder := read_holder(folder)) is None:
             return None
+        renewed_s = max(0.0, now - (folder / LOCK_NAME).lstat().st_mtime)
+        has_expired = renewed_s > EXPIRY_S and is_of_other_boot(holder, host=holder.host)
         return LeaseHolder(
             host=holder.host,
             pid=holder.pid,
             generation=holder.generation,
-            is_alive=runs_on(holder, host=holder.host),
-            renewed_s=max(0.0, now - (folder / LOCK_NAME).lstat().st_mtime),
+            is_alive=False if has_expired else runs_on(holder, host=holder.host),
+            renewed_s=renewed_s,
         )
     return None
 

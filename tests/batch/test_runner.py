@@ -203,9 +203,11 @@ def test_a_job_whose_tuner_has_ended_meanwhile_is_not_shown_as_running(tmp_path:
     assert states(results) == {"a": "done", "b": "done"}
 
 
-@pytest.mark.parametrize("is_container", [False, True])
+@pytest.mark.parametrize(
+    "elsewhere", [{"host": "another"}, {"boot_id": "another"}, {"pid_namespace": 2**32 + 1}]
+)
 def test_a_job_whose_run_another_host_holds_is_stopped_and_has_not_failed(
-    tmp_path: Path, log: Callable[[], list[list[str]]], is_container: bool
+    tmp_path: Path, log: Callable[[], list[list[str]]], elsewhere: dict[str, Any]
 ) -> None:
     """The tuner of a lost host holds the run some seconds longer than that host held the batch."""
     batch = batch_of(
@@ -215,9 +217,7 @@ def test_a_job_whose_run_another_host_holds_is_stopped_and_has_not_failed(
     run.mkdir(parents=True)
     Lease.acquire(run)
     lock = run / "lock.json"
-    holder = json.loads(lock.read_text())
-    elsewhere = {"pid_namespace": holder["pid_namespace"] + 1} if is_container else {"host": "another"}
-    lock.write_text(json.dumps({**holder, **elsewhere}))
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), **elsewhere}))
     results = runner_of(batch, tmp_path).run()
     assert states(results) == {"a": "stopped", "b": "failed"}
 

@@ -354,11 +354,14 @@ def test_a_run_whose_tuner_was_killed(run: Path, tmp_path: Path, capsys: pytest.
     assert "now " not in text
     begin_attempt(path, iteration=1)
     content = json.loads((path / "lock.json").read_text())
-    for elsewhere in ({"host": "elsewhere.example"}, {"pid_namespace": content["pid_namespace"] + 1}):
+    hidden = {"pid_namespace": content["pid_namespace"] + 1}
+    for elsewhere in ({"host": "elsewhere.example"}, hidden, {"boot_id": "another"}):
         write_json_atomic(path / "lock.json", {**content, **elsewhere})
         text = printed(capsys, "status", str(path))
         assert "held on another host" in text
         assert "not visible from here" in text
+    os.utime(path / "lock.json", (0, 0))
+    assert "its tuner ended unexpectedly" in printed(capsys, "status", str(path))
 
 
 def test_looking_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,10 +19,12 @@ from quartet_plugin.cli import tune_search
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.tune_search import TuneOptions, checked_request
 from quartet_plugin.cli.tune_search import _begin as begin_search
+from quartet_plugin.cli.workers import _refuse_taken as refuse_taken
 from quartet_plugin.cli.workers import join, slices_of
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers import command
 from quartet_plugin.launchers.command import Command, parse_command
+from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.launchers.placement import Placement
 from quartet_plugin.launchers.running_process import current_identity
 from quartet_plugin.model.files import read_json, write_json_atomic
@@ -36,7 +38,7 @@ from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.faults.conftest import assert_nothing_left
 from tests.study.servers import Postgres, postgres
-from tests.tuner.workers.hands import contained_identity, worker_record
+from tests.tuner.workers.hands import contained_identity, identity_of_other_boot, worker_record
 
 NUM_TRIALS = 4
 CONFIG = f"""\
@@ -529,6 +531,22 @@ def test_devices_of_a_worker_in_another_container_are_not_joined_with(
     queue.register(hidden)
     with pytest.raises(ConfigError, match=TAKEN):
         join(tmp_path / "r", words=None, num_workers=1, oversubscribe=False)
+
+
+def test_devices_of_a_worker_before_a_reboot_are_joined_with(tmp_path: Path) -> None:
+    queue = WorkQueue(folder=tmp_path)
+    queue.open(WorkerRequirement(device="cpu", num_devices=1))
+    everything = SliceRecord(device="cpu", cores=(0, 1))
+    before = replace(
+        worker_record("there", pid=1, host=socket.gethostname()),
+        identity=identity_of_other_boot(),
+        share=everything,
+    )
+    queue.register(before)
+    refuse_taken((DeviceSlice.of(everything),), queue)
+    queue.register(replace(before, identity=current_identity()))
+    with pytest.raises(ConfigError, match=TAKEN):
+        refuse_taken((DeviceSlice.of(everything),), queue)
 
 
 def test_a_host_without_the_commands_folder_cannot_join(

@@ -1,6 +1,7 @@
 """A process is known by pid, start and boot."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from quartet_plugin.launchers.running_process import (
     boot_id,
     current_identity,
     identify,
+    is_of_other_boot,
     is_running,
     is_visible,
     pid_namespace,
@@ -91,9 +93,17 @@ def test_a_process_of_another_container_or_host_is_not_visible() -> None:
     assert runs_on(contained, host="a", here="a") is None
 
 
-def test_a_process_of_an_earlier_boot_or_version_is_visible() -> None:
-    me = current_identity()
-    contained = replace(me, boot_id="another", pid_namespace=(me.pid_namespace or 0) + 1)
-    assert is_visible(contained, host="a", here="a")
-    assert runs_on(contained, host="a", here="a") is False
-    assert is_visible(replace(me, pid_namespace=None), host="a", here="a")
+def test_a_process_of_another_boot_is_not_visible() -> None:
+    """It ended with this machine's earlier boot, or another machine has this host name."""
+    me, here = current_identity(), socket.gethostname()
+    other = replace(me, boot_id="another")
+    assert not is_visible(other, host="a", here="a")
+    assert runs_on(other, host="a", here="a") is None
+    assert not is_running(other)
+    assert is_of_other_boot(other, host=here)
+    assert not is_of_other_boot(me, host=here)
+    assert not is_of_other_boot(other, host=f"not-{here}")
+
+
+def test_a_process_of_an_earlier_version_is_visible() -> None:
+    assert is_visible(replace(current_identity(), pid_namespace=None), host="a", here="a")

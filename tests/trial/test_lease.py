@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from quartet_plugin.errors import ConfigError, ExitCode, StorageError
 from quartet_plugin.launchers.running_process import boot_id
+from quartet_plugin.protocol.environment import EXPIRY_S
 from quartet_plugin.trial.lease import Lease, renewal_of
 
 HOLD = """
@@ -124,8 +126,71 @@ def test_a_holder_in_another_container_needs_expiry_and_the_word(tmp_path: Path)
     namespace = json.loads((tmp_path / "lock.json").read_text())["pid_namespace"]
     change_lock(tmp_path, pid=2**30, pid_namespace=namespace + 1)
     assert_needs_expiry_and_the_word(tmp_path, holder="in another container, renewed")
-    change_lock(tmp_path, boot_id="another", pid_namespace=namespace + 1)
-    assert Lease.acquire(tmp_path).generation == 3
+
+
+class Waiting:
+    """A clock that sleeps move on; `on_sleep` is called in each."""
+
+    def __init__(self, on_sleep: Callable[[], None] = lambda: None) -> None:
+        self.now_s = 0.0
+        self.said: list[str] = []
+        self._on_sleep = on_sleep
+
+    def acquire(self, folder: Path, **options: Any) -> Lease:
+        return Lease.acquire(
+            folder, clock=lambda: self.now_s, sleep=self._sleep, say=self.said.append, **options
+        )
+
+    def _sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self._on_sleep()
+
+
+def held_by_another_boot(folder: Path, *, renewed_s: float) -> Path:
+    """The lock of a folder that this host held in another boot, renewed so many seconds from now."""
+    Lease.acquire(folder)
+    change_lock(folder, boot_id="another")
+    renewed_at = time.time() + renewed_s
+    os.utime(folder / "lock.json", (renewed_at, renewed_at))
+    return folder / "lock.json"
+
+
+def test_a_holder_before_a_reboot_is_waited_for_and_replaced(tmp_path: Path) -> None:
+    """Nobody has to help; also where the clock was set back since its latest renewal."""
+    held_by_another_boot(tmp_path, renewed_s=1e6)
+    waiting = Waiting()
+    assert waiting.acquire(tmp_path).generation == 2
+    assert EXPIRY_S < waiting.now_s <= EXPIRY_S + 2.0
+    (said,) = waiting.said
+    assert f"process {os.getpid()} on {socket.gethostname()}, before a reboot of this machine or now" in said
+    assert "waits up to 120 s" in said
+
+
+def test_a_holder_before_a_reboot_is_replaced_at_once_where_its_lease_has_expired(tmp_path: Path) -> None:
+    held_by_another_boot(tmp_path, renewed_s=-1000.0)
+    waiting = Waiting()
+    assert waiting.acquire(tmp_path).generation == 2
+    assert (waiting.now_s, waiting.said) == (0.0, [])
+
+
+@pytest.mark.parametrize("takeover", [False, True])
+def test_a_holder_that_renews_on_another_machine_with_this_host_name_is_not_replaced(
+    tmp_path: Path, takeover: bool
+) -> None:
+    lock = held_by_another_boot(tmp_path, renewed_s=1e6)
+    renewed_at = lock.stat().st_mtime + 20.0
+    waiting = Waiting(lambda: os.utime(lock, (renewed_at, renewed_at)))
+    with pytest.raises(StorageError, match="on another machine with this host name, renewed 0 s ago"):
+        waiting.acquire(tmp_path, takeover=takeover)
+    assert 0.0 < waiting.now_s < EXPIRY_S
+    assert json.loads(lock.read_text())["boot_id"] == "another"
+
+
+def test_a_holder_that_gives_the_run_back_is_waited_for_no_longer(tmp_path: Path) -> None:
+    lock = held_by_another_boot(tmp_path, renewed_s=1e6)
+    waiting = Waiting(lambda: lock.unlink(missing_ok=True))
+    assert waiting.acquire(tmp_path).generation == 1
+    assert waiting.now_s < EXPIRY_S
 
 
 def test_row_34_a_lock_from_the_future_is_not_expired(tmp_path: Path) -> None:
@@ -157,12 +222,8 @@ def test_a_lock_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert lease.generation == 1
 
 
-@pytest.mark.parametrize(
-    "changes", [{"boot_id": "another"}, {"start_ticks": 5}, {"process_start": 5.0, "start_ticks": None}]
-)
-def test_a_pid_that_is_used_again_or_another_boot_is_a_dead_holder(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("changes", [{"start_ticks": 5}, {"process_start": 5.0, "start_ticks": None}])
+def test_a_pid_that_is_used_again_is_a_dead_holder(tmp_path: Path, changes: dict[str, Any]) -> None:
     Lease.acquire(tmp_path)
     change_lock(tmp_path, **changes)
     assert Lease.acquire(tmp_path).generation == 2

@@ -176,7 +176,7 @@ class Life(RuleBasedStateMachine):
         """`kill -9`, and the next one goes on: it finishes what was left and reads the study."""
         self.now.study.close()
         lock = self.folder / LOCK_NAME
-        ended = {**json.loads(lock.read_text()), "boot_id": "a boot before this one"}
+        ended = {**json.loads(lock.read_text()), "start_ticks": 5}
         lock.write_text(json.dumps(ended))
         if self.now.attempt is not None:
             self.late.append(self.now.attempt)

@@ -19,11 +19,10 @@ from quartet_plugin.protocol.masking import masked
 from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.protocol.work_queue_files import Claim, Done, QueuedTrial, WorkerRecord
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt
-from quartet_plugin.trial.lease import renewal_of
+from quartet_plugin.trial.lease import read_holder, renewal_of
 from quartet_plugin.trial.processes import ProcessRegistry, reap
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialRequest
 from quartet_plugin.tuner.accepted_sources import accept_as_before
-from quartet_plugin.tuner.attempts import holder_of
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.trial_backend import ShouldStop, TrialBackend
 from quartet_plugin.tuner.workers.dispatcher import LatestRenewal
@@ -96,13 +95,16 @@ class Worker:
             return None
         self._next_look_s = self.clock() + CLAIM_RENEWAL_S
         folder, now_s = self.run.folder.path, self.clock()
-        holder, beat = holder_of(folder, now=time.time()), renewal_of(folder)
+        holder = None
+        with contextlib.suppress(QuartetError):
+            holder = read_holder(folder)
         if holder is None:
             return "the run has no tuner"
+        is_alive, beat = runs_on(holder, host=holder.host), renewal_of(folder)
         if self._renewal is None:
             self._renewal = LatestRenewal(beat=beat, seen_s=now_s)
         is_silent = self._renewal.is_silent(beat, now_s=now_s)
-        if holder.is_alive or (holder.is_alive is None and not is_silent):
+        if is_alive or (is_alive is None and not is_silent):
             self._absent_s = None
             return None
         if self._absent_s is None:

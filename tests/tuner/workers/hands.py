@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from quartet_plugin.launchers.running_process import current_identity
+from quartet_plugin.launchers.running_process import boot_id, current_identity
 from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.protocol.work_queue_files import Claim, Done, QueuedTrial, SliceRecord, WorkerRecord
 from quartet_plugin.trial.request import Outcome, TrialResult
@@ -20,8 +20,8 @@ _TICKS = count(1)
 
 
 def identity(pid: int) -> Identity:
-    """A process that only tests know."""
-    return Identity(pid=pid, process_start=float(pid), boot_id="b")
+    """A process of this boot that only tests know."""
+    return Identity(pid=pid, process_start=float(pid), boot_id=boot_id())
 
 
 def contained_identity() -> Identity:
@@ -29,6 +29,11 @@ def contained_identity() -> Identity:
     me = current_identity()
     assert me.pid_namespace is not None
     return replace(me, pid=2**30, pid_namespace=me.pid_namespace + 1)
+
+
+def identity_of_other_boot() -> Identity:
+    """A process of this machine before a reboot, or of another machine with its host name."""
+    return replace(current_identity(), boot_id="another")
 
 
 def worker_record(name: str, *, pid: int, host: str = HERE, is_joined: bool = False) -> WorkerRecord:

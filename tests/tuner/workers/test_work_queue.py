@@ -19,7 +19,15 @@ from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker_pool import end_earlier
 from tests.model.plans import PLAN
 from tests.tuner.fakes import begin
-from tests.tuner.workers.hands import ELSEWHERE, HERE, Disk, Hand, contained_identity, worker_record
+from tests.tuner.workers.hands import (
+    ELSEWHERE,
+    HERE,
+    Disk,
+    Hand,
+    contained_identity,
+    identity_of_other_boot,
+    worker_record,
+)
 
 
 @pytest.fixture
@@ -201,25 +209,27 @@ def test_a_disk_that_fails_is_one_line(queue: WorkQueue) -> None:
 
 def test_what_an_earlier_tuner_handed_out_is_known(queue: WorkQueue) -> None:
     """Workers that joined keep their trials; those of the dead coordinator are removed."""
-    for trial in (1, 2, 3, 4):
+    for trial in (1, 2, 3, 4, 5):
         queue.publish(queued_trial(trial, fence=f"{trial}" * 16), PLAN)
     far, dead = hand(queue, "far", host=ELSEWHERE), hand(queue, "dead")
     itself = replace(worker_record("alive", pid=1, is_joined=True), identity=current_identity())
     alive = Hand(queue=queue, disk=Disk(), record=itself)
     itself = replace(worker_record("contained", pid=1, is_joined=True), identity=contained_identity())
     contained = Hand(queue=queue, disk=Disk(), record=itself)
-    for one in (far, dead, alive, contained):
+    itself = replace(worker_record("other", pid=1, is_joined=True), identity=identity_of_other_boot())
+    other = Hand(queue=queue, disk=Disk(), record=itself)
+    for one in (far, dead, alive, contained, other):
         queue.register(one.record)
         assert one.take()
-    torn = (queue.path / "orders" / ".000005.json.7.ab.tmp", queue.path / "claims" / ".000005-1.ab.draft")
+    torn = (queue.path / "orders" / ".000006.json.7.ab.tmp", queue.path / "claims" / ".000006-1.ab.draft")
     for path in torn:
         path.write_text("{")
     kept = end_earlier(queue, keeps_joined=True, host=HERE)
     assert not any(path.exists() for path in torn)
-    assert kept == {queue.trial_folder(1), queue.trial_folder(3), queue.trial_folder(4)}
-    assert {one.name for one in queue.workers()} == {"far", "alive", "contained"}
+    assert kept == {queue.trial_folder(trial) for trial in (1, 3, 4, 5)}
+    assert {one.name for one in queue.workers()} == {"far", "alive", "contained", "other"}
     assert end_earlier(queue, keeps_joined=False, host=HERE) == frozenset()
-    assert not any(one.renew() for one in (far, dead, alive, contained))
+    assert not any(one.renew() for one in (far, dead, alive, contained, other))
 
 
 def test_the_status_says_who_measures_what(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.launchers.command import parse_command
-from quartet_plugin.launchers.running_process import current_identity
+from quartet_plugin.launchers.running_process import boot_id, current_identity
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import CommandRecord, TrialSpec
@@ -231,13 +231,16 @@ def test_a_joined_worker_ends_with_the_search_and_waits_for_a_tuner_that_was_los
 
 
 @pytest.mark.parametrize("ahead_s", [-900.0, 0.0, 900.0])
-def test_a_tuner_on_another_host_is_lost_by_its_renewals_alone(tmp_path: Path, ahead_s: float) -> None:
+@pytest.mark.parametrize("known_by", [socket.gethostname, boot_id])
+def test_a_tuner_on_another_host_or_boot_is_lost_by_its_renewals_alone(
+    tmp_path: Path, ahead_s: float, known_by: Callable[[], str]
+) -> None:
     """The clock of the file server is `ahead_s` of this host's."""
     shift = Shift(tmp_path, Bench(), is_joined=True)
     with Lease.acquire(shift.run.folder.path):
         lock = shift.run.folder.path / "lock.json"
         text = lock.read_text()
-        lock.write_text(text.replace(socket.gethostname(), "another-host"))
+        lock.write_text(text.replace(known_by(), "another"))
         began_s = time.time() + ahead_s
         lost_s = 1000.0
 
