@@ -23,7 +23,6 @@ from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.trial.lease import read_holder
 from quartet_plugin.trial.log import last_lines, read_tail
 from quartet_plugin.trial.processes import reap, send_signal
-from quartet_plugin.tuner.attempts import holder_of
 
 OUTPUT_NAME = "output.log"
 # A tuner that is asked to stop ends its trial first.
@@ -109,8 +108,10 @@ def find_tuner(file: JobFile, *, paths: BatchPaths) -> JobProcess | None:
 
 def is_held_elsewhere(run: Path) -> bool:
     """Whether a process of another host or container holds the lease of a job's run."""
-    holder = holder_of(run, now=time.time())
-    return holder is not None and holder.is_alive is None
+    with contextlib.suppress(QuartetError):
+        holder = read_holder(run)
+        return holder is not None and runs_on(holder, host=holder.host) is None
+    return False
 
 
 def job_processes(mark: str, *, without_trials: bool = False) -> set[Identity]:

@@ -36,12 +36,12 @@ def is_visible(identity: Identity, *, host: str, here: str | None = None) -> boo
     return is_here and len({identity.pid_namespace, pid_namespace()} - {None}) < 2
 
 
-def is_of_other_boot(identity: Identity, *, host: str) -> bool:
-    """Whether a process of this host's name belongs to another boot than this one.
+def is_of_other_boot(identity: Identity, *, host: str, here: str | None = None) -> bool:
+    """Whether a process of `host` has this host's name, `here`, and belongs to another boot than this one.
 
     It has ended with an earlier boot of this machine, or it belongs to another machine with this host name.
     """
-    return host == socket.gethostname() and identity.boot_id != boot_id()
+    return host == (here or socket.gethostname()) and identity.boot_id != boot_id()
 
 
 def find(identity: Identity) -> psutil.Process | None:

@@ -182,7 +182,7 @@ def _await_other_boot(
         holder = read_holder(folder)
         if holder is None or not is_of_other_boot(holder, host=holder.host):
             return None
-        renewal, wait_s = renewal_of(folder), expiry_s - _age_s(folder)
+        renewal, wait_s = renewal_of(folder), expiry_s - age_s(folder / LOCK_NAME)
     if wait_s >= 0:
         say(
             f"{folder}: held by {holder}, before a reboot of this machine or now on another machine with "
@@ -201,25 +201,28 @@ def _refuse_living(folder: Path, holder: Holder, *, takeover: bool, expiry_s: fl
     is_alive = runs_on(holder, host=holder.host)
     if is_alive is False:
         return
-    age_s = _age_s(folder)
-    if takeover and age_s > expiry_s:
+    silent_s = age_s(folder / LOCK_NAME)
+    if takeover and silent_s > expiry_s:
         return
     fix = "wait for it, stop it, run trials for it with --join, or choose another run folder"
-    if age_s > expiry_s:
+    if silent_s > expiry_s:
         fix = "end it, or add --takeover if it can no longer run"
     elif takeover:
-        fix = f"it can be taken over {expiry_s - age_s:.0f} s from now unless it renews"
+        fix = f"it can be taken over {expiry_s - silent_s:.0f} s from now unless it renews"
     who = str(holder)
     if is_of_other_boot(holder, host=holder.host):
         who += ", on another machine with this host name"
     elif is_alive is None and holder.host == socket.gethostname():
         who += ", in another container"
-    raise StorageError(f"{folder}: another tuner holds this run: {who}, renewed {age_s:.0f} s ago; {fix}")
+    raise StorageError(f"{folder}: another tuner holds this run: {who}, renewed {silent_s:.0f} s ago; {fix}")
 
 
-def _age_s(folder: Path) -> float:
-    """Seconds since the lock was written, by one clock; never negative."""
-    probe = folder / f".lock.{secrets.token_hex(4)}.tmp"
+def age_s(path: Path) -> float:
+    """Seconds since a file was written, by the clock of its file server alone; never negative.
+
+    Raises StorageError where it is not there, or where nothing can be written beside it.
+    """
+    probe = path.with_name(f".age.{secrets.token_hex(4)}.tmp")
     try:
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
@@ -228,9 +231,9 @@ def _age_s(folder: Path) -> float:
         finally:
             os.close(descriptor)
             probe.unlink(missing_ok=True)
-        return max(0.0, now - (folder / LOCK_NAME).lstat().st_mtime)
+        return max(0.0, now - path.lstat().st_mtime)
     except OSError as error:
-        raise StorageError(f"{folder}: cannot be written: {error.strerror}") from error
+        raise StorageError(f"{path.parent}: cannot be written: {error.strerror}") from error
 
 
 def _create(folder: Path, holder: Holder) -> None:

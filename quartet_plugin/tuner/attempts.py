@@ -138,14 +138,15 @@ def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
     with contextlib.suppress(FileNotFoundError, QuartetError):
         if (holder := read_holder(folder)) is None:
             return None
-        renewed_s = max(0.0, now - (folder / LOCK_NAME).lstat().st_mtime)
-        has_expired = renewed_s > EXPIRY_S and is_of_other_boot(holder, host=holder.host)
+        renewed_s = now - (folder / LOCK_NAME).lstat().st_mtime
+        # A lock far in the future is of a time before this host's clock was set.
+        has_expired = abs(renewed_s) > EXPIRY_S and is_of_other_boot(holder, host=holder.host)
         return LeaseHolder(
             host=holder.host,
             pid=holder.pid,
             generation=holder.generation,
             is_alive=False if has_expired else runs_on(holder, host=holder.host),
-            renewed_s=renewed_s,
+            renewed_s=max(0.0, renewed_s),
         )
     return None
 

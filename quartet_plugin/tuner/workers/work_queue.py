@@ -20,9 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.launchers.running_process import is_of_other_boot
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.schema import dump
+from quartet_plugin.protocol.environment import EXPIRY_S, LEASE_RENEWAL_S
 from quartet_plugin.protocol.work_queue_files import (
     WORKER_NAME,
     Claim,
@@ -32,6 +34,7 @@ from quartet_plugin.protocol.work_queue_files import (
     WorkerRequirement,
     read,
 )
+from quartet_plugin.trial.lease import age_s
 
 QUEUE_NAME = "workers"
 _NUMBER = re.compile(r"([0-9]{6,})\.json")
@@ -84,7 +87,7 @@ class WorkQueue:
         write_json_atomic(self._queued_file(queued.trial), dump(queued))
         for claim in self.claims(trial=queued.trial):
             if claim.generation != queued.generation:
-                self._void(claim)
+                self.void(claim)
 
     def close(self) -> None:
         """Close the queue to workers; the queued trials wait for a tuner that resumes the run."""
@@ -94,7 +97,7 @@ class WorkQueue:
             if not queued.is_closed:
                 write_json_atomic(self._queued_file(queued.trial), dump(replace(queued, is_closed=True)))
             for claim in self.claims(trial=queued.trial):
-                self._void(claim)
+                self.void(claim)
 
     def withdraw(self, trial: int) -> None:
         """Remove the files of a finished trial."""
@@ -165,14 +168,20 @@ class WorkQueue:
 
     def beat_of(self, holder: Claim | WorkerRecord) -> int | None:
         """When a claim or a worker was last renewed, in ns by the server's clock; None where it is gone."""
-        path = (
-            self.path / "crew" / f"{holder.name}.json"
-            if isinstance(holder, WorkerRecord)
-            else self._claim_file(holder)
-        )
         with contextlib.suppress(OSError):
-            return path.lstat().st_mtime_ns
+            return self._renewed_file(holder).lstat().st_mtime_ns
         return None
+
+    def is_of_ended_boot(self, holder: Claim | WorkerRecord, *, here: str) -> bool:
+        """Whether a claim or a worker is of another boot of this host, `here`, and is not renewed any more.
+
+        A worker on another machine with this host's name renews both every few seconds.
+        """
+        if not is_of_other_boot(holder.identity, host=holder.host, here=here):
+            return False
+        # The tuner's own lease is renewed less often than they are, and may have been waited for.
+        least_s = EXPIRY_S - 2 * LEASE_RENEWAL_S
+        return age_s(self._renewed_file(holder)) > least_s
 
     # A worker's side
 
@@ -241,6 +250,11 @@ class WorkQueue:
 
     # Files
 
+    def _renewed_file(self, holder: Claim | WorkerRecord) -> Path:
+        if isinstance(holder, WorkerRecord):
+            return self.path / "crew" / f"{holder.name}.json"
+        return self._claim_file(holder)
+
     def _queued_file(self, trial: int) -> Path:
         return self.path / "orders" / f"{trial:06d}.json"
 
@@ -250,7 +264,7 @@ class WorkQueue:
     def _claim_file(self, hand_out: QueuedTrial | Claim, kind: str = "") -> Path:
         return self.path / "claims" / f"{hand_out.stem}.{kind}json"
 
-    def _void(self, claim: Claim) -> None:
+    def void(self, claim: Claim) -> None:
         """Withdraw a claim; it identifies the processes that were left behind on its host."""
         with self._errors(), contextlib.suppress(FileNotFoundError):
             self._claim_file(claim).replace(self._claim_file(claim, "void."))

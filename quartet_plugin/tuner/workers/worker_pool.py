@@ -171,7 +171,7 @@ def end_earlier(queue: WorkQueue, *, keeps_joined: bool, host: str | None = None
 
     Its workers on this host are killed, and their trials run on: those are seen to their end like a killed
     tuner's own. Returns the trials' folders that workers which joined still have; without `keeps_joined` they
-    have them no more.
+    have them no more. Nor do workers that have ended with an earlier boot of this host.
     """
     if not queue.is_there:
         return frozenset()
@@ -181,6 +181,11 @@ def end_earlier(queue: WorkQueue, *, keeps_joined: bool, host: str | None = None
         if worker.host == here and not worker.is_joined and worker.parent.pid != os.getpid():
             _kill_now(worker.identity)
             queue.forget(worker.name)
+        elif queue.is_of_ended_boot(worker, here=here):
+            queue.forget(worker.name)
+    for claim in queue.claims():
+        if queue.is_of_ended_boot(claim, here=here):
+            queue.void(claim)
     if not keeps_joined:
         queue.close()
         return frozenset()

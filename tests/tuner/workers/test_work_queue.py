@@ -232,6 +232,22 @@ def test_what_an_earlier_tuner_handed_out_is_known(queue: WorkQueue) -> None:
     assert not any(one.renew() for one in (far, dead, alive, contained, other))
 
 
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_workers_of_an_ended_boot_hold_nothing(queue: WorkQueue, is_joined: bool) -> None:
+    """Not even until their claims expire for this tuner, which begins to watch them only now."""
+    record = worker_record("other", pid=1, is_joined=is_joined)
+    other = Hand(queue=queue, disk=Disk(), record=replace(record, identity=identity_of_other_boot()))
+    queue.publish(queued_trial(1), PLAN)
+    queue.register(other.record)
+    assert other.take()
+    for file in (*queue.path.glob("claims/*.json"), *queue.path.glob("crew/*.json")):
+        os.utime(file, (0, 0))
+    assert end_earlier(queue, keeps_joined=True, host=HERE) == frozenset()
+    assert queue.workers() == []
+    (queued,) = queue.queued_trials()
+    assert queue.claim_of(queued) is None
+
+
 def test_the_status_says_who_measures_what(tmp_path: Path) -> None:
     run = begin(tmp_path / "r")
     made = WorkQueue(folder=run.folder.path)
