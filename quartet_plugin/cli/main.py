@@ -64,7 +64,7 @@ _CHANGED_SOURCE = (
 _EPILOGS = {
     "tune": f"The training command follows a literal --; it is run as it is.{_CHANGED_SOURCE}",
     "train": f"The training command follows a literal --; it is run as it is.{_CHANGED_SOURCE}",
-    "check": f"The training command follows a literal --; it is run three times, briefly.{_CHANGED_SOURCE}",
+    "check": f"The training command follows a literal --; it is run twice, briefly.{_CHANGED_SOURCE}",
     "convert": "The training command follows a literal --; nothing is trained with it.",
     "knobs": "A training command may follow a literal --; its flags are read, and nothing is started.",
     "profile": "The training command follows a literal --; it is run for a few iterations.",

@@ -205,16 +205,19 @@ def _settings_of_call(session: DeepSpeedSession, config: Mapping[str, Any] | Non
 
 
 def _start_of(session: DeepSpeedSession) -> Any:
-    """In a trial of the parity gate weights are written, or both sides start from those that were."""
+    """The function that loads the weights of a parity trial, and writes them before that where it has to."""
     spec = None if session.files is None else session.files.spec
     if spec is None or not spec.is_compared:
         return None
     from quartet_plugin.deepspeed import parity
 
     def start(module: Any) -> None:
-        if spec.weights is not None:
-            parity.load_weights(module, Path(spec.weights))
         if spec.save_weights is not None:
             parity.save_weights(module, Path(spec.save_weights))
+            # DeepSpeed shares the named weights of a tied layer alone: its other parameters differ from stage
+            # to stage, and those of the first stage are written.
+            parity.load_weights(module, Path(spec.save_weights))
+        if spec.weights is not None:
+            parity.load_weights(module, Path(spec.weights))
 
     return start

@@ -22,8 +22,6 @@ from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.seams import Installation, Redirect, redirect
 from quartet_plugin.rank.squares import sum_of_squares
 
-# The gate looks for it before it runs anything from the folder: written last.
-_COMPLETE = "latest_checkpointed_iteration.txt"
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -124,9 +122,6 @@ def save_weights(module: Any, folder: Path) -> None:
         for index, layer in _modules(module):
             if module.stage_owner(index) == module.stage_id:
                 torch.save(layer.state_dict(), _weights_file(folder, index))
-    torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        (folder / _COMPLETE).write_text("0", encoding="ascii")
     torch.distributed.barrier()
 
 

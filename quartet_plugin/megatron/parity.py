@@ -40,13 +40,33 @@ class ParityMeter:
         if self._steps:
             return
         if self._files.spec.save_weights is not None:
-            save_weights(model, optimizer, opt_param_scheduler)
+            start_from_saved_weights(model, optimizer, opt_param_scheduler)
         self._loads.begin(model)
 
     def _note(self, model: Any, optimizer: Any, results: Any) -> None:
         self._steps.append(part_squares(model, optimizer, step_result(results).grad_norm))
         self._tokens.append(self._loads.take())
         self._files.write_gradients(self._steps, expert_tokens=self._tokens)
+
+
+def start_from_saved_weights(model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
+    """Write the weights where `--save` points, and load them as the runs do that are compared with this one.
+
+    Stored weights can differ from those in memory: the optimizer holds quantized parameters unrounded until
+    they are loaded, and of a parameter that several ranks hold, one copy is written.
+    """
+    from megatron.training.global_vars import get_args
+
+    # The name by which Megatron loads at a start: a script may have replaced it.
+    from megatron.training.training import load_checkpoint
+
+    args = get_args()
+    save_weights(model, optimizer, opt_param_scheduler)
+    # Megatron would save over them where the number of microbatches changes, and after the last iteration.
+    args.load, args.save = args.save, None
+    # FSDP2 reads into the sharded parameters themselves.
+    options = {"skip_load_to_model_and_opt": True} if getattr(args, "use_torch_fsdp2", False) else {}
+    load_checkpoint(model, optimizer, opt_param_scheduler, **options)
 
 
 def save_weights(model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:

@@ -64,6 +64,14 @@ _REFUSED = {
 }
 # Flags of a start from weights alone; in a conversion they would drop the iteration or the optimizer.
 _STATE = ("finetune", "no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng")
+# What a start from weights alone is given beside `--load`.
+_WEIGHTS_ALONE: dict[str, Any] = {
+    "ckpt_format": FORMAT,
+    "finetune": True,
+    "no_load_optim": True,
+    "no_load_rng": True,
+    "exit_on_missing_checkpoint": True,
+}
 
 
 def strip_side_effects(flags: Flags, words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -85,11 +93,12 @@ def parity_words(
 ) -> list[str]:
     """The words of a trial of the parity gate: nothing random, weights loaded or ready to be saved.
 
-    Both are weights alone in Megatron's torch_dist form, which loads under any layout.
+    Both are weights alone in Megatron's torch_dist form, which loads under any layout. A run that saves them
+    also loads them, by the same flags.
     """
-    values: dict[str, Any] = {**dict.fromkeys(DROPOUTS, 0.0), "ckpt_format": FORMAT}
+    values: dict[str, Any] = {**dict.fromkeys(DROPOUTS, 0.0), **_WEIGHTS_ALONE}
     if weights is not None:
-        values |= _values_to_start_from(weights)
+        values["load"] = weights
     if save_weights is not None:
         # The interval is never reached: Megatron only insists on one.
         values |= {"save": save_weights, "save_interval": 10**9, "no_save_optim": True, "no_save_rng": True}
@@ -100,20 +109,9 @@ def parity_words(
 
 def words_to_start_from(weights: str, *, flags: Flags, words: Sequence[str]) -> list[str]:
     """The words of a trial that starts from these weights alone, and is otherwise the user's command."""
-    values = _values_to_start_from(weights)
+    values: dict[str, Any] = {"load": weights, **_WEIGHTS_ALONE}
     edited, _ = flags.edit(words, remove=set(values), append=flags.words_for(values))
     return edited
-
-
-def _values_to_start_from(weights: str) -> dict[str, Any]:
-    return {
-        "load": weights,
-        "ckpt_format": FORMAT,
-        "finetune": True,
-        "no_load_optim": True,
-        "no_load_rng": True,
-        "exit_on_missing_checkpoint": True,
-    }
 
 
 def conversion_words(conversion: Conversion, *, flags: Flags, words: Sequence[str]) -> list[str]:

@@ -47,9 +47,10 @@ class TrialSpec:
     """trial.json: the trial that the ranks run.
 
     `weights` names a weights-only checkpoint that every rank starts from, `save_weights` a folder where one
-    is written before the first step; with either, dropout and jitter are off and the ranks leave what the
-    parity gate compares. With `num_compared` that holds for this many iterations of the warm-up: the trial
-    then goes on under the command's own settings, and its measured iterations are the command's.
+    is written before the first step, and then started from; with either, dropout and jitter are off and the
+    ranks leave what the parity gate compares. With `num_compared` that holds for this many iterations of the
+    warm-up: the trial then goes on under the command's own settings, and its measured iterations are the
+    command's; weights that it has written are not read back.
 
     A GPU computes for `device_warmup_s` before the first step. `warmup` iterations are not measured, and
     `measure` are. With `max_warmup` the measured ones begin where iterations are steady, after `warmup` to
@@ -158,7 +159,8 @@ class ResultRecord:
     `start` says whether its processes were forked from a trial server, `cold_reason` why they were not where
     they should have been; before them the server's imports took `import_s`, for later attempts as well.
     `is_cut`: it was ended early, since the plan was clearly slower than the best.
-    `is_superseded`: it does not count, since its final round was interrupted and then launched again.
+    `is_superseded`: it does not count, since its final round, or its comparison at full size, was interrupted
+    and then launched again.
     """
 
     attempt_id: AttemptId

@@ -1,8 +1,9 @@
 """The parity gate compares the training of a plan with a reference, from the same weights and the same data.
 
-The reference is the baseline, or stock parallelism for a plan of another shape. It writes its weights once,
-before its first step. Reference and plan both start from them, without dropout, and the loss and gradient
-norm of every step are compared. One set of weights and one reference serve every plan of a job.
+The reference is the baseline, or stock parallelism for a plan of another shape. Before its first step it
+writes its weights and reads them back, and in the same launch it trains. The plan starts from these weights
+too, both run without dropout, and the loss and gradient norm of every step are compared. One launch of the
+reference serves every plan of a job.
 
 A study's trial 0 can be the reference: it keeps its weights and its first steps. A plan's trial that starts
 from them is compared by its own first steps, and needs no run beside it (`compare_trial`).
@@ -14,6 +15,7 @@ an unchanged layout.
 """
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -22,7 +24,6 @@ from pathlib import Path
 from quartet_plugin.errors import InfeasibleError, InfrastructureError, PlanError, QuartetError, SeamError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.protocol import Launcher
-from quartet_plugin.model.conversion import TRACKER
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, Plan, ScheduleChoice, Split
 from quartet_plugin.model.receipt import (
@@ -247,16 +248,18 @@ class ParityGate:
         return self.weights / _name(reference_plan)
 
     def _reference(self, reference_plan: Plan | None) -> LossSeries:
-        """The reference's series, run once: it writes the weights, then starts from them like the plan."""
+        """The reference's series, of one launch, which also writes the weights that the plan starts from."""
         name = _name(reference_plan)
         if reference_plan is None and self._trial is not None and self._has_trial_weights:
             return self._trial
         if name not in self._references:
             weights = self._weights(reference_plan)
-            if not (weights / TRACKER).exists():
+            if reference_plan is None:
+                # They started from the weights that are replaced.
                 self._layout_references.clear()
-                self._run(reference_plan, name=f"weights-of-{name}", save_weights=weights)
-            self._references[name] = self._run(reference_plan, name=name, weights=weights)
+            self.fence()
+            shutil.rmtree(weights, ignore_errors=True)
+            self._references[name] = self._run(reference_plan, name=name, save_weights=weights)
         return self._references[name]
 
     @property
@@ -271,14 +274,21 @@ class ParityGate:
         weights: Path | None = None,
         save_weights: Path | None = None,
     ) -> LossSeries:
+        timeouts, deadline_s = Timeouts.within(self.deadline_s), self.deadline_s
+        if save_weights is not None:
+            # Under Megatron this run writes and reads the weights in its first step; the others read them in
+            # their start.
+            limit_s = timeouts.first_step_s + timeouts.init_s
+            timeouts = replace(timeouts, first_step_s=limit_s, init_s=limit_s)
+            deadline_s += timeouts.init_s
         request = TrialRequest(
             folder=self.folder / name,
             command=self.command,
             plan=plan,
             warmup=0,
-            measure=self.num_steps if save_weights is None else 1,
-            deadline_s=self.deadline_s,
-            timeouts=Timeouts.within(self.deadline_s),
+            measure=self.num_steps,
+            deadline_s=deadline_s,
+            timeouts=timeouts,
             device=self.device,
             max_spread=_ANY_SPREAD,
             cwd=self.cwd,

@@ -41,9 +41,9 @@ from quartet_plugin.tuner.compared_trials import ComparedTrials, parity_check_of
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.trial_launcher import TrialLaunch
 
-# Runs of the user's command for the first plan that is checked apart (weights, reference, the plan) and for
+# Runs of the user's command for the first plan that is checked apart (the reference and the plan) and for
 # every later one. Stock under a plan's layout, which few jobs need, is not counted.
-FIRST_RUNS = 3
+FIRST_RUNS = 2
 LATER_RUNS = 1
 
 _PARTITION_FEATURE = "partition_"
@@ -159,7 +159,7 @@ class ParityKeeper:
 
     @property
     def num_runs(self) -> int:
-        """Runs of the user's command that the next check takes; trial 0 may have been two of them."""
+        """Runs of the user's command that the next check takes; trial 0 may have been the reference."""
         return LATER_RUNS if self._num_checks or self.compared.has_weights else FIRST_RUNS
 
     def num_runs_to_admit(self, plan: Plan) -> int:

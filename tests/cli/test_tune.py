@@ -243,7 +243,7 @@ def test_a_tuner_that_ends_in_a_parity_check_leaves_nothing(tmp_path: Path, numb
     run, go = tmp_path / "runs" / "fake", tmp_path / "go"
     fake = ["--nominal", "--hold", str(go), "--hold-from", "1000000"]  # the parity check alone
     process = start(tmp_path, fake=fake, config=config, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    beat = run / "parity/weights-of-stock/attempt-1/rank-0.beat.json"
+    beat = run / "parity/stock/attempt-1/rank-0.beat.json"
     wait_until(lambda: beat.exists(), what="the parity check", timeout_s=240)
     process.send_signal(number)
     assert process.wait(timeout=60) == (130 if number == signal.SIGINT else -number)

@@ -8,6 +8,7 @@ import warnings
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -29,13 +30,14 @@ from quartet_plugin.deepspeed.config import (
     zero_stage,
 )
 from quartet_plugin.deepspeed.describe import shape_of
-from quartet_plugin.deepspeed.entry import DeepSpeedSession, _read_config, _settings_of_call
+from quartet_plugin.deepspeed.entry import DeepSpeedSession, _read_config, _settings_of_call, _start_of
 from quartet_plugin.deepspeed.layers import layer_list
 from quartet_plugin.deepspeed.parity import part_name
 from quartet_plugin.deepspeed.planning import AgreedPlan, _of_schedule
 from quartet_plugin.deepspeed.stages import WeightGradients, defer_weight_gradients
 from quartet_plugin.deepspeed.transport import ValueSpec
 from quartet_plugin.errors import ConfigError, PlanError
+from quartet_plugin.protocol.attempt_files import TrialSpec
 from quartet_plugin.protocol.ds_config import Settings
 from quartet_plugin.rank.entry_options import EntryCommand, EntryOptions
 from quartet_plugin.rank.rendezvous import RankEnv
@@ -431,3 +433,41 @@ def test_a_section_that_only_the_script_gives_counts(
     assert _settings_of_call(session, config).plan == expected
     session.config = {}
     assert _settings_of_call(session, config) is session.settings
+
+
+def stage_of_tied_layer(number: int, layer: torch.nn.Module) -> SimpleNamespace:
+    """The module of a stage that has one of the two uses of a tied layer, and nothing else."""
+    return SimpleNamespace(
+        stage_id=number,
+        stage_owner=lambda index: index,
+        tied_modules={"words": layer},
+        forward_funcs=[layer],
+        _local_start=number,
+        _local_stop=number + 1,
+        _layer_specs=[SimpleNamespace(key="words", tied_weight_attr=["weight"])] * 2,
+        _grid=SimpleNamespace(get_data_parallel_id=lambda: 0),
+    )
+
+
+def test_the_run_that_writes_the_weights_starts_from_them_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a tied layer DeepSpeed shares the weight between stages, and not the bias: the first is stored."""
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    session = a_session(options=EntryOptions())
+    spec = TrialSpec(
+        attempt_id="a" * 32,
+        folder="/trial",
+        warmup=0,
+        measure=5,
+        plan_key=None,
+        save_weights=str(tmp_path / "weights"),
+    )
+    session.files = cast(Any, SimpleNamespace(spec=spec))
+    start = _start_of(session)
+    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
+    for number, layer in enumerate(layers):
+        torch.nn.init.constant_(layer.bias, float(number))
+        start(stage_of_tied_layer(number, layer))
+    assert layers[1].bias.tolist() == layers[0].bias.tolist() == [0.0, 0.0]
+    assert torch.equal(layers[1].weight, layers[0].weight)

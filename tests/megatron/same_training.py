@@ -20,19 +20,20 @@ from tests.runtime.pipelines import stage_costs
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """One process's training, and a checkpoint of the weights alone that it began with."""
+    """A training, and a checkpoint of the weights alone that it began with."""
 
     weights: Path
     launch: Launch
 
 
 def train_alone(plan: Plan, *, folder: Path, command: Sequence[str], script: Path = SCRIPT) -> Alone:
-    """Five iterations of a command in one process; its first weights are kept and load under any layout."""
+    """Five iterations of a plan; its first weights are kept and load under any layout."""
     weights = folder / "weights"
     trial = write_trial(folder, measure=5, plan=plan, save_weights=weights)
     write_plan(plan, path=folder / "plan.json")
     words = ["--quartet-plan", str(folder / "plan.json"), "--quartet-trial", str(trial)]
-    done = launch(1, [*command, *words, "--quartet-device", "cpu"], script=script, folder=folder)
+    flags = [*command, *words, "--quartet-device", "cpu"]
+    done = launch(plan.layout.world_size, flags, script=script, folder=folder)
     assert done.code == 0, done.output[-3000:]
     assert (weights / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
     return Alone(weights, done)

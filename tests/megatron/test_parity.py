@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from quartet_plugin.megatron.parity import save_weights
+from quartet_plugin.megatron.expert_loads import ExpertLoads
+from quartet_plugin.megatron.parity import ParityMeter, save_weights
 from quartet_plugin.model.plan import Plan, write_plan
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, Launch, launch, make_plan, write_trial
 from tests.megatron.same_training import Alone, assert_same_training, reports_as_planned, train_alone
@@ -149,6 +151,49 @@ def check_places(plan: Plan, done: Launch) -> None:
     with_loss = [slot for slot, content in done.ranks.items() if content["iterations"][0]["loss"] is not None]
     assert with_loss == [plan.mapping.slots[-1].local]
     assert any(line.startswith("quartet: mapping: rank 0 on ") for line in done.told)
+
+
+@pytest.mark.slow
+def test_a_run_that_saves_its_weights_trains_as_a_run_that_loads_them(tmp_path: Path) -> None:
+    """To the last bit, as the parity gate's reference and its plans do."""
+    plan, command = PLANS["dp2-overlapped"], [*MEGATRON_FLAGS, "--bf16"]
+    saving = train_alone(plan, folder=tmp_path / "saving", command=command)
+    loading = train(plan, folder=tmp_path / "loading", weights=saving.weights, command=command)
+    assert "successfully loaded checkpoint" in saving.launch.output
+    assert (loading.losses(), loading.grad_norms()) == (saving.launch.losses(), saving.launch.grad_norms())
+    for rank, sheet in loading.sheets.items():
+        assert sheet["steps"] == saving.launch.sheets[rank]["steps"]
+
+
+def test_a_run_that_saves_its_weights_loads_them_and_saves_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron saves into `--save` where the number of microbatches changes: the plan would load that."""
+    args = SimpleNamespace(save="/weights", load=None)
+    calls: list[tuple[Any, ...]] = []
+
+    def save_checkpoint(_iteration: int, *objects: Any) -> None:
+        calls.append(("save", args.save, args.load, *objects[:3]))
+
+    def load_checkpoint(*objects: Any) -> None:
+        calls.append(("load", args.save, args.load, *objects))
+
+    # A script may replace the name by which Megatron loads at a start, so that is the one to call.
+    modules: dict[str, dict[str, Any]] = {
+        "checkpointing": {"save_checkpoint": save_checkpoint},
+        "training": {"load_checkpoint": load_checkpoint},
+        "global_vars": {"get_args": lambda: args},
+    }
+    for name, contents in modules.items():
+        monkeypatch.setitem(sys.modules, f"megatron.training.{name}", SimpleNamespace(**contents))
+    monkeypatch.setattr(ExpertLoads, "begin", lambda _, model: calls.append(("count", model)))
+    model, optimizer, scheduler = object(), object(), object()
+    meter = ParityMeter(cast(Any, SimpleNamespace(spec=SimpleNamespace(save_weights="/weights"))))
+    meter._begin(model, optimizer, scheduler)
+    assert calls == [
+        ("save", "/weights", None, model, optimizer, scheduler),
+        ("load", None, "/weights", model, optimizer, scheduler),
+        ("count", model),
+    ]
+    assert args.save is None
 
 
 def test_weights_are_written_without_another_process() -> None:

@@ -52,6 +52,8 @@ def test_an_uneven_pipeline_trains_as_the_command_does(gate: ParityGate) -> None
     assert len(receipt.steps) == 10
     assert worst(receipt) <= 1e-6
     assert len({one.reference_loss for one in receipt.steps}) == 10
+    launches = {folder.parent.name for folder in gate.folder.glob("*/attempt-*")}
+    assert {name for name in launches if not name.startswith(("plan-", "layout-"))} == {"stock"}
 
 
 def test_a_schedule_of_ours_passes_and_leaves_its_actions(gate: ParityGate, tmp_path: Path) -> None:
@@ -89,6 +91,8 @@ def test_another_shape_is_compared_with_stock_of_that_shape(tmp_path: Path) -> N
     plan = make_plan(split=(3, 1), pipeline=2, shape=shape)
     assert stock_of(plan).split.transformer_layers_per_stage == (2, 2)
     receipt = gate_for(tmp_path, steps=4).check(plan)
+    launches = {folder.parent.name for folder in tmp_path.glob("*/attempt-*")}
+    assert launches == {f"stock-{stock_of(plan).key[:12]}", f"plan-{plan.key[:12]}"}
     assert (receipt.verdict, receipt.reference) == ("passed", "stock")
     assert worst(receipt) <= 1e-6
 

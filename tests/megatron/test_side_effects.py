@@ -134,10 +134,16 @@ def test_a_trial_that_starts_from_weights_is_otherwise_the_command() -> None:
 
 def test_weights_are_saved_without_optimizer_and_random_state() -> None:
     flags = native_flags()
-    values = flags.explicit_values(parity_words(flags, MEGATRON_FLAGS, weights=None, save_weights="/weights"))
+    saving = parity_words(flags, MEGATRON_FLAGS, weights=None, save_weights="/weights")
+    values = flags.explicit_values(saving)
     assert (values["save"], values["ckpt_format"]) == ("/weights", "torch_dist")
     assert values["no_save_optim"] is values["no_save_rng"] is True
     assert "load" not in values
+    # The reference loads them too: apart from these it has the flags of a plan that starts from them.
+    loading = parity_words(flags, MEGATRON_FLAGS, weights="/weights", save_weights=None)
+    others = flags.explicit_values(loading)
+    differing = {name for name in {*values, *others} if values.get(name) != others.get(name)}
+    assert differing == {"load", "save", "save_interval", "no_save_optim", "no_save_rng"}
 
 
 def test_everything_is_kept_in_the_form_that_loads_anywhere() -> None:
