@@ -27,6 +27,7 @@ from tests.deepspeed import train_rank
 ADAM = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
 DEFAULTS: dict[str, Any] = {
     **train_rank.DEFAULTS,
+    "steps": 4,
     "extra": {"optimizer": ADAM},
     # The start of a script: `api`, `entry` (the module is built with the plan's stages), or the script's own.
     "start": "api",

@@ -4,7 +4,7 @@ none      trains
 gradient  a wrong weight gradient in the third layer, from the second step on, where the split is 3+1
 stage     every gradient of stage 0 is 1 + 1e-4 times what it should be, where a device has several stages
 oom       rank 1 runs out of memory before its second step
-hang      rank 1 does not come to its second step
+hang      rank 1 does not come to its second step, and the file of --mark appears
 slow      every step takes its time
 """
 
@@ -33,6 +33,7 @@ def main() -> None:
     """Run the example with the fault in its model or its loop."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault", required=True)
+    parser.add_argument("--mark", type=Path)
     known, rest = parser.parse_known_args()
     sys.argv[1:] = rest
     forward, train = example.Block.forward, example.train
@@ -50,7 +51,7 @@ def main() -> None:
         def faulty_step() -> Any:
             nonlocal num_steps
             num_steps += 1
-            act(known.fault, rank=engine.global_rank, number=num_steps)
+            act(known.fault, rank=engine.global_rank, number=num_steps, mark=known.mark)
             return step()
 
         engine.train_batch = faulty_step
@@ -63,7 +64,7 @@ def main() -> None:
     example.main()
 
 
-def act(fault: str, *, rank: int, number: int) -> None:
+def act(fault: str, *, rank: int, number: int, mark: Path | None) -> None:
     """Before step `number` of a rank."""
     if fault == "slow":
         time.sleep(0.2)
@@ -72,6 +73,8 @@ def act(fault: str, *, rank: int, number: int) -> None:
     if fault == "oom":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if fault == "hang":
+        assert mark is not None
+        mark.touch()
         time.sleep(600)
 
 

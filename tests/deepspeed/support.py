@@ -185,5 +185,13 @@ def prepare_launchers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-    script = [str(ROOT / "examples" / "prepare_data.py"), str(folder / "text"), "--max-mb", "0.2"]
-    subprocess.run([sys.executable, *script], check=True, capture_output=True)
+    text_in(folder)
+
+
+def text_in(folder: Path) -> Path:
+    """The prefix of real text in `folder`, which is made where it is not there yet."""
+    prefix = folder / "text"
+    if not prefix.with_suffix(".idx").exists():
+        script = [str(ROOT / "examples" / "prepare_data.py"), str(prefix), "--max-mb", "0.2"]
+        subprocess.run([sys.executable, *script], check=True, capture_output=True)
+    return prefix

@@ -22,6 +22,7 @@ from tests.deepspeed.support import (
     schedule,
     schedule_file,
     shape,
+    text_in,
 )
 
 
@@ -32,12 +33,7 @@ def launch(
     file, errors = tmp_path / "ds.json", tmp_path / "errors"
     errors.mkdir(exist_ok=True)
     file.write_text(json.dumps({**BASE, **config}), encoding="utf-8")
-    subprocess.run(
-        [TORCHRUN[0], str(ROOT / "examples" / "prepare_data.py"), str(tmp_path / "text"), "--max-mb", "0.2"],
-        check=True,
-        capture_output=True,
-    )
-    script = [str(ROOT / "examples" / "pretrain_deepspeed.py"), "--data-path", str(tmp_path / "text")]
+    script = [str(ROOT / "examples" / "pretrain_deepspeed.py"), "--data-path", str(text_in(tmp_path))]
     script += ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16"]
     script += ["--vocab-size", "260", "--train-iters", "3", "--log-interval", "1", "--pipeline-stages", "2"]
     script += ["--deepspeed_config", str(file), *words]

@@ -1,9 +1,9 @@
 """The parity gate on real DeepSpeed: what trains as the command does passes, a wrong gradient is named."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from quartet_plugin.cli.main import main
+from quartet_plugin.launchers import warm as warm_starts
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
 from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, receipt_path, tolerance_for
 from quartet_plugin.trial import parity
 from quartet_plugin.trial.parity import ParityGate
-from tests.deepspeed.support import ROOT, command_of, environment, layout, plan, schedule, shape
+from tests.deepspeed.support import ROOT, command_of, environment, layout, plan, schedule, shape, text_in
 
 FAULTY = ROOT / "tests" / "deepspeed" / "faulty_pretrain.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -45,16 +46,17 @@ def warm() -> Iterator[WarmLauncher]:
         yield launcher
 
 
-def command(folder: Path, *, starter: list[str], fault: str, **config: Any) -> list[str]:
-    """The words of a training command with dropout, and with its data and ds_config written."""
-    subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "prepare_data.py"), str(folder / "text"), "--max-mb", "0.2"],
-        check=True,
-        capture_output=True,
-    )
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prefix of the text that all commands train on."""
+    return text_in(tmp_path_factory.mktemp("text"))
+
+
+def command(folder: Path, text: Path, *, starter: list[str], fault: str, **config: Any) -> list[str]:
+    """The words of a training command with dropout on `text`, and with its ds_config written."""
     (folder / "ds.json").write_text(json.dumps({**CONFIG, **config}), encoding="utf-8")
     sizes = "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 260"
-    flags = f"--fault {fault} --data-path {folder}/text --pipeline-stages 2 --train-iters 8 {sizes}".split()
+    flags = f"--fault {fault} --data-path {text} --pipeline-stages 2 --train-iters 8 {sizes}".split()
     return [*starter, str(FAULTY), *flags, "--deepspeed_config", str(folder / "ds.json")]
 
 
@@ -96,9 +98,9 @@ def worst(receipt: Receipt) -> float:
 
 @pytest.mark.slow
 def test_what_trains_as_the_command_does_passes_and_a_wrong_gradient_does_not(
-    tmp_path: Path, warm: WarmLauncher
+    tmp_path: Path, text: Path, warm: WarmLauncher
 ) -> None:
-    gate = gate_for(tmp_path, command(tmp_path, starter=TORCHRUN, fault="gradient"), warm)
+    gate = gate_for(tmp_path, command(tmp_path, text, starter=TORCHRUN, fault="gradient"), warm)
     made = v_plan()
     assert needs_receipt(made)
     receipt = gate.check(made)
@@ -106,6 +108,8 @@ def test_what_trains_as_the_command_does_passes_and_a_wrong_gradient_does_not(
     assert receipt.versions.framework == "deepspeed"
     assert worst(receipt) <= 1e-6
     assert len({one.reference_loss for one in receipt.steps}) == STEPS
+    launches = {folder.parent.name for folder in gate.folder.glob("*/attempt-*")}
+    assert launches == {"stock", f"plan-{made.key[:12]}"}
     assert len(list((gate.folder / f"plan-{made.key[:12]}").glob("attempt-1/rank-*.actions.json"))) == 2
     own = layout(2, world=2)
     failed = gate.check(for_example(plan((3, 1), planned=own, own=own, batch=8)))
@@ -121,7 +125,12 @@ def test_what_trains_as_the_command_does_passes_and_a_wrong_gradient_does_not(
     ],
 )
 def test_the_rounding_of_another_micro_batch_is_stocks_own_and_a_wrong_stage_is_not(
-    fault: str, verdict: str, tmp_path: Path, warm: WarmLauncher, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    verdict: str,
+    tmp_path: Path,
+    text: Path,
+    warm: WarmLauncher,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A narrow tolerance stands for a large model, whose rounding exceeds the usual one."""
     usual = tolerance_for("fp32", partition_differs=False)
@@ -129,7 +138,7 @@ def test_the_rounding_of_another_micro_batch_is_stocks_own_and_a_wrong_stage_is_
     monkeypatch.setattr(parity, "tolerance_for", lambda *_, **__: narrow)
     wide = replace(usual, loss=1e-3, grad_norm=1e-3)
     monkeypatch.setattr(parity, "rounding_limit", lambda *_, **__: wide)
-    gate = gate_for(tmp_path, command(tmp_path, starter=TORCHRUN, fault=fault), warm)
+    gate = gate_for(tmp_path, command(tmp_path, text, starter=TORCHRUN, fault=fault), warm)
     receipt = gate.check(v_plan(micro_batch=1))
     second = receipt.layout_reference
     assert second is not None
@@ -140,9 +149,10 @@ def test_the_rounding_of_another_micro_batch_is_stocks_own_and_a_wrong_stage_is_
 
 
 @pytest.mark.slow
-def test_a_sharded_optimizer_in_bf16(tmp_path: Path, warm: WarmLauncher) -> None:
+def test_a_sharded_optimizer_in_bf16(tmp_path: Path, text: Path, warm: WarmLauncher) -> None:
     words = command(
         tmp_path,
+        text,
         starter=TORCHRUN,
         fault="none",
         bf16={"enabled": True},
@@ -156,10 +166,16 @@ def test_a_sharded_optimizer_in_bf16(tmp_path: Path, warm: WarmLauncher) -> None
 
 @pytest.mark.slow
 def test_check_writes_the_receipt_that_train_asks_for(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    text: Path,
+    warm: WarmLauncher,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Under the launcher whose ranks are forked; training then begins under DeepSpeed's own."""
-    words = command(tmp_path, starter=TORCHRUN, fault="none")
+    # This file's server in place of a further one.
+    monkeypatch.setattr(warm_starts, "WarmLauncher", lambda: nullcontext(warm))
+    words = command(tmp_path, text, starter=TORCHRUN, fault="none")
     path = tmp_path / "plan.json"
     write_plan(v_plan(), path=path)
     own = ["deepspeed", "--num_gpus", "2", *words[len(TORCHRUN) :]]
@@ -167,6 +183,7 @@ def test_check_writes_the_receipt_that_train_asks_for(
     assert main(train) == 2
     assert "has no parity receipt" in capfd.readouterr().err
     assert main(["check", str(path), "--device", "cpu", "--steps", "2", "--", *words]) == 0
+    assert warm.latest.is_warm, warm.latest.cold_reason
     assert read_receipt(receipt_path(path)).plan_key == v_plan().key
     assert not list((tmp_path / "plan.parity").rglob("layer-*.pt")), "the weights are gone"
     capfd.readouterr()

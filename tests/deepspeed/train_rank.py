@@ -19,13 +19,14 @@ from deepspeed.runtime.pipe import schedule as stock
 
 import quartet_plugin.deepspeed
 from examples import pretrain_deepspeed as example
+from quartet_plugin.deepspeed import seams
 from quartet_plugin.deepspeed.config import clips_by_first_stage
 from quartet_plugin.errors import QuartetError
 
 DEFAULTS: dict[str, Any] = {
     "stages": 2,
     "layers": 4,
-    "steps": 4,
+    "steps": 3,
     "microbatches": 4,
     "micro_batch": 2,
     "zero": 0,
@@ -45,6 +46,7 @@ DEFAULTS: dict[str, Any] = {
 
 def main() -> None:
     """Train as each of the options in the first argument's list says, one after another."""
+    preloaded = {"compiler": "torch._dynamo" in sys.modules, "seams": bool(seams.check.cache_info().currsize)}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     # DeepSpeed asks for instructions that few CPUs have; torch computes in fp16 on all of them.
@@ -52,7 +54,7 @@ def main() -> None:
     results = []
     for given in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         try:
-            results.append(train({**DEFAULTS, **given}))
+            results.append({**train({**DEFAULTS, **given}), "preloaded": preloaded})
         except QuartetError as error:
             # Every rank must have refused alike, or the next one would hang.
             results.append({"error": str(error), "exit_code": int(error.exit_code)})

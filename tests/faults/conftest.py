@@ -152,17 +152,23 @@ def once_seen(root: Path, is_so: Callable[[Path], bool], then: Callable[[], obje
     return stop
 
 
-def past_the_limits(root: Path, *, ranks: Sequence[int] = (0, 1)) -> dict[str, Any]:
-    """Options of a trial: its limits have passed as soon as these ranks wait for ever."""
+def past_the_limits_when(root: Path, is_so: Callable[[Path], bool]) -> dict[str, Any]:
+    """Options of a trial: its limits have passed as soon as `is_so` holds for the latest attempt."""
     clock = Clock()
-
-    def are_blocked(attempt: Path) -> bool:
-        return all((attempt / f"blocked-{rank}").exists() for rank in ranks)
 
     def pass_them() -> None:
         clock.ahead_s += _PAST_S
 
-    return {"clock": clock, "stop": once_seen(root, are_blocked, pass_them)}
+    return {"clock": clock, "stop": once_seen(root, is_so, pass_them)}
+
+
+def past_the_limits(root: Path, *, ranks: Sequence[int] = (0, 1)) -> dict[str, Any]:
+    """Options of a trial: its limits have passed as soon as these ranks wait for ever."""
+
+    def are_blocked(attempt: Path) -> bool:
+        return all((attempt / f"blocked-{rank}").exists() for rank in ranks)
+
+    return past_the_limits_when(root, are_blocked)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from quartet_plugin.cli.main import main
+from quartet_plugin.trial import watch
 from quartet_plugin.trial.lease import LOCK_NAME, Lease
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.faults.conftest import all_in, are_recorded
@@ -135,27 +136,37 @@ def test_row_10_a_profile_that_is_ended_from_outside_leaves_no_rank(tmp_path: Pa
 def test_row_29_a_disk_that_fills_up_in_a_trial_is_exit_6_and_nothing_measured_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_of(tmp_path)
-
-    def unless_full(function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*arguments: Any) -> Any:
-            if beat_of(tmp_path, 1).exists() and list(run.glob(".ballast-*")):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return function(*arguments)
-
-        return called
-
+    """Ranks that the tuner can no longer record train to their end; it waits for space and gives up."""
+    run, attempt, go = run_of(tmp_path), beat_of(tmp_path, 1).parent, tmp_path / "go"
+    fake = ["--nominal", "--hold", str(go), "--hold-at", "-1"]
+    is_launched = False
     with monkeypatch.context() as patch:
+
+        def unless_full(function: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*arguments: Any) -> Any:
+                nonlocal is_launched
+                is_full = is_launched and bool(list(run.glob(".ballast-*")))
+                # The first call that sees the file is a part of its writing.
+                is_launched |= (attempt / "processes.json").exists()
+                if is_full:
+                    go.touch()
+                    if all_in(attempt, "done"):
+                        patch.setattr(watch, "_LOST_S", 0.0)  # the minute has passed
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return function(*arguments)
+
+            return called
+
         patch.setattr(os, "fsync", unless_full(os.fsync))
         patch.setattr(os, "write", unless_full(os.write))
-        assert tune(tmp_path, fake=["--nominal", *SLOW]) == 6
+        assert tune(tmp_path, fake=fake) == 6
     shown = capfd.readouterr().err.strip().splitlines()
     assert "No space left on device" in shown[-1]
     assert living(tmp_path) == []
     assert not (run / LOCK_NAME).exists()
     last = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
     assert (last["kind"], "No space left" in last["reason"]) == ("storage", True)
-    assert tune(tmp_path, "--resume", fake=["--nominal", *SLOW]) == 0
+    assert tune(tmp_path, "--resume", fake=fake) == 0
     for trial in (0, 1):
         assert not (run / "trials" / f"{trial:06d}" / "attempt-2").exists()
 
