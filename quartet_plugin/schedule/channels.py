@@ -124,8 +124,8 @@ class _Batch:
     def __init__(self, transfers: list[Transfer]) -> None:
         self.left = list(transfers)
 
-    def first(self, side: Side, peer: int) -> Transfer | None:
-        return next((t for t in self.left if t.side is side and t.peer == peer), None)
+    def first(self, side: Side) -> Transfer | None:
+        return next((t for t in self.left if t.side is side), None)
 
 
 class _Nccl:
@@ -141,36 +141,36 @@ class _Nccl:
             batches[device, transfer.peer, transfer.message.group].append(transfer)
         for key, part in batches.items():
             self._queues[key].append(_Batch(part))
-        todo = [(device, t.peer, t.message.group) for t in transfers]
-        while todo:
-            todo += self._match(*todo.pop())
+        for _, peer, group in batches:
+            # What runs in one direction may bring transfers of the other one to the head.
+            while self._match(device, peer, group) or self._match(peer, device, group):
+                pass
 
     def is_over(self, _device: int, transfer: Transfer) -> bool:
         return transfer.end in self._over
 
-    def _match(self, a: int, b: int, group: int) -> list[tuple[int, int, int]]:
-        """Run the transfers that the queues' heads have for each other; returns the pairs to look at next."""
-        again: list[tuple[int, int, int]] = []
-        for source, target in ((a, b), (b, a)):
-            sending, receiving = (self._queues[*ends, group] for ends in ((source, target), (target, source)))
-            while sending and receiving:
-                send = sending[0].first(Side.SEND, target)
-                receive = receiving[0].first(Side.RECV, source)
-                if send is None or receive is None:
-                    break
-                if send.message != receive.message:
-                    raise PlanError(
-                        f"device {target} posted {receive} but device {source} sends {send} first; "
-                        "post both ends in the same order"
-                    )
-                for queue, transfer in ((sending, send), (receiving, receive)):
-                    self._over.add(transfer.end)
-                    queue[0].left.remove(transfer)
-                    if not queue[0].left:
-                        queue.popleft()
-                        device = source if queue is sending else target
-                        again += [(device, t.peer, group) for t in (queue[0].left if queue else [])]
-        return again
+    def _match(self, source: int, target: int, group: int) -> bool:
+        """Run the first transfer from `source` to `target`, if both ends are at the heads of their queues.
+
+        Returns whether it ran. Raises PlanError where the two ends are of different messages.
+        """
+        sending, receiving = self._queues[source, target, group], self._queues[target, source, group]
+        if not (sending and receiving):
+            return False
+        send, receive = sending[0].first(Side.SEND), receiving[0].first(Side.RECV)
+        if send is None or receive is None:
+            return False
+        if send.message != receive.message:
+            raise PlanError(
+                f"device {target} posted {receive} but device {source} sends {send} first; "
+                "post both ends in the same order"
+            )
+        for queue, transfer in ((sending, send), (receiving, receive)):
+            self._over.add(transfer.end)
+            queue[0].left.remove(transfer)
+            if not queue[0].left:
+                queue.popleft()
+        return True
 
 
 _Wire = _Gloo | _Nccl
