@@ -46,7 +46,12 @@ def check_command(
             "be able to access it. Default: PLAN.parity, beside PLAN."
         ),
     ] = None,
-    deadline: Annotated[float, typer.Option(help="Time limit of each run, in seconds.")] = _DEADLINE_S,
+    deadline: Annotated[
+        float,
+        typer.Option(
+            help="Time limit of each run, in seconds. The run that also writes the weights has more time."
+        ),
+    ] = _DEADLINE_S,
     accept_changed_source: AcceptChangedSource = False,
     as_json: JsonSwitch = False,
 ) -> None:
