@@ -5,7 +5,8 @@
 The final rounds run as in `quartet tune`; a launch takes the plan's true time, with noise between launches on
 it. Of equal plans none should win, of faster ones all. Beside it stands what rounds of a fixed number, the
 rule of earlier releases, do with such launches (`benchmarks/fixed_rounds.py`). Of two plans that beat the
-baseline the faster should win, but another model hardly ever without a true gain.
+baseline the faster should win, but another model hardly ever without a true gain, and the plugin's runtime
+not by chance alone.
 """
 
 import argparse
@@ -25,8 +26,11 @@ from numpy.typing import NDArray
 from benchmarks.fixed_rounds import MAX_EXTENDED, fixed_rounds
 from benchmarks.search_cost.grounds import small_baseline
 from benchmarks.search_cost.replay import Silent
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.costs import StageCosts
+from quartet_plugin.model.plan import Plan, ScheduleChoice
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score
+from quartet_plugin.schedule.choice import choice_of
+from quartet_plugin.schedule.named import named
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner import finalists
 from quartet_plugin.tuner.config import StudyConfig
@@ -141,19 +145,24 @@ def compare_rules(models: Sequence[str], *, runs: int, rounds: int, noise: float
 
 
 def compare_rivals(runs: int, *, rounds: int) -> None:
-    """Print how often the faster of two plans wins, of the user's model and of another one."""
+    """Print how often the faster of two plans wins; the slower is one of the user's model in its runtime."""
+    kinds = {
+        "of its kind": (False, False),
+        "of the plugin's runtime": (False, True),
+        "of another model": (True, False),
+    }
     for noise in RIVAL_NOISES:
-        cells = []
-        for gain in RIVAL_GAINS:
-            shares = [
-                statistics.fmean(
-                    faster_wins(gain, is_other_model=is_other, noise=noise, seed=seed, rounds=rounds)
-                    for seed in range(runs)
-                )
-                for is_other in (False, True)
-            ]
-            cells.append(f"{gain:.2f}x: {shares[0]:.1%}, {shares[1]:.1%} as another model")
-        print(f"launches {noise:.0%} apart, the faster of two wins: {'; '.join(cells)}", flush=True)
+        for kind, (is_other_model, is_of_runtime) in kinds.items():
+            cells = []
+            for gain in RIVAL_GAINS:
+                plan = _rival(is_other_model=is_other_model, is_of_runtime=is_of_runtime)
+                found = [rivals(gain, plan, noise=noise, seed=seed, rounds=rounds) for seed in range(runs)]
+                share = statistics.fmean(winner == 2 for winner, _ in found)
+                launches = statistics.fmean(num_launches for _, num_launches in found)
+                cells.append(f"{gain:.2f}x: {share:.1%} after {launches:.1f} launches")
+            print(
+                f"launches {noise:.0%} apart, the faster of two, {kind}, wins: {'; '.join(cells)}", flush=True
+            )
 
 
 def sequential_rates(gains: Sequence[float], *, model: str, noise: float, runs: int, rounds: int) -> Rates:
@@ -191,14 +200,33 @@ def _rates(outcomes: Sequence[tuple[int | None, int]], gains: Sequence[float]) -
     )
 
 
-def faster_wins(gain: float, *, is_other_model: bool, noise: float, seed: int, rounds: int) -> bool:
-    """Whether a plan that is faster by `gain` than another, which beats the baseline, is the winner."""
-    faster = _baseline()
+def rivals(gain: float, plan: Plan, *, noise: float, seed: int, rounds: int) -> tuple[int | None, int]:
+    """The winner, 2 where it is `plan`, which is faster by `gain` than plan 1; and the launches that took."""
+    gains, plans = {1: SLOWER, 2: SLOWER * gain}, {1: _baseline(), 2: plan}
+    return winner_and_launches(gains, plans=plans, model="normal", noise=noise, seed=seed, rounds=rounds)
+
+
+def _rival(*, is_other_model: bool, is_of_runtime: bool) -> Plan:
+    plan = _baseline()
     if is_other_model:
-        faster = replace(faster, shape=replace(faster.shape, num_query_groups=1))
-    gains, plans = {1: SLOWER, 2: SLOWER * gain}, {1: _baseline(), 2: faster}
-    winner, _ = winner_and_launches(gains, plans=plans, model="normal", noise=noise, seed=seed, rounds=rounds)
-    return winner == 2
+        plan = replace(plan, shape=replace(plan.shape, num_query_groups=1))
+    if is_of_runtime:
+        stages = plan.layout.num_stages
+        order = named("zb-h1", num_devices=stages, num_microbatches=plan.num_microbatches)
+        times, nothing = np.ones(stages), np.zeros(stages)
+        costs = StageCosts(
+            device_of_stage=np.arange(stages),
+            forward_s=times,
+            input_grad_s=times,
+            weight_grad_s=times,
+            backward_s=2.0 * times,
+            activation_bytes=times,
+            held_fraction=0.5,
+            forward_transfer_s=nothing,
+            backward_transfer_s=nothing,
+        )
+        plan = replace(plan, schedule=ScheduleChoice(name="custom", custom=choice_of(order, costs)))
+    return plan
 
 
 def winner_and_launches(

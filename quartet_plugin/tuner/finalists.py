@@ -32,6 +32,7 @@ from quartet_plugin.tuner.winner_choice import (
     CLEAR_GAIN,
     NUM_RESAMPLES,
     FinalistResult,
+    departure,
     in_order_of_choice,
 )
 
@@ -104,7 +105,7 @@ def first_rounds_of(
 def sequential_test_of(
     trials: Sequence[FinishedTrial], *, num_rounds: int, first_rounds: Mapping[int, int] | None = None
 ) -> SequentialTest:
-    """The sequential test of these finalists, of whom another model needs a clear gain.
+    """The sequential test of these finalists; what departs further from the command has to be clearly faster.
 
     `first_rounds` has the round, from 0, in which a finalist joins. There are as many rounds more.
     """
@@ -116,6 +117,7 @@ def sequential_test_of(
         max_rounds=latest + MAX_EXTENDED * num_rounds,
         first_rounds=joined,
         least_gains={trial.number: math.log(CLEAR_GAIN) for trial in trials if trial.plan.is_other_model},
+        departures={trial.number: departure(trial.plan) for trial in trials},
         careful_chance=1.0 - CLEAR_CHANCE,
     )
 

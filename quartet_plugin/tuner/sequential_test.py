@@ -7,7 +7,7 @@ launches, so that plans are compared inside of rounds, also where some have left
   test of every set of finalists that it belongs to (a closed test, Marcus, Peritz and Gabriel 1976). A set of
   m passes where the finalist by itself passes `level` / 2m, or the mean of the set passes `level` / 2.
 - A finalist is *dropped* where the rounds that are left are unlikely to prove it, or where it is unlikely to
-  be the best of those left.
+  be the best of those left; later where the leader departs further from the user's command (`departures`).
 - The rounds are over where the leader is proven and no other finalist is expected to gain more than
   `NEGLIGIBLE`.
 
@@ -42,8 +42,11 @@ _LEVEL_ROUNDS = 5
 # A finalist with a smaller chance of a proof is dropped, and one with a smaller chance to be the best.
 LEAST_CHANCE_OF_PROOF = 0.15
 LEAST_CHANCE_OF_BEST = 0.25
-# With fewer rounds nothing is decided for a finalist that needs a gain over another one (see `least_gains`).
+# With fewer rounds nothing is decided between a leader and a finalist that departs less (see `departures`).
 CAREFUL_ROUNDS = 5
+# One that departs less leaves before them only with a smaller chance to be the best: two rounds may tell
+# little of the noise.
+LEAST_CHANCE_EARLY = 0.01
 # The gain, relative, that another finalist may be expected to have over a proven leader that ends the rounds.
 NEGLIGIBLE = 0.02
 # Launches deviate by this at least, relative.
@@ -127,15 +130,17 @@ class SequentialTest:
 
     `num_rounds` are planned, after `max_rounds` the test ends whatever is known.
     `least_gains` are logarithms by which a finalist must lead to be chosen: over the baseline, and over each
-    finalist whose own least gain is smaller. `careful_chance` is the chance to be the best with which a
-    finalist with a smaller least gain stays. `first_rounds` has the round, from 0, in which a finalist joins;
-    0 where it has none. `proven` and `dropped` are numbers of rounds by finalist.
+    finalist whose own least gain is smaller. `departures` say how far a finalist departs from the user's
+    command, 0 where it has none; one that departs less than the leader stays while its chance to be the best
+    is at least `careful_chance`. `first_rounds` has the round, from 0, in which a finalist joins; 0 where it
+    has none. `proven` and `dropped` are numbers of rounds by finalist.
     """
 
     finalists: Sequence[int]
     num_rounds: int
     max_rounds: int
     least_gains: Mapping[int, float] = field(default_factory=dict)
+    departures: Mapping[int, int] = field(default_factory=dict)
     careful_chance: float = LEAST_CHANCE_OF_BEST
     first_rounds: Mapping[int, int] = field(default_factory=dict)
     live: list[int] = field(init=False)
@@ -282,18 +287,26 @@ class SequentialTest:
                 continue
             behind, error = self._behind_leader(number, effects)
             chance = float(scipy.special.stdtr(effects.freedom, -behind / error))
-            least = LEAST_CHANCE_OF_BEST
-            if self._needs_care(number):
-                least = self.careful_chance if self._is_careful_enough(number, num_done) else 0.0
-            if chance < least:
+            if chance < self._least_chance(number, num_done):
                 self._drop(number, num_done)
 
+    def _least_chance(self, number: int, num_done: int) -> float:
+        """The chance to be the best below which a finalist is dropped."""
+        assert self.leader is not None
+        if not self._needs_care(number):
+            return LEAST_CHANCE_OF_BEST
+        if self._is_careful_enough(number, num_done):
+            return self.careful_chance
+        # A proven one is compared with the leader in the end, and that takes the rounds.
+        is_compared = number in self.proven or self._least_gain(number) < self._least_gain(self.leader)
+        return 0.0 if is_compared else LEAST_CHANCE_EARLY
+
     def _needs_care(self, number: int) -> bool:
-        """Whether the leader needs a gain over this finalist."""
-        return self.leader is not None and self._least_gain(number) < self._least_gain(self.leader)
+        """Whether the leader departs further than this finalist."""
+        return self.leader is not None and self._departure(number) < self._departure(self.leader)
 
     def _is_careful_enough(self, number: int, num_done: int) -> bool:
-        """Whether the finalist and the leader have the rounds that a decision with a least gain needs."""
+        """Whether the finalist and the leader have the rounds that a clear gain needs."""
         assert self.leader is not None
         return min(self._num_own(each, num_done) for each in (number, self.leader)) >= CAREFUL_ROUNDS
 
@@ -325,6 +338,9 @@ class SequentialTest:
 
     def _least_gain(self, number: int) -> float:
         return self.least_gains.get(number, 0.0)
+
+    def _departure(self, number: int) -> int:
+        return self.departures.get(number, 0)
 
     def _drop(self, number: int, num_done: int) -> None:
         self.live.remove(number)

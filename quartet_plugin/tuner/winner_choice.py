@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.model.measurement import Comparison, FinalChoice
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.receipt import needs_receipt
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.tuner.sequential_test import MIN_ROUNDS, level
 
@@ -18,12 +20,18 @@ from quartet_plugin.tuner.sequential_test import MIN_ROUNDS, level
 # paired median of five rounds of equal plans is below it in 98 of 100 cases. And another model has to be
 # judged anew by what it learns, which less speed does not pay for.
 CLEAR_GAIN = 1.05
-# The probability that there is a gain at all. One of five rounds may go the other way, not two.
+# The probability that there is a gain at all, for what departs further from the user's command. One of five
+# rounds may go the other way, not two.
 CLEAR_CHANCE = 0.9
 
 _RULE = (
     "the fastest of the plans proven faster than your command, by the median of their speed ratios in the "
     "same rounds"
+)
+_RULE_OF_RUNTIME = (
+    "; one whose schedule or tensor partition the plugin's runtime executes wins only if it is faster than "
+    "every proven plan of the framework's own runtime with a probability of at least "
+    f"{100 * CLEAR_CHANCE:.0f} %"
 )
 _RULE_OF_OTHER_MODELS = (
     f"; a different model wins only if it is at least {100 * (CLEAR_GAIN - 1):.0f} % faster than your "
@@ -64,23 +72,34 @@ class FinalistResult:
         """Whether it trains another shape than the user's own (class D)."""
         return self.trial.plan.is_other_model
 
+    @property
+    def departure(self) -> int:
+        """How far its plan departs from the user's command."""
+        return departure(self.trial.plan)
+
+
+def departure(plan: Plan) -> int:
+    """How far a plan departs from the user's command: 2 for another model, 1 for the plugin's runtime.
+
+    The sum where it does both. Of two plans the one that departs further has to be clearly faster.
+    """
+    return 2 * plan.is_other_model + needs_receipt(plan)
+
 
 def in_order_of_choice(results: Sequence[FinalistResult], *, seed: int) -> list[FinalistResult]:
     """The winner, the runner-up and whoever else may win, then the others by their lower end.
 
-    Another model wins only where its gain over each of the user's own model's plans is clear. After the
+    A plan wins only where its gain is clear over each that departs less from the user's command. After the
     winner the comparison alone counts, so that the runner-up is the plan that came nearest.
     """
     left = [result for result in results if result.is_win]
     others = [result for result in results if not result.is_win]
-    user_model = [result for result in left if not result.is_other_model]
-    clear = [
+    ordered = []
+    pool = [
         result
         for result in left
-        if result.is_other_model and all(_is_clear(result, other, seed=seed) for other in user_model)
+        if all(_is_clear(result, other, seed=seed) for other in left if other.departure < result.departure)
     ]
-    ordered = []
-    pool = clear or user_model
     while left:
         ordered.append(_fastest(pool))
         left = pool = [result for result in left if result.trial.number != ordered[-1].trial.number]
@@ -91,7 +110,11 @@ def in_order_of_choice(results: Sequence[FinalistResult], *, seed: int) -> list[
 def rule_of(results: Sequence[FinalistResult]) -> str:
     """The rule by which the winner is chosen among these finalists, in words."""
     has_other_model = any(result.is_other_model for result in results)
-    return f"{_RULE}{_RULE_OF_OTHER_MODELS if has_other_model else ''}"
+    has_both_runtimes = len({result.departure % 2 for result in results}) == 2
+    return (
+        f"{_RULE}{_RULE_OF_RUNTIME if has_both_runtimes else ''}"
+        f"{_RULE_OF_OTHER_MODELS if has_other_model else ''}"
+    )
 
 
 def choice_of(ordered: Sequence[FinalistResult], *, seed: int) -> FinalChoice | None:
@@ -141,8 +164,9 @@ def chance_better(first: FinalistResult, second: FinalistResult, *, seed: int) -
 
 
 def _is_clear(first: FinalistResult, second: FinalistResult, *, seed: int) -> bool:
-    """Whether the first's gain over the second is enough for another model."""
-    if log_gain(first, second) < math.log(CLEAR_GAIN):
+    """Whether the first's gain over the second, which departs less, is enough to be chosen before it."""
+    least_gain = CLEAR_GAIN if first.is_other_model and not second.is_other_model else 1.0
+    if log_gain(first, second) < math.log(least_gain):
         return False
     chance = chance_better(first, second, seed=seed)
     return chance is not None and chance >= CLEAR_CHANCE

@@ -141,7 +141,12 @@ def test_what_needs_a_gain_over_another_takes_rounds_enough_to_show_it() -> None
     """Finalist 2 is another model: three rounds of a clear gain over 1, proven too, are not enough."""
     values = table({0: [0.0, 0.01] * 3, 1: [0.3, 0.31] * 3, 2: [0.5, 0.51] * 3})
     test = SequentialTest(
-        finalists=(1, 2), num_rounds=5, max_rounds=15, least_gains={2: math.log(1.05)}, careful_chance=0.1
+        finalists=(1, 2),
+        num_rounds=5,
+        max_rounds=15,
+        least_gains={2: math.log(1.05)},
+        departures={2: 2},
+        careful_chance=0.1,
     )
     ends = []
     for num_done in range(1, CAREFUL_ROUNDS + 1):
@@ -154,6 +159,38 @@ def test_what_needs_a_gain_over_another_takes_rounds_enough_to_show_it() -> None
     test.decide(table({0: [0.0, 0.001, 0.0], 2: [0.02, 0.021, 0.02]}), num_done=3)
     assert test.is_over
     assert winner(test) is None
+
+
+@pytest.mark.parametrize(
+    ("behind", "departures", "rounds"),
+    [(0.04, {2: 1}, 5), (0.04, {}, 3), (0.3, {2: 1}, 3)],
+    ids=["close", "neither departs", "clearly slower"],
+)
+def test_what_departs_less_than_the_leader_stays_until_five_rounds_compare_them(
+    behind: float, departures: dict[int, int], rounds: int
+) -> None:
+    """The plugin's runtime executes finalist 2; two rounds that hardly differ say little of the noise."""
+    noise = (0.009, -0.009, 0.02, -0.02, 0.02)
+    values = table(
+        {
+            0: [-each for each in noise],
+            1: [1.4 - behind - each for each in noise],
+            2: [1.4 + each for each in noise],
+        }
+    )
+    test = SequentialTest(
+        finalists=(1, 2), num_rounds=5, max_rounds=15, departures=departures, careful_chance=0.1
+    )
+    replayed(test, values, failed={})
+    assert winner(test) == 2
+    assert test.proven[2] == 3
+    assert test.dropped.get(1, 5) == (5 if rounds == 5 else 2)
+    for num_done in range(2, 6):
+        some = {number: {at: row[at] for at in range(num_done)} for number, row in values.items()}
+        again = SequentialTest(
+            finalists=(1, 2), num_rounds=5, max_rounds=15, departures=departures, careful_chance=0.1
+        )
+        assert replayed(again, some, failed={}).is_over == (num_done >= rounds)
 
 
 def test_the_rounds_to_come_are_those_that_the_lead_needs() -> None:

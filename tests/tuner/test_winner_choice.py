@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from unittest.mock import patch
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
 from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.schedule.choice import choice_of as choice_of_order
+from quartet_plugin.schedule.named import named
 from quartet_plugin.tuner import winner_choice
 from quartet_plugin.tuner.final_rounds import finalist_words, winner_of, with_own_model
 from quartet_plugin.tuner.finalists import bootstrap_median, rank
@@ -22,10 +25,12 @@ from quartet_plugin.tuner.winner_choice import (
     FinalistResult,
     chance_better,
     choice_of,
+    departure,
     in_order_of_choice,
     log_gain,
 )
 from tests.model.plans import PLAN, SHAPE
+from tests.schedule.orders import unit_costs
 from tests.tuner.test_finalists import launch, ranked, trial
 
 OTHER_MODEL = replace(
@@ -33,11 +38,14 @@ OTHER_MODEL = replace(
     shape=replace(SHAPE, num_layers=4, hidden_size=320, ffn_hidden_size=1280),
     split=Split(transformer_layers_per_stage=(2, 2)),
 )
+ZB_H1 = named("zb-h1", num_devices=2, num_microbatches=PLAN.num_microbatches)
+OF_RUNTIME = ScheduleChoice(name="custom", custom=choice_of_order(ZB_H1, unit_costs(ZB_H1)))
 
 
-def finished(number: int, *, is_other_model: bool = False) -> FinishedTrial:
+def finished(number: int, *, is_other_model: bool = False, is_of_runtime: bool = False) -> FinishedTrial:
     made = trial(number, value=1.0)
-    return replace(made, plan=OTHER_MODEL) if is_other_model else made
+    plan = OTHER_MODEL if is_other_model else made.plan
+    return replace(made, plan=replace(plan, schedule=OF_RUNTIME) if is_of_runtime else plan)
 
 
 def after_rounds(
@@ -45,13 +53,17 @@ def after_rounds(
     times_s: Mapping[int, Sequence[float]],
     *,
     other_models: tuple[int, ...] = (),
+    of_runtime: tuple[int, ...] = (),
     lost: tuple[tuple[int, int], ...] = (),
 ) -> list[FinalistResult]:
     """The finalists after rounds of these seconds; `lost` launches by trial and round."""
     baseline: Plan = trial(0, value=1.0, layers=4).plan
     times: Mapping[int, Sequence[float]] = {0: baseline_s, **times_s}
     return rank(
-        [finished(number, is_other_model=number in other_models) for number in times_s],
+        [
+            finished(number, is_other_model=number in other_models, is_of_runtime=number in of_runtime)
+            for number in times_s
+        ],
         baseline=baseline,
         launches={
             number: {index: launch(s) for index, s in enumerate(row) if (number, index) not in lost}
@@ -64,12 +76,14 @@ def after_rounds(
     )
 
 
-def result(number: int, ratios: Sequence[float], *, is_other_model: bool = False) -> FinalistResult:
+def result(
+    number: int, ratios: Sequence[float], *, is_other_model: bool = False, is_of_runtime: bool = False
+) -> FinalistResult:
     measured = ranked([1.0] * 3, [0.5] * 3)[0]
     speedup = bootstrap_median(ratios, seed=0, num_resamples=40)
     return replace(
         measured,
-        trial=finished(number, is_other_model=is_other_model),
+        trial=finished(number, is_other_model=is_other_model, is_of_runtime=is_of_runtime),
         comparison=replace(measured.comparison, speedup=speedup, round_ratios=tuple(ratios)),
         rounds=tuple(range(len(ratios))),
         proven_after=len(ratios) if speedup.low > 1.0 else None,
@@ -113,6 +127,32 @@ def test_another_model_wins_with_a_clear_gain_alone(other_s: list[float], chosen
     assert [one.trial.number for one in results] == ([1, 2] if chosen == 1 else [2, 1])
     alike = after_rounds([2.0] * 5, {1: [1.0] * 5, 2: other_s})
     assert alike[0].trial.number == 2  # of one's own model the faster wins by any gain
+
+
+@pytest.mark.parametrize(
+    ("runtime_s", "chosen"),
+    [
+        ([0.99] * 5, 2),
+        ([0.97] * 4 + [1.05], 2),
+        ([1.05, 0.97, 0.97, 1.05, 0.97], 1),
+        ([1.0] * 5, 1),
+        ([0.985, 0.995, 0.97], 1),
+        ([0.8, 0.805, 0.8], 2),
+    ],
+    ids=["in every round", "in four of five", "in three of five", "alike", "in three rounds", "by far"],
+)
+def test_a_schedule_of_the_plugin_wins_over_the_frameworks_own_where_it_is_likely_faster(
+    runtime_s: list[float], chosen: int
+) -> None:
+    num_rounds = len(runtime_s)
+    results = after_rounds([2.0] * num_rounds, {1: [1.0] * num_rounds, 2: runtime_s}, of_runtime=(2,))
+    assert [one.trial.number for one in results] == ([1, 2] if chosen == 1 else [2, 1])
+    choice = choice_of(results, seed=0)
+    assert choice is not None
+    assert "the plugin's runtime executes wins only if it is faster than every proven plan" in choice.rule
+    alike = after_rounds([2.0] * num_rounds, {1: [1.0] * num_rounds, 2: runtime_s}, of_runtime=(1, 2))
+    assert alike[0].trial.number == (1 if statistics.median(runtime_s) >= 1.0 else 2)
+    assert "the plugin's runtime" not in choice_of(alike, seed=0).rule  # type: ignore[union-attr]
 
 
 def test_three_rounds_are_no_clear_gain() -> None:
@@ -176,18 +216,32 @@ def test_more_rounds_of_the_leader_alone_do_not_change_the_pairs() -> None:
 
 ratio_rows = st.integers(3, 6).flatmap(
     lambda num_rounds: st.lists(
-        st.tuples(st.lists(st.floats(0.9, 1.6), min_size=num_rounds, max_size=num_rounds), st.booleans()),
+        st.tuples(
+            st.lists(st.floats(0.9, 1.6), min_size=num_rounds, max_size=num_rounds),
+            st.booleans(),
+            st.booleans(),
+        ),
         min_size=1,
         max_size=4,
     )
 )
 
 
-@settings(max_examples=40, deadline=None)
+def is_clear(first: FinalistResult, second: FinalistResult, *, seed: int) -> bool:
+    least = CLEAR_GAIN if first.is_other_model and not second.is_other_model else 1.0
+    return (
+        log_gain(first, second) >= math.log(least)
+        and (chance_better(first, second, seed=seed) or 0.0) >= CLEAR_CHANCE
+    )
+
+
+@settings(max_examples=60, deadline=None)
 @given(ratio_rows, st.integers(0, 100))
-def test_the_chosen_plan_is_never_the_slower(rows: list[tuple[list[float], bool]], seed: int) -> None:
+def test_the_chosen_plan_is_never_the_slower(rows: list[tuple[list[float], bool, bool]], seed: int) -> None:
+    """Of plans that depart as far; one that departs further than another is clearly faster than that."""
     results = [
-        result(number, ratios, is_other_model=is_other) for number, (ratios, is_other) in enumerate(rows, 1)
+        result(number, ratios, is_other_model=is_other, is_of_runtime=is_of_runtime)
+        for number, (ratios, is_other, is_of_runtime) in enumerate(rows, 1)
     ]
     with patch.object(winner_choice, "NUM_RESAMPLES", 40):
         ordered = in_order_of_choice(results, seed=seed)
@@ -199,28 +253,26 @@ def test_the_chosen_plan_is_never_the_slower(rows: list[tuple[list[float], bool]
             return
         winner = ordered[0]
         assert winner.is_win
-        own = [one for one in winners if not one.is_other_model]
-        if winner.is_other_model:
-            for rival in own:
-                chance = chance_better(winner, rival, seed=seed)
-                assert log_gain(winner, rival) >= math.log(CLEAR_GAIN)
-                assert chance is not None
-                assert chance >= CLEAR_CHANCE
-            return
-        for rival in (one for one in winners if one.is_other_model):
-            chances = [chance_better(rival, one, seed=seed) or 0.0 for one in own]
-            gains = [log_gain(rival, one) for one in own]
-            assert min(gains) < math.log(CLEAR_GAIN) or min(chances) < CLEAR_CHANCE
-        unbeaten = [one for one in own if all(log_gain(one, other) >= 0 for other in own)]
-        assert winner in (unbeaten or own)
-        if len(own) < 3:
+        may_win = [
+            one
+            for one in winners
+            if all(
+                is_clear(one, other, seed=seed)
+                for other in winners
+                if departure(other.trial.plan) < departure(one.trial.plan)
+            )
+        ]
+        assert winner in may_win
+        unbeaten = [one for one in may_win if all(log_gain(one, other) >= 0 for other in may_win)]
+        assert winner in (unbeaten or may_win)
+        if len(may_win) < 3:
             assert unbeaten
 
 
 @settings(max_examples=40, deadline=None)
 @given(ratio_rows, st.integers(0, 100))
-def test_chances_of_two_plans_make_one(rows: list[tuple[list[float], bool]], seed: int) -> None:
-    results = [result(number, ratios) for number, (ratios, _) in enumerate(rows, 1)]
+def test_chances_of_two_plans_make_one(rows: list[tuple[list[float], bool, bool]], seed: int) -> None:
+    results = [result(number, ratios) for number, (ratios, *_) in enumerate(rows, 1)]
     with patch.object(winner_choice, "NUM_RESAMPLES", 40):
         for first, second in itertools.combinations(results, 2):
             chances = [chance_better(*pair, seed=seed) for pair in ((first, second), (second, first))]
