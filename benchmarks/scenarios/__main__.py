@@ -39,6 +39,7 @@ from typing import Any
 import yaml
 
 from benchmarks.scenarios.catalogue import SCENARIOS, Scenario
+from benchmarks.scenarios.cpu_shares import cpu_shares
 from benchmarks.scenarios.hosts import launcher_of, probe, sections
 from benchmarks.scenarios.network import address, joined_namespaces
 from benchmarks.scenarios.result_files import (
@@ -107,10 +108,13 @@ def _place(options: argparse.Namespace) -> Iterator[LinkedHosts | None]:
     before = dict(os.environ)
     os.environ["SCENARIO_CORES"] = scenario.cores
     os.environ["SCENARIO_NAMESPACES"] = scenario.namespaces
-    os.environ["SCENARIO_SLOWDOWN"] = scenario.slowdown
     os.environ["SCENARIO_ADDRESS"] = address(0)
     try:
-        if scenario.num_hosts > 1:
+        if scenario.cpu_shares:
+            with cpu_shares(scenario.cpu_shares) as groups:
+                os.environ["SCENARIO_CPU_GROUPS"] = ",".join(map(str, groups))
+                yield None
+        elif scenario.num_hosts > 1:
             folder = options.folder / f"{options.scenario}-hosts"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()

@@ -47,8 +47,8 @@ class Scenario:
 
     `search` is the search section of both searches: what it leaves free is free in both, layouts too. The
     stock one keeps schedule and mapping to stock flags and the shape as it is. `cores`, `namespaces` and
-    `slowdown` (how many times slower a process is than its core) have a value for each process of a host,
-    `rates` one for each namespace, as tc writes them. A cluster file gives every device `memory_limit_bytes`.
+    `cpu_shares` (of its core) have a value for each process of a host, `rates` one for each namespace, as tc
+    writes them. A cluster file gives every device `memory_limit_bytes`.
     Of several hosts those at each two indices of `slow_pairs` are joined by `slow_rate`, and the plugin's
     search has the cluster file that `quartet probe` writes there.
     """
@@ -60,7 +60,7 @@ class Scenario:
     search: dict[str, Any] = field(default_factory=dict)
     namespaces: str = ""
     rates: tuple[str, ...] = ()
-    slowdown: str = ""
+    cpu_shares: tuple[float, ...] = ()
     memory_limit_bytes: int | None = None
     num_hosts: int = 1
     slow_pairs: tuple[tuple[int, int], ...] = ()
@@ -204,10 +204,11 @@ SCENARIOS: dict[str, Scenario] = {
         search={"scaling": {"budget": "parameters", "tolerance": 0.03}},
     ),
     "g-slow-middle": Scenario(
-        about="a slow device in the middle of PP4, the mapping fixed: the third at half its core's speed",
+        about="a slow device in the middle of PP4, the mapping fixed: the third has half the others' speed",
         num_processes=4,
         cores="0,1,0,1",
-        slowdown="1,1,2,1",
+        # Two processes share a core, and each has its part of it whatever the other does.
+        cpu_shares=(0.4, 0.4, 0.2, 0.4),
         flags="--num-layers 12 --hidden-size 128 --vocab-size 8192 --pipeline-model-parallel-size 4 "
         "--micro-batch-size 2 --global-batch-size 16",
         search={**_ONE_PIPELINE, "pipeline_parallel": 4, "micro_batch_size": 2, "mapping": "stock"},

@@ -210,8 +210,13 @@ def test_every_search_of_a_scenario_is_one_that_the_tuner_takes(name: str) -> No
         assert isinstance(parse_config({"search": section}, where="test").search, SearchConfig)
     assert "scaling" not in scenario.stock_search
     assert scenario.stock_search["schedule"] == ["no-pipelining", "1f1b", "interleaved"]
-    per_process = (scenario.cores, scenario.namespaces, scenario.slowdown)
+    per_process = (scenario.cores, scenario.namespaces)
     assert {len(words.split(",")) for words in per_process if words} == {scenario.processes_per_host}
+    if scenario.cpu_shares:
+        of_core = dict.fromkeys(scenario.cores.split(","), 0.0)
+        for core, share in zip(scenario.cores.split(","), scenario.cpu_shares, strict=True):
+            of_core[core] += share
+        assert max(of_core.values()) < 1.0
     assert scenario.processes_per_host * scenario.num_hosts == scenario.num_processes
     assert all(0 <= host < scenario.num_hosts for pair in scenario.slow_pairs for host in pair)
     if scenario.namespaces:
