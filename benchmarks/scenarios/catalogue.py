@@ -209,7 +209,7 @@ SCENARIOS: dict[str, Scenario] = {
         cores="0,1,0,1",
         # Two processes share a core, and each has its part of it whatever the other does.
         cpu_shares=(0.4, 0.4, 0.2, 0.4),
-        flags="--num-layers 12 --hidden-size 128 --vocab-size 8192 --pipeline-model-parallel-size 4 "
+        flags="--num-layers 12 --hidden-size 192 --vocab-size 8192 --pipeline-model-parallel-size 4 "
         "--micro-batch-size 2 --global-batch-size 16",
         search={**_ONE_PIPELINE, "pipeline_parallel": 4, "micro_batch_size": 2, "mapping": "stock"},
     ),

@@ -13,7 +13,7 @@ from pathlib import Path
 PERIOD_US = 5000
 ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "quartet-share"
-_END_S = 10.0
+_END_S = 60.0
 
 
 @contextlib.contextmanager

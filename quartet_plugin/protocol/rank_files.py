@@ -85,10 +85,19 @@ class DeviceMemory:
 
 
 @record
+class CoreLimit:
+    """A control group of Linux that lets its processes keep at most `num_cores` cores busy on average."""
+
+    group: Text
+    num_cores: Annotated[float, Bounds(ge=0, le=1e6)]
+
+
+@record
 class RankReport:
     """rank-K.json: what a rank measured, warm-up included, and what it did. `job` is on RANK 0 alone.
 
-    `cores` are the processor cores that a rank that trains on them may use. `ended_early` is why RANK 0 ended
+    `cores` are the processor cores that a rank that trains on them may use, `core_limit` says how much of
+    them; None without a limit. `ended_early` is why RANK 0 ended
     the trial before its last iteration. `product_s` are the seconds of equal runs of matrix products after
     the last iteration; None where the training ended by itself.
     """
@@ -107,6 +116,7 @@ class RankReport:
     peak_memory_bytes: Count
     job: dict[str, Any] | None
     cores: Annotated[tuple[Count, ...], Length(most=65_536)] | None = field(default=None, metadata=ADDED)
+    core_limit: CoreLimit | None = field(default=None, metadata=ADDED)
     memory: DeviceMemory | None = field(default=None, metadata=ADDED)
     execution: Execution | None = field(default=None, metadata=ADDED)
     ended_early: EarlyEndReason | None = field(default=None, metadata=ADDED)

@@ -18,6 +18,7 @@ from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.protocol.measured_window import EarlyEndReason
 from quartet_plugin.protocol.rank_files import (
     ActionTimes,
+    CoreLimit,
     DeviceMemory,
     FailureReport,
     Heartbeat,
@@ -104,6 +105,7 @@ class RankFileWriter:
         *,
         device: str,
         cores: tuple[int, ...] | None,
+        core_limit: CoreLimit | None = None,
         phases_s: dict[str, float],
         iterations: Iterable[Iteration],
         peak_memory_bytes: int,
@@ -129,6 +131,7 @@ class RankFileWriter:
             peak_memory_bytes=peak_memory_bytes,
             job=job,
             cores=cores,
+            core_limit=core_limit,
             memory=memory,
             execution=execution,
             ended_early=ended_early,

@@ -13,6 +13,7 @@ from quartet_plugin.model.schema import as_number, record
 from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.protocol.measured_window import EarlyEndReason
 from quartet_plugin.protocol.rank_files import Iteration
+from quartet_plugin.rank.core_limit import core_limit
 from quartet_plugin.rank.device import device_memory, device_name, peak_memory_bytes, warm_device
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.first_step import FirstStepProgress
@@ -98,6 +99,7 @@ class StepMeter(ABC):
         self._files.write_report(
             device=device,
             cores=tuple(sorted(os.sched_getaffinity(0))) if device == "cpu" else None,
+            core_limit=core_limit() if device == "cpu" else None,
             phases_s={
                 "import": max(0.0, self._started_at - self._files.process_start),
                 "init": max(0.0, self._first_step_at - self._started_at),

@@ -16,7 +16,7 @@ from quartet_plugin.launchers.protocol import Launcher, NodesLauncher
 from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
-from quartet_plugin.protocol.rank_files import RankReport
+from quartet_plugin.protocol.rank_files import CoreLimit, RankReport
 from quartet_plugin.trial.compared_start import ComparedSteps
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import MIN_FREE_BYTES, Device, Outcome, Progress, TrialRequest, TrialResult
@@ -365,14 +365,31 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
 
 
 def _crowds(reports: Sequence[RankReport]) -> tuple[CoreGroup, ...] | None:
-    """Ranks of one host that may use the same cores, fewer than they are."""
-    locals_on: dict[tuple[int, ...], list[int]] = {}
+    """Ranks of one host that share fewer cores than they are; None where none do."""
+    ranks_on: dict[tuple[int, ...], list[RankReport]] = {}
     for report in reports:
         if report.cores:
-            locals_on.setdefault(report.cores, []).append(report.local_rank)
-    groups = [
-        CoreGroup(locals=tuple(sorted(local_ranks)), num_cores=len(cores))
-        for cores, local_ranks in sorted(locals_on.items())
-        if len(local_ranks) > len(cores)
-    ]
+            ranks_on.setdefault(report.cores, []).append(report)
+    groups = [group for cores, ranks in sorted(ranks_on.items()) for group in _crowds_on(len(cores), ranks)]
     return tuple(groups) or None
+
+
+def _crowds_on(num_cores: int, ranks: Sequence[RankReport]) -> list[CoreGroup]:
+    """The crowds among ranks that may use the same cores.
+
+    Where control groups limit all of them, to these cores at most together, no rank takes what another group
+    is to have, and the ranks of a group share what its limit leaves them.
+    """
+    by_limit: dict[CoreLimit, list[RankReport]] = {}
+    for rank in ranks:
+        if rank.core_limit is not None:
+            by_limit.setdefault(rank.core_limit, []).append(rank)
+    parts: list[tuple[int, Sequence[RankReport]]] = [(num_cores, ranks)]
+    is_limited = sum(map(len, by_limit.values())) == len(ranks)
+    if is_limited and sum(limit.num_cores for limit in by_limit) <= num_cores:
+        parts = [(max(1, int(limit.num_cores)), members) for limit, members in by_limit.items()]
+    return [
+        CoreGroup(locals=tuple(sorted(rank.local_rank for rank in members)), num_cores=count)
+        for count, members in parts
+        if len(members) > count
+    ]

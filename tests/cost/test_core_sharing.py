@@ -14,6 +14,7 @@ from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan, Split
+from quartet_plugin.protocol.rank_files import CoreLimit
 from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.tuner.trial_backend import nodes_of
 from tests.space.jobs import make_job, make_layout, make_nodes
@@ -149,3 +150,31 @@ def test_core_groups_are_read_from_the_cores_that_ranks_may_use() -> None:
     assert free.crowds is None
     (silent,) = nodes_of(report(rank, host="a") for rank in range(4))
     assert silent == NodeInfo(host="a", node_class="cpu x4", num_slots=4)
+
+
+@pytest.mark.parametrize(
+    ("groups", "crowds"),
+    [
+        ({"/a": 0.5, "/b": 0.25, "/c": 0.25}, None),
+        ({"/a": 0.5, "/b": 0.5, "/c": 0.5}, (CoreGroup(locals=(0, 1, 2), num_cores=1),)),
+        ({"/a": 1.0}, (CoreGroup(locals=(0, 1, 2), num_cores=1),)),
+    ],
+    ids=["a share each", "shares above the core", "a container for all"],
+)
+def test_ranks_with_limits_that_fit_on_the_cores_do_not_share_them(
+    groups: dict[str, float], crowds: tuple[CoreGroup, ...] | None
+) -> None:
+    limits = [CoreLimit(group=group, num_cores=num_cores) for group, num_cores in groups.items()]
+    reports = [report(rank, cores=(0,), host="a") for rank in range(3)]
+    limited = [replace(each, core_limit=limits[index % len(limits)]) for index, each in enumerate(reports)]
+    (node,) = nodes_of(limited)
+    assert node.crowds == crowds
+
+
+def test_a_container_with_less_time_than_its_cores_is_a_crowd() -> None:
+    limit = CoreLimit(group="/pod", num_cores=2.5)
+    reports = [report(rank, cores=tuple(range(16)), host="a") for rank in range(4)]
+    (node,) = nodes_of(replace(each, core_limit=limit) for each in reports)
+    assert node.crowds == (CoreGroup(locals=(0, 1, 2, 3), num_cores=2),)
+    (free,) = nodes_of([replace(reports[0], core_limit=limit), *reports[1:]])
+    assert free.crowds is None
