@@ -6,9 +6,11 @@ beside it, so all of them are written out.
 
 from quartet_plugin.model.hierarchical_context import SIZES, sizes_of
 from quartet_plugin.model.job_description import Experts, JobDescription, LatentAttention
+from quartet_plugin.model.layout import SettingValue
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.knobs.cp_comm_type import A2A_P2P, CP_COMM_TYPE, P2P
+from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL, WHOLE
 
 FlagValues = dict[str, str | int | bool | list[str]]
 
@@ -31,6 +33,8 @@ def flags_of_job(plan: Plan) -> FlagValues:
         flags["--no-bias-dropout-fusion"] = True
     if job.experts is not None and _has_grouped_products(plan, job):
         flags["--moe-grouped-gemm"] = True
+    if job.experts is not None and _setting_of(plan, job, EXPERT_TENSOR_PARALLEL.name) == WHOLE:
+        flags[EXPERT_TENSOR_PARALLEL.flag] = WHOLE
     if job.latent_attention is not None:
         flags |= _flags_of_latent_attention(job.latent_attention)
     if plan.made_for.mtp_layers:
@@ -53,11 +57,16 @@ def _flags_of_shared_sequences(plan: Plan, job: JobDescription) -> FlagValues:
 
 def _has_grouped_products(plan: Plan, job: JobDescription) -> bool:
     """Whether the products of experts are grouped: by the plan, else by the job's setting or feature."""
-    stated = plan.layout.setting("moe_grouped_gemm")
-    if stated is None:
-        values = {setting.name: setting.value for setting in job.settings or ()}
-        stated = values.get("moe_grouped_gemm")
+    stated = _setting_of(plan, job, "moe_grouped_gemm")
     return "moe_grouped_gemm" in (job.features or ()) if stated is None else stated is True
+
+
+def _setting_of(plan: Plan, job: JobDescription, name: str) -> SettingValue | None:
+    """The value of a setting by the plan, else by the job; None where neither says it."""
+    values = {
+        setting.name: setting.value for setting in (*(job.settings or ()), *(plan.layout.settings or ()))
+    }
+    return values.get(name)
 
 
 def _flags_of_kind(shape: ModelShape) -> FlagValues:

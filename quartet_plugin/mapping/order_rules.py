@@ -47,7 +47,7 @@ class OrderRules:
 
     def units(self, layout: Layout, *, slots_per_node: int) -> tuple[int, ...]:
         """The length above a node's slots at which consecutive ranks may move as a whole; () without one."""
-        span = layout.expert_parallel * layout.tensor_parallel
+        span = layout.expert_parallel * (1 if layout.needs_whole_experts else layout.tensor_parallel)
         is_longer = self.keeps_experts and span > slots_per_node and span % slots_per_node == 0
         return (span,) if is_longer and layout.world_size % span == 0 else ()
 
@@ -78,7 +78,7 @@ def expert_groups(layout: Layout) -> tuple[IntArray, ...]:
     """
     ranks, experts, tensor = np.arange(layout.world_size), layout.expert_parallel, layout.tensor_parallel
     whole = ranks.reshape(-1, experts)
-    if tensor == 1 or (layout.context_parallel * layout.data_parallel) % experts:
+    if tensor == 1 or layout.needs_whole_experts:
         return (whole,)
     return whole, ranks.reshape(-1, experts, tensor).swapaxes(1, 2).reshape(-1, experts)
 

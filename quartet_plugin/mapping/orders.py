@@ -135,9 +135,14 @@ type _Replica = list[tuple[Slot, ...]]
 def _num_sharing_experts(layout: Layout) -> int | None:
     """The number of replicas that hold the experts together; None where a group ends inside a replica.
 
-    An expert-parallel group is this number of consecutive ranks, CP counted before DP.
+    An expert-parallel group has this number of consecutive copies of a tensor-parallel rank, CP before
+    DP. One over tensor-parallel ranks has every rank of fewer copies, or some ranks of a single one.
     """
-    experts, context = layout.expert_parallel, layout.context_parallel
+    experts, context, tensor = layout.expert_parallel, layout.context_parallel, layout.tensor_parallel
+    if layout.needs_whole_experts:
+        if experts % tensor and tensor % experts:
+            return None
+        experts = max(1, experts // tensor)
     if context % experts == 0:
         return 1
     return None if experts % context or layout.data_parallel % (experts // context) else experts // context

@@ -104,6 +104,11 @@ class Layout:
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel * self.context_parallel
 
     @property
+    def needs_whole_experts(self) -> bool:
+        """Whether experts are spread over tensor-parallel ranks, too, so that no two of these share one."""
+        return bool(self.data_parallel * self.context_parallel % self.expert_parallel)
+
+    @property
     def num_stages(self) -> int:
         """Pipeline stages, all devices together."""
         return self.pipeline_parallel * self.virtual_stages

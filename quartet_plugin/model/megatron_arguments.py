@@ -669,17 +669,9 @@ def _is_last_layer_dense(args: Namespace) -> bool:
 
 
 def _has_other_expert_shards(args: Namespace) -> bool:
-    """Whether experts are cut as no plan has it: in other shares than layers, or spread over the shares.
-
-    Flags alone do not say how many copies of the model share whole experts: then a plan may have them.
-    """
-    shards, tp = _optional(args, "expert_tensor_parallel_size"), args.tensor_model_parallel_size
-    if shards in (None, tp):
-        return False
-    if shards != 1:
-        return True
-    copies = _optional(args, "data_parallel_size")
-    return copies is not None and bool(copies * args.context_parallel_size % args.expert_model_parallel_size)
+    """Whether experts are cut as no plan has it: neither whole nor in as many shares as layers."""
+    shards = _optional(args, "expert_tensor_parallel_size")
+    return shards not in (None, 1, args.tensor_model_parallel_size)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -232,18 +232,19 @@ def _features(args: Namespace, search: SearchConfig, *, every: Iterable[str]) ->
 
 
 def _check_expert_shards(args: Namespace, layout: Layout) -> None:
-    """Raises ConfigError for experts that tensor-parallel devices share as no plan has it."""
+    """Raises ConfigError for experts that are cut as no plan has it, or that EP cannot spread."""
     shards, tp = args.expert_tensor_parallel_size, layout.tensor_parallel
     if shards not in (None, WHOLE, tp):
         raise ConfigError(
             f"--expert-tensor-parallel-size: {shards}; must be {WHOLE}, or the tensor-parallel size ({tp}), "
             "for a plan, or left out"
         )
-    copies = layout.data_parallel * layout.context_parallel
-    if args.num_experts and copies % layout.expert_parallel:
+    devices, words = layout.data_parallel * layout.context_parallel, "DP x CP"
+    if shards == WHOLE:
+        devices, words = devices * tp, "TP x DP x CP"
+    if args.num_experts and devices % layout.expert_parallel:
         raise ConfigError(
-            f"--expert-model-parallel-size: {layout.expert_parallel}; must divide DP x CP ({copies}) for a "
-            "plan, which spreads experts over copies of the model"
+            f"--expert-model-parallel-size: {layout.expert_parallel}; must divide {words} ({devices})"
         )
 
 

@@ -87,7 +87,7 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     # Rules of recompute's modules ask for these.
     "moe_grouped_gemm": _NONE,
     "no_linear_bias": _NONE,
-    # A plan has one tensor-parallel size, the experts' too, or whole experts; they are spread over copies.
+    # A plan has one tensor-parallel size, the experts' too, or whole experts.
     "expert_tensor_parallel": frozenset({Axis.DEGREES}),
     "moe_shared_expert_overlap": _NONE,
     # Offloading the optimizer needs the first; offloading a part of it has no price. Parameters that are

@@ -103,6 +103,15 @@ def test_grouped_products_are_read_where_the_model_has_experts() -> None:
             {"recompute": "selective", "recompute_modules": "moe_act"},
         ),
         ("--disable-bias-linear", {"recompute": "selective", "recompute_modules": "mlp"}),
+        (
+            "--num-experts 4 --moe-ffn-hidden-size 512 --expert-tensor-parallel-size 1 --disable-bias-linear "
+            "--expert-model-parallel-size 4 --sequence-parallel",
+            {"pipeline_parallel": 2, "expert_parallel": 4},
+        ),
+        (
+            "--num-experts 4 --moe-ffn-hidden-size 512 --disable-bias-linear",
+            {"pipeline_parallel": 2, "expert_parallel": 4, "expert_tensor_parallel": [0, 1]},
+        ),
     ],
 )
 def test_the_flags_of_a_plan_are_a_command_of_the_same_job(more: str, search: dict[str, Any]) -> None:
@@ -377,9 +386,9 @@ def test_multi_token_prediction_before_the_last_stage_is_kept_and_priced_there(
         ),
         (words("--expert-tensor-parallel-size 4"), (), "--expert-tensor-parallel-size: 4; must be 1, or"),
         (
-            words("--num-experts 8 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"),
+            words("--num-experts 8 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1"),
             (),
-            "--expert-model-parallel-size: 4; must divide DP x CP (2)",
+            "--expert-model-parallel-size: 8; must divide TP x DP x CP (4)",
         ),
         (words("--moe-layer-freq 2 --num-experts 4"), (), "--moe-layer-freq"),
         (words("--fp8-format hybrid"), ("--cluster", "A100"), "model.precision: fp8"),

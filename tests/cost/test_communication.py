@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from quartet_plugin.cost import communication
+from quartet_plugin.cost.cluster import with_hop
 from quartet_plugin.cost.compute import LayerTimes
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.overlap import hidden_terms
+from quartet_plugin.cost.iteration.step import held_weights
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ON_CPU, Software, TrainingRun
@@ -19,6 +21,7 @@ from quartet_plugin.model.layout import SettingValue
 from tests.cost.runs import EXPERTS, PIPELINE, ROW, run
 
 CONSTANTS = Constants()
+WITHOUT_LATENCY = with_hop(CONSTANTS, 1e-15)
 NEMO: dict[str, Any] = ROW | {"gpu": "H100-SXM-80GB", "software": "NeMo", "zero": 1}
 
 
@@ -205,6 +208,52 @@ def test_devices_that_share_an_expert_gather_its_tokens() -> None:
     times = [predict(found, CONSTANTS).terms["tp_comm_s"] for found in (whole, gathered, base)]
     assert times == sorted(times)
     assert times[2] > 3 * times[0] > 0
+
+
+def test_experts_spread_over_tensor_parallel_ranks_have_fewer_weights_and_reduce_none() -> None:
+    """Eight ranks, TP 2: with EP 4 each expert is on two of them, with EP 8 on one."""
+    four, eight = (replace(run(EXPERTS, tp=2, dp=4, ep=ep, sp=True), has_whole_experts=True) for ep in (4, 8))
+    assert not four.layout.needs_whole_experts
+    assert eight.layout.needs_whole_experts
+    few, many = held_weights(eight, 0), held_weights(four, 0)
+    assert few.num_expert == pytest.approx(many.num_expert / 2)
+    assert few.num_dense == many.num_dense
+    less = many.num_expert - few.num_expert
+    small, large = (peak_memory(each) for each in (eight, four))
+    assert large.parameters_bytes - small.parameters_bytes == pytest.approx(2 * less)
+    assert large.gradients_bytes - small.gradients_bytes == pytest.approx(4 * less)
+    # Two copies share the states of twice the weights.
+    assert large.optimizer_bytes == pytest.approx(small.optimizer_bytes)
+    reduced = [
+        communication.data_parallel_s(
+            each,
+            WITHOUT_LATENCY,
+            num_dense=0.0,
+            num_expert=1e9,
+            forward_s=0.0,
+            backward_s=0.0,
+        )
+        for each in (four, eight)
+    ]
+    assert reduced[1] < 1e-9 < reduced[0]
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_each_tensor_parallel_rank_exchanges_its_part_of_the_sequence(gathers: bool) -> None:
+    """Whole experts: EP 8 over TP 2 x DP 4 moves half of what it moves over DP 8 (`token_dispatcher.py`)."""
+    alone, spread = (
+        replace(run(EXPERTS, tp=tp, dp=8 // tp, ep=8, sp=tp > 1), has_whole_experts=True) for tp in (1, 2)
+    )
+    assert spread.layout.needs_whole_experts
+    software = replace(alone.software, gathers_tokens=gathers)
+    experts = alone.experts
+    assert experts is not None
+    once, half = (
+        communication.expert_parallel(replace(each, software=software), WITHOUT_LATENCY, experts)
+        for each in (alone, spread)
+    )
+    assert half.forward_s == pytest.approx(once.forward_s / 2)
+    assert half.input_grad_s == pytest.approx(once.input_grad_s / 2)
 
 
 # A layer of 10, 12 and 8 ms; its routed experts take 4, 5 and 3 ms of these.

@@ -21,12 +21,13 @@ NODES, EXPERTS = OrderRules(keeps_nodes=True), OrderRules(keeps_experts=True)
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
-    """A layout with experts, and the slots of a node."""
+    """A layout with experts, spread over tensor-parallel ranks in some, and the slots of a node."""
     tensor, context, experts, pipeline = (
         draw(st.sampled_from(choices)) for choices in ((1, 2), (1, 2), (1, 2, 4), (1, 2))
     )
     replicas = draw(st.sampled_from((1, 2, 4)))
-    data = max(1, experts // context) * replicas
+    over_tensor = tensor if draw(st.booleans()) else 1
+    data = max(1, experts // (context * over_tensor)) * replicas
     layout = make_layout(
         tensor_parallel=tensor,
         context_parallel=context,
@@ -36,6 +37,11 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     )
     sizes = [size for size in (2, 4, 8) if layout.world_size % size == 0 and size % tensor == 0]
     return layout, draw(st.sampled_from(sizes or [layout.world_size]))
+
+
+def ways(layout: Layout) -> tuple[bool, ...]:
+    """Whether experts are whole, for each way to cut them that the layout has."""
+    return (True,) if layout.tensor_parallel == 1 or layout.needs_whole_experts else (True, False)
 
 
 def shared(slots: Sequence[Slot], layout: Layout, *, whole: bool) -> list[tuple[int, ...]]:
@@ -68,7 +74,7 @@ def test_no_order_that_is_offered_breaks_a_rule(
             blocks = list(itertools.batched(order, size))
             assert sorted(blocks) == list(itertools.batched(stock, size))
             continue
-        for whole in (True, False):
+        for whole in ways(layout):
             assert set(shared(order, layout, whole=whole)) <= set(shared(stock, layout, whole=whole))
 
 
@@ -81,7 +87,7 @@ def test_what_divides_experts_otherwise_is_refused(job: tuple[Layout, int], draw
     draw.shuffle(order)
     is_kept = layout.expert_parallel == 1 or all(
         set(shared(order, layout, whole=whole)) <= set(shared(stock, layout, whole=whole))
-        for whole in ((True, False) if layout.tensor_parallel > 1 else (True,))
+        for whole in ways(layout)
     )
     assert (EXPERTS.fault(order, layout=layout) is None) == is_kept
 
@@ -97,6 +103,17 @@ def test_groups_longer_than_a_node_move_as_a_whole() -> None:
     assert exchanged(slots, [(3, 5)], length=2, layout=layout, rules=EXPERTS) == slots
     # Inside a node ranks may change their devices.
     assert exchanged(slots, [(2, 3)], length=1, layout=layout, rules=EXPERTS) != slots
+
+
+def test_groups_over_tensor_parallel_ranks_move_as_a_whole() -> None:
+    """Four nodes hold two groups of eight ranks; of experts that are shared a group would have sixteen."""
+    layout = make_layout(tensor_parallel=2, pipeline_parallel=2, data_parallel=4, expert_parallel=8)
+    assert layout.needs_whole_experts
+    nodes = make_nodes(*[4] * 4)
+    assert 8 in run_lengths(layout, nodes=nodes, rules=EXPERTS)
+    slots = slots_of(nodes)
+    assert EXPERTS.fault((*slots[4:8], *slots[:4], *slots[8:]), layout=layout) is not None
+    assert EXPERTS.fault((*slots[8:], *slots[:8]), layout=layout) is None
 
 
 def test_fast_links_of_a_part_of_a_node_are_kept() -> None:

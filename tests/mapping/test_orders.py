@@ -110,7 +110,8 @@ def communicating(slots: Sequence[Slot], layout: Layout) -> object:
     tensor, copies = layout.tensor_parallel, layout.context_parallel * layout.data_parallel
     groups = [frozenset(group) for group in itertools.batched(slots, tensor)]
     stages = list(itertools.batched(groups, copies))
-    width, experts = layout.context_parallel, layout.expert_parallel
+    width = layout.context_parallel
+    experts = layout.expert_parallel // (tensor if layout.needs_whole_experts else 1)
     replicas = frozenset(
         tuple(stage[dp * width : (dp + 1) * width] for stage in stages) for dp in range(layout.data_parallel)
     )
@@ -128,6 +129,9 @@ def communicating(slots: Sequence[Slot], layout: Layout) -> object:
         ((1, 1, 2, 2, 2), 12),  # a group is a replica
         ((1, 1, 2, 2, 4), 12),
         ((1, 2, 2, 1, 2), 12),
+        # Spread over tensor-parallel ranks: a group is two of these, or lies in each.
+        ((2, 1, 2, 1, 4), 3),
+        ((2, 2, 1, 1, 2), 6),
     ],
 )
 def test_orders_are_equal_only_where_the_groups_of_experts_are(

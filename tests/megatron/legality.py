@@ -85,8 +85,10 @@ def random_command(generator: random.Random) -> ProductionCommand:
     if generator.random() < 0.5:
         divisors = [number for number in (1, 2, 4, 8) if heads % number == 0]
         words += ["--group-query-attention", "--num-query-groups", str(generator.choice(divisors))]
-    if generator.random() < 0.3:
-        words += _random_experts(generator, num_devices)
+    tensor = 1
+    if generator.random() < 0.4:
+        tensor, more = _random_experts(generator, num_devices)
+        words += more
     switches = (
         *("--swiglu", "--untie-embeddings-and-output-weights", "--use-distributed-optimizer"),
         "--disable-bias-linear",
@@ -99,16 +101,20 @@ def random_command(generator: random.Random) -> ProductionCommand:
         words += ["--untie-embeddings-and-output-weights", "--position-embedding-type", "none"]
         words += ["--mtp-num-layers", str(generator.choice((1, 2)))]
     if "transformer_engine" in words and generator.random() < 0.4:
-        words += _random_context(generator, sizes["--seq-length"], num_devices)
+        words += _random_context(generator, sizes["--seq-length"] // tensor, num_devices // tensor)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return ProductionCommand("random", tuple(words), num_devices, environment)
 
 
-def _random_experts(generator: random.Random, num_devices: int) -> list[str]:
-    """Flags of routed experts, some of them spread over devices."""
+def _random_experts(generator: random.Random, num_devices: int) -> tuple[int, list[str]]:
+    """TP and flags of routed experts, some of them spread over devices, tensor-parallel ones among them.
+
+    Those of a command with TP are whole.
+    """
     num_experts = generator.choice((4, 6, 8, 64))
     spread = [number for number in (1, 2, 4) if num_experts % number == num_devices % number == 0]
     top_k = generator.choice((1, 2))
+    tensor = generator.choice((1, 1, 2)) if num_devices > 1 else 1
     flags = {
         "--num-experts": num_experts,
         "--moe-router-topk": top_k,
@@ -122,14 +128,16 @@ def _random_experts(generator: random.Random, num_devices: int) -> list[str]:
         flags["--moe-shared-expert-intermediate-size"] = 64
     words = [word for name, value in flags.items() for word in (name, str(value))]
     # A shared expert has no biases (megatron/core/transformer/moe/shared_experts.py).
-    if "--moe-shared-expert-intermediate-size" in words or generator.random() < 0.6:
-        words += ["--disable-bias-linear"]
-    elif generator.random() < 0.5:
+    has_biases = "--moe-shared-expert-intermediate-size" not in words and generator.random() < 0.4
+    words += [] if has_biases else ["--disable-bias-linear"]
+    if tensor > 1:
+        words += ["--tensor-model-parallel-size", str(tensor), "--sequence-parallel"]
+    if tensor > 1 or generator.random() < 0.5:
         words += ["--expert-tensor-parallel-size", "1"]
     if flags["--moe-token-dispatcher-type"] == "alltoall" and generator.random() < 0.3:
         words += ["--moe-shared-expert-overlap"]
     # TransformerConfig.__post_init__ of every release: "Please use --moe-router-pre-softmax when topk is 1."
-    return [*words, "--moe-router-pre-softmax"] if top_k == 1 else words
+    return tensor, [*words, "--moe-router-pre-softmax"] if top_k == 1 else words
 
 
 def _random_context(generator: random.Random, seq_length: int, num_devices: int) -> list[str]:
@@ -152,6 +160,7 @@ def check_groups(
     pipeline: int,
     chunks: int,
     expert: int,
+    expert_tensor: int,
     context: int,
     hierarchy: tuple[int, ...],
 ) -> None:
@@ -167,6 +176,7 @@ def check_groups(
                 pipeline_model_parallel_size=pipeline,
                 virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
                 expert_model_parallel_size=expert,
+                expert_tensor_parallel_size=expert_tensor,
                 context_parallel_size=context,
                 hierarchical_context_parallel_sizes=list(hierarchy) or None,
                 create_gloo_process_groups=False,
@@ -189,6 +199,7 @@ def refusal_of(words: Sequence[str]) -> str | None:
             args.pipeline_model_parallel_size,
             args.virtual_pipeline_model_parallel_size or 1,
             args.expert_model_parallel_size,
+            args.expert_tensor_parallel_size,
             args.context_parallel_size,
             tuple(args.hierarchical_context_parallel_sizes or ()),
         )
@@ -286,22 +297,36 @@ def changed(flags: Flags, words: Sequence[str], values: dict[str, Any]) -> list[
     return edited
 
 
+def no_counts() -> dict[str, Any]:
+    """Counts and disagreements before the first plan.
+
+    `spread_over_tensor` are plans whose experts are spread over tensor-parallel ranks, too.
+    """
+    numbers = dict.fromkeys(("accepted", "refused", "spread_over_tensor"), 0)
+    return {**numbers, "disagreements": [], "settings": Counter()}
+
+
 def check_command(command: ProductionCommand, generator: random.Random, num: int) -> dict[str, Any]:
     """Counts and disagreements of the plans of one command."""
     flags = native_flags()
-    result: dict[str, Any] = {"accepted": 0, "refused": 0, "disagreements": [], "settings": Counter()}
+    result = no_counts()
     with hopper(command):
         # A plan of a command that does not run as it is written says nothing of our rules.
         own = refusal_of(command.words)
         assert own is None, f"Megatron refuses the command itself: {own}"
         job = job_of(command)
-        searches: tuple[dict[str, Any], ...] = ({}, FREE, {**FREE, "scaling": proportions(job.shape)})
+        searches: tuple[dict[str, Any], ...] = (
+            {},
+            {**FREE, "expert_tensor_parallel": "auto"},
+            {**FREE, "scaling": proportions(job.shape)},
+        )
         spaces = [space_of(command, job, search) for search in searches]
         user: Namespace = flags.values(command.words)
         for turn in range(num):
             space = spaces[turn % len(spaces)]
             plan = space.decode(Sweep(generator.randrange(10**6)), trial=turn + 1)
             result["settings"].update(setting.name for setting in plan.layout.settings or ())
+            result["spread_over_tensor"] += plan.layout.needs_whole_experts
             with mock.patch.dict(os.environ):
                 words, _ = rewrite(plan, flags=flags, words=command.words)
                 set_connections(user, flags.values(words), environment=os.environ, architecture=lambda: 9)
@@ -338,7 +363,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     generator = random.Random(options.seed)
-    total: dict[str, Any] = {"accepted": 0, "refused": 0, "disagreements": [], "settings": Counter()}
+    total = no_counts()
     left = options.plans
     while left > 0:
         num = min(left, PLANS_A_COMMAND)

@@ -21,6 +21,8 @@ from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
 from quartet_plugin.space.knobs import registry
 from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE
+from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
+from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL
 from quartet_plugin.space.knobs.knob import LiveJob
 from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS, settings_of
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
@@ -369,6 +371,23 @@ def test_settings_become_flags_and_are_read_back() -> None:
     edited, notes = rewrite(replace(plan, layout=off), flags=native_flags(), words=words)
     assert "--overlap-grad-reduce" not in edited
     assert notes == ["the plan replaces --overlap-grad-reduce -> left out"]
+
+
+@pytest.mark.parametrize("own", [[], ["--expert-tensor-parallel-size", "1"]])
+def test_experts_that_are_spread_over_tensor_parallel_ranks_become_flags(own: list[str]) -> None:
+    words = [*MEGATRON_FLAGS, "--num-experts", "4", *own]
+    plan = make_plan(split=(6,), tensor=2, data=2)
+    layout = replace(plan.layout, expert_parallel=4, sequence_parallel=True)
+    # A plan that keeps the command's shares does not name them.
+    layout = layout if own else layout.with_setting("expert_tensor_parallel", 1)
+    edited, _ = rewrite(replace(plan, layout=layout), flags=native_flags(), words=words)
+    values = native_flags().explicit_values(edited)
+    assert values["tensor_model_parallel_size"] == 2
+    assert values["expert_model_parallel_size"] == 4
+    assert values["expert_tensor_parallel_size"] == 1
+    live = LiveJob(degrees={"tensor_parallel": 2, "expert_parallel": 4, "expert_tensor_parallel": 1})
+    assert EXPERT_PARALLEL.read_back(live) == 4
+    assert EXPERT_TENSOR_PARALLEL.read_back(live) == 1
 
 
 def test_switches_of_experts_become_flags_and_are_read_back_of_the_model() -> None:

@@ -209,6 +209,15 @@ def test_literal_layout_is_read_by_megatron() -> None:
     assert layout_of(args, world_size=2).virtual_stages == 2
 
 
+@pytest.mark.parametrize(("shards", "is_kept"), [(1, False), (2, False), (4, True)])
+def test_whole_experts_spread_over_tensor_parallel_ranks_keep_no_axis(shards: int, is_kept: bool) -> None:
+    """Of the copies that Megatron resolves EP divides those of all tensor-parallel ranks together."""
+    words = ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", str(shards)]
+    args = values(*EXPERTS, "none", *words, "--expert-model-parallel-size", "4")
+    resolved = Namespace(**{**vars(args), "data_parallel_size": 2})
+    assert ("expert_tensor_parallel" in features_of(resolved)) == is_kept
+
+
 UNTIED = "--untie-embeddings-and-output-weights"
 EXPERTS = ("--num-experts", "4", "--moe-router-load-balancing-type")
 

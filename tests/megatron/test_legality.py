@@ -34,6 +34,7 @@ def test_megatron_agrees_with_the_rules_on_a_few_plans() -> None:
     result = verdicts("--plans", "40", "--seed", "1")
     assert result["disagreements"] == []
     assert result["accepted"] == 40
+    assert result["spread_over_tensor"] > 0
     assert result["refused"] > 20
 
 
@@ -44,4 +45,5 @@ def test_every_release_agrees_with_the_rules_on_2000_plans(release: str | None) 
     result = verdicts("--plans", "2000", release=release)
     assert result["disagreements"] == []
     assert result["accepted"] == 2000
+    assert result["spread_over_tensor"] > 50
     assert result["refused"] > 1000

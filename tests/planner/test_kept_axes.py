@@ -148,6 +148,45 @@ def test_no_plan_shares_experts_with_biases(more: str, search: dict[str, Any], s
     assert any(reason.startswith(words) for reason in refused) == (sizes == {1})
 
 
+WHOLE = EXPERTS.replace("--expert-model-parallel-size 2", "--expert-tensor-parallel-size 1")
+
+
+@pytest.mark.parametrize("more", ["", "--expert-model-parallel-size 4"])
+def test_plans_spread_whole_experts_over_tensor_parallel_ranks(more: str) -> None:
+    """The command's own EP 4 over TP 2 x DP 2, too; of its shared experts EP divides DP x CP."""
+    job = read(f"{WHOLE} {more}", schedule="stock", micro_batch_size=[2])
+    assert not job.locked
+    degrees = {
+        (layout.tensor_parallel, layout.data_parallel, layout.expert_parallel)
+        for layout in layouts(job)
+        if layout.pipeline_parallel == 2
+    }
+    assert {(1, 4, 4), (2, 2, 1), (2, 2, 2), (2, 2, 4), (4, 1, 2), (4, 1, 4)} <= degrees
+    assert all(tp * dp % ep == 0 for tp, dp, ep in degrees)
+    shared = layouts(read(EXPERTS, schedule="stock", micro_batch_size=[2]))
+    assert {layout.needs_whole_experts for layout in shared} == {False}
+
+
+def test_whole_experts_that_a_search_asks_for_are_spread_as_those_of_a_command() -> None:
+    asked = {"expert_tensor_parallel": [0, 1], "schedule": "stock", "micro_batch_size": [2]}
+    planned = layouts(read(EXPERTS, **asked))
+    spread = [layout for layout in planned if layout.needs_whole_experts]
+    assert {layout.setting("expert_tensor_parallel") for layout in spread} == {1}
+    assert {layout.setting("expert_tensor_parallel") for layout in planned} == {None, 1}
+
+
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [
+        (f"{WHOLE} --expert-model-parallel-size 8", r"8; must divide TP x DP x CP \(4\)"),
+        (f"{EXPERTS} --expert-model-parallel-size 4", r"4; must divide DP x CP \(2\)"),
+    ],
+)
+def test_experts_that_no_devices_of_a_stage_divide_are_refused(more: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--expert-model-parallel-size: {rule}$"):
+        read(more.replace("--num-experts 4", "--num-experts 8"))
+
+
 def test_what_a_feature_locks_is_kept_whatever_is_asked_for() -> None:
     job = read(AUX_LOSS, micro_batch_size=[1, 4])
     assert {plan.layout.micro_batch_size for plan in plans(job)} == {2}

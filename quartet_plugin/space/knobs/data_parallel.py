@@ -1,7 +1,10 @@
 """Data parallelism: the copies of the model, which the other degrees leave."""
 
+from dataclasses import replace
+
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.space.features import Axis
+from quartet_plugin.space.knobs.expert_tensor_parallel import expert_devices
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, never_kept
 
 
@@ -19,15 +22,13 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     copies = _copies(context.layout, context.rules)
     if value != copies:
         return f"must be {copies}, the devices that TP and PP leave"
-    layout, job = context.layout, context.rules.job
+    job = context.rules.job
     if job.global_batch_size % copies:
         return f"must divide a batch of {job.global_batch_size}"
-    if (
-        "moe" in job.features
-        and job.experts is None
-        and copies * layout.context_parallel % layout.expert_parallel
-    ):
-        return f"times CP must be a multiple of EP ({layout.expert_parallel}), which is kept"
+    if "moe" in job.features and job.experts is None:
+        experts = context.layout.expert_parallel
+        devices, words = expert_devices(replace(context.layout, data_parallel=copies), context.rules)
+        return f"{words} must be a multiple of EP ({experts}), which is kept" if devices % experts else None
     return None
 
 

@@ -4,13 +4,15 @@ import math
 
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.divisors import divisors
+from quartet_plugin.space.knobs.expert_tensor_parallel import expert_devices
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
 
 
 def _offers(context: KnobContext) -> list[int]:
     experts = context.rules.job.experts
     num_experts = 1 if experts is None else experts.num_experts
-    return divisors(math.gcd(num_experts, _copies(context)))
+    devices, _ = expert_devices(context.layout, context.rules)
+    return divisors(math.gcd(num_experts, devices))
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
@@ -25,14 +27,8 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return "the flex dispatcher needs EP above 1"
     if job.experts is not None and job.experts.num_experts % size:
         return f"must divide the {job.experts.num_experts} experts"
-    if _copies(context) % size:
-        return f"must divide DP x CP ({_copies(context)})"
-    return None
-
-
-def _copies(context: KnobContext) -> int:
-    """The devices over which the experts of a tensor-parallel rank may spread."""
-    return context.layout.data_parallel * context.layout.context_parallel
+    devices, words = expert_devices(context.layout, context.rules)
+    return f"must divide {words}" if devices % size else None
 
 
 def _kept(rules: KnobRules) -> str | None:
@@ -48,7 +44,7 @@ EXPERT_PARALLEL = LayoutKnob(
     kind="degree",
     axis=Axis.DEGREES,
     change_class="B",
-    rule="divides the experts, and DP x CP (megatron/training/arguments.py, "
+    rule="divides the experts, and DP x CP, or TP x DP x CP where ETP is 1 (megatron/training/arguments.py, "
     "megatron/core/parallel_state.py); must be above 1 with flex or overlap of expert communication "
     "(megatron/core/transformer/transformer_config.py)",
     flag="--expert-model-parallel-size",

@@ -24,11 +24,25 @@ BIASES_FAULT = "experts with linear biases are not shared by tensor-parallel dev
 
 def shares_biased_experts(rules: KnobRules) -> bool:
     """Whether tensor-parallel devices would share experts with biases: no plan of the job has whole ones."""
-    if BIASED not in rules.job.features:
-        return False
-    asked = rules.search.requested(NAME)
-    is_kept = Axis.OPTIONS in rules.locked or (asked is None and _kept(rules) is not None)
-    return not may_be_whole(rules.job.setting(NAME), (STOCK,) if is_kept else asked)
+    return BIASED in rules.job.features and not _may_have_whole_experts(rules)
+
+
+def expert_devices(layout: Layout, rules: KnobRules) -> tuple[int, str]:
+    """The devices of a stage over which some plan spreads its experts, and their number in words.
+
+    They are the copies of a tensor-parallel rank, and the ranks themselves where each may hold whole experts.
+    """
+    copies = layout.data_parallel * layout.context_parallel
+    if layout.tensor_parallel > 1 and _may_have_whole_experts(rules):
+        devices = layout.tensor_parallel * copies
+        return devices, f"TP x DP x CP ({devices})"
+    return copies, f"DP x CP ({copies})"
+
+
+def _may_have_whole_experts(rules: KnobRules) -> bool:
+    """Whether some plan of the job has whole experts on tensor-parallel devices."""
+    is_kept = Axis.OPTIONS in rules.locked or _kept(rules) is not None
+    return may_be_whole(rules.job.setting(NAME), (STOCK,) if is_kept else rules.search.requested(NAME))
 
 
 def may_be_whole(command: Value | None, asked: Sequence[Value] | None) -> bool:
@@ -50,8 +64,8 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return kept
     if value == AS_LAYERS and BIASED in context.rules.job.features:
         return f"must be 1: {BIASES_FAULT}"
-    copies = layout.data_parallel * layout.context_parallel
-    if value == AS_LAYERS and copies % layout.expert_parallel:
+    if value == AS_LAYERS and layout.needs_whole_experts:
+        copies = layout.data_parallel * layout.context_parallel
         return f"must be 1: EP {layout.expert_parallel} does not divide DP x CP ({copies})"
     return None
 

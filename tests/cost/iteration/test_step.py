@@ -24,7 +24,14 @@ def passes(run: TrainingRun, held: Weights) -> float:
 
 @pytest.mark.parametrize(
     ("tp", "dp", "ep", "is_whole", "copies"),
-    [(1, 8, 8, False, 1), (1, 8, 2, False, 4), (2, 4, 4, False, 1), (2, 4, 4, True, 2), (8, 1, 4, True, 2)],
+    [
+        (1, 8, 8, False, 1),
+        (1, 8, 2, False, 4),
+        (2, 4, 4, False, 1),
+        (2, 4, 4, True, 2),
+        (2, 4, 8, True, 1),
+        (8, 1, 4, True, 2),
+    ],
 )
 def test_the_copies_of_an_expert_share_its_optimizer_states(
     tp: int, dp: int, ep: int, is_whole: bool, copies: int

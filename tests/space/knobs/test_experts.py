@@ -10,6 +10,8 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.layout import Layout, Setting
 from quartet_plugin.space.knob_table import knob_rows
+from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
+from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
@@ -145,3 +147,83 @@ def test_an_optimizer_that_updates_each_ranks_part_of_a_matrix_keeps_the_shares_
             sequence_parallel=True,
             search={"expert_tensor_parallel": [1]},
         )
+
+
+@pytest.mark.parametrize(
+    ("shards", "search"),
+    [(1, {"expert_tensor_parallel": "stock"}), (1, {}), (0, {}), (0, {"expert_tensor_parallel": [1]})],
+)
+def test_whole_experts_are_spread_over_tensor_parallel_devices(shards: int, search: dict[str, Any]) -> None:
+    """Of every layout EP may be as large as TP x DP x CP (megatron/core/parallel_state.py)."""
+    made = layouts(space_of(shards=shards, search=search))
+    degrees = {
+        (layout.tensor_parallel, layout.data_parallel, layout.expert_parallel)
+        for layout in made
+        if layout.pipeline_parallel == 1
+    }
+    # Four query groups and a node of four devices: TP 1, 2 or 4.
+    assert {(tp, dp) for tp, dp, _ in degrees} == {(1, 4), (2, 2), (4, 1)}
+    assert {(2, 2, 4), (4, 1, 2), (4, 1, 4)} <= degrees
+    for layout in made:
+        devices = layout.tensor_parallel * layout.data_parallel
+        assert devices % layout.expert_parallel == 0
+        if layout.needs_whole_experts:
+            assert layout.setting("expert_tensor_parallel") == (None if shards else 1)
+
+
+@pytest.mark.parametrize(
+    ("shards", "search"),
+    [
+        (0, {"expert_tensor_parallel": "stock"}),
+        (0, {"expert_tensor_parallel": [0]}),
+        (1, {"expert_tensor_parallel": [0]}),
+        (2, {"expert_tensor_parallel": "stock"}),
+    ],
+)
+def test_experts_that_are_shared_as_layers_are_spread_over_copies(
+    shards: int, search: dict[str, Any]
+) -> None:
+    made = layouts(space_of(shards=shards, search=search))
+    assert {layout.tensor_parallel for layout in made} > {1}
+    assert not any(layout.needs_whole_experts for layout in made)
+
+
+def test_what_keeps_the_shares_of_experts_keeps_them_off_tensor_parallel_devices() -> None:
+    """Also where the search names whole experts beside the command's own value."""
+    space = space_of(
+        features=("emerging_optimizer", "muon_blockwise"),
+        tensor_parallel=2,
+        data_parallel=2,
+        sequence_parallel=True,
+        search={"expert_tensor_parallel": [0, 1]},
+    )
+    assert not any(layout.needs_whole_experts for layout in layouts(space))
+
+
+@pytest.mark.parametrize(("shards", "rule"), [(1, "TP x DP x CP (4)"), (0, "DP x CP (2)")])
+def test_the_devices_that_ep_must_divide_are_named(shards: int, rule: str) -> None:
+    space = space_of(shards=shards, search={"expert_tensor_parallel": "stock"})
+    layout = make_layout(tensor_parallel=2, pipeline_parallel=1, data_parallel=2)
+    context = KnobContext(layout=layout, shape=space.job.shape, rules=space.rules())
+    assert EXPERT_PARALLEL.fault(8, context) == f"must divide {rule}"
+    assert (EXPERT_PARALLEL.fault(4, context) is None) == (shards == 1)
+
+
+@pytest.mark.parametrize(("shards", "pipelines"), [(1, {1, 2}), (0, {1})])
+def test_degrees_that_a_kept_spread_of_experts_does_not_divide_are_left_out(
+    shards: int, pipelines: set[int]
+) -> None:
+    """No plan describes experts between dense layers: their EP and TP are kept, other pipelines tried."""
+    space = space_of(
+        shards=shards,
+        experts=None,
+        features=("moe",),
+        tensor_parallel=2,
+        data_parallel=2,
+        expert_parallel=2,
+        sequence_parallel=True,
+        search={"expert_tensor_parallel": "stock"},
+    )
+    made = layouts(space)
+    assert {(layout.tensor_parallel, layout.expert_parallel) for layout in made} == {(2, 2)}
+    assert {layout.pipeline_parallel for layout in made} == pipelines
