@@ -125,6 +125,18 @@ class RankReport:
     )
 
 
+def num_cores_of(reports: Iterable[RankReport]) -> int:
+    """The processor cores that ranks of a host share: those that they may use, within their limits.
+
+    A part of a core counts as the nearest number of whole ones, 1 at least; 0 for ranks with accelerators.
+    """
+    reports = tuple(reports)
+    num_cores = len({core for report in reports for core in report.cores or ()})
+    limits = {report.core_limit for report in reports}
+    limit = sum(num_cores if limit is None else limit.num_cores for limit in limits)
+    return min(num_cores, max(1, round(limit)))
+
+
 @record
 class FailureReport:
     """What the exception that ended a rank says."""

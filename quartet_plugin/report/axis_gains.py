@@ -61,7 +61,7 @@ def _best_without(gain: AxisGain, history: RunHistory) -> str:
         return f"predicted: {label}, not tried"
     measured = None if history.winner is None else history.winner.measurement
     choice = None if measured is None else measured.choice
-    if choice is None or choice.gain is None or choice.runner_up != number:
+    if choice is None or choice.gain is None or choice.runner_up != number or choice.gain < 1.0:
         return f"fitted: {label}, trial {number}"
     return f"fitted: {label}, trial {number}; {100 * (choice.gain - 1):.0f} % in the final rounds"
 

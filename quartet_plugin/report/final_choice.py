@@ -1,5 +1,7 @@
 """The choice of the winner in words: the rule, and the runner-up with the chance that it is slower."""
 
+import math
+
 from quartet_plugin.model.measurement import FinalChoice
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.formatting import clean
@@ -48,7 +50,7 @@ def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
             f", the median ratio of the same {choice.num_rounds} rounds, "
             f"probability of being faster {100 * chance:.0f} %"
         )
-        if chance >= 1.0 - 0.5**choice.num_rounds:
+        if math.isclose(chance, 1.0 - 0.5**choice.num_rounds):
             parts[0] += f" (the maximum for {choice.num_rounds} rounds)"
     if not choice.is_runner_up_win and choice.chance_better is None:
         rounds = f"{choice.num_rounds} round{'' if choice.num_rounds == 1 else 's'}"
@@ -63,4 +65,6 @@ def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
         parts.append(words)
     elif is_ahead and choice.is_runner_up_other_model:
         parts.append("the gain is too small or too uncertain to prefer another model")
+    elif is_ahead and choice.is_runner_up_of_runtime:
+        parts.append("the gain is too uncertain to prefer the plugin's runtime to the framework's own")
     return "; ".join(parts)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.calibration.observations import spread_of
-from quartet_plugin.protocol.rank_files import RankReport
+from quartet_plugin.protocol.rank_files import RankReport, num_cores_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,9 @@ def _speed_of(host: str, ranks: Sequence[RankReport]) -> NodeSpeed | None:
     device = ranks[0].device
     if len(times) < len(ranks) or any(rank.device != device for rank in ranks):
         return None
-    cores = {core for rank in ranks for core in rank.cores or ()}
     return NodeSpeed(
         host=host,
-        kind=(device, len(ranks), len(cores)),
+        kind=(device, len(ranks), num_cores_of(ranks)),
         product_s=statistics.median(statistics.median(samples) for samples in times),
         spread=statistics.median(spread_of(samples) for samples in times),
     )

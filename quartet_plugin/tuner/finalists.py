@@ -200,6 +200,8 @@ def rank(
             comparison=comparison,
             rounds=tuple(rounds),
             proven_after=test.proven.get(trial.number),
+            is_live=trial.number in test.live,
+            effects=effects,
         )
         ranked.append(result)
     return in_order_of_choice(ranked, seed=seed)

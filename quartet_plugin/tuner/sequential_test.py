@@ -42,10 +42,10 @@ _LEVEL_ROUNDS = 5
 # A finalist with a smaller chance of a proof is dropped, and one with a smaller chance to be the best.
 LEAST_CHANCE_OF_PROOF = 0.15
 LEAST_CHANCE_OF_BEST = 0.25
-# With fewer rounds nothing is decided between a leader and a finalist that departs less (see `departures`).
+# The rounds that decide between a leader and a finalist that departs less (see `departures`).
 CAREFUL_ROUNDS = 5
-# One that departs less leaves before them only with a smaller chance to be the best: two rounds may tell
-# little of the noise.
+# With fewer of them such a finalist leaves only where its chance to be the best is smaller than this: two
+# rounds may tell little of the noise.
 LEAST_CHANCE_EARLY = 0.01
 # The gain, relative, that another finalist may be expected to have over a proven leader that ends the rounds.
 NEGLIGIBLE = 0.02
@@ -85,6 +85,11 @@ class Effects:
     def difference(self, first: int, second: int) -> tuple[float, float]:
         """The logarithm of the first plan's objective over the second's, and its standard error."""
         return self.contrast({first: 1.0, second: -1.0})
+
+    def chance(self, first: int, second: int) -> float:
+        """The probability that the first plan is the faster (Student's t)."""
+        gain, error = self.difference(first, second)
+        return float(scipy.special.stdtr(self.freedom, gain / error))
 
     def interval(self, first: int, second: int, *, confidence: float = 0.95) -> tuple[float, float]:
         """The confidence interval of `difference`."""
@@ -189,7 +194,10 @@ class SequentialTest:
             return max(num_done, self.num_rounds)
         gain, error = self.effects.difference(self.leader, BASELINE)
         num_own = self._num_own(self.leader, num_done)
-        for num_rounds in range(num_done + 1, self.max_rounds):
+        least = num_done + 1
+        if any(map(self._needs_care, self.live)):
+            least = max(least, self.latest_first_round + CAREFUL_ROUNDS)
+        for num_rounds in range(least, self.max_rounds):
             score = gain / error * math.sqrt(1.0 + (num_rounds - num_done) / num_own)
             if float(scipy.special.stdtr(self.effects.freedom, -score)) <= self._family_level(num_rounds):
                 return num_rounds
@@ -297,13 +305,15 @@ class SequentialTest:
             return LEAST_CHANCE_OF_BEST
         if self._is_careful_enough(number, num_done):
             return self.careful_chance
-        # A proven one is compared with the leader in the end, and that takes the rounds.
-        is_compared = number in self.proven or self._least_gain(number) < self._least_gain(self.leader)
-        return 0.0 if is_compared else LEAST_CHANCE_EARLY
+        return 0.0 if self._takes_gain(number) else LEAST_CHANCE_EARLY
 
     def _needs_care(self, number: int) -> bool:
         """Whether the leader departs further than this finalist."""
         return self.leader is not None and self._departure(number) < self._departure(self.leader)
+
+    def _takes_gain(self, number: int) -> bool:
+        """Whether the leader needs a gain over this finalist, not only a chance to be faster."""
+        return self.leader is not None and self._least_gain(number) < self._least_gain(self.leader)
 
     def _is_careful_enough(self, number: int, num_done: int) -> bool:
         """Whether the finalist and the leader have the rounds that a clear gain needs."""
@@ -319,13 +329,21 @@ class SequentialTest:
             return False
         if any(self._num_own(number, num_done) < MIN_ROUNDS for number in self.live):
             return False
-        if any(
-            self._needs_care(number) and not self._is_careful_enough(number, num_done)
-            for number in {*self.live, *self.proven}
-        ):
+        compared = {*self.live, *filter(self._takes_gain, self.proven)}
+        if any(self._needs_care(each) and not self._is_careful_enough(each, num_done) for each in compared):
             return False
         others = [number for number in self.live if number != leader and number in effects.index]
-        return all(_expected_excess(*self._behind_leader(other, effects)) <= NEGLIGIBLE for other in others)
+        return all(self._costs_little(other, effects) for other in others)
+
+    def _costs_little(self, number: int, effects: Effects) -> bool:
+        """Whether little is expected to be lost by the choice between the leader and this finalist.
+
+        What departs less than the leader is chosen where the leader is not clearly faster.
+        """
+        behind, error = self._behind_leader(number, effects)
+        if self._needs_care(number) and not self._takes_gain(number):
+            return _expected_excess(-behind, error) <= NEGLIGIBLE
+        return _expected_excess(behind, error) <= NEGLIGIBLE
 
     def _behind_leader(self, number: int, effects: Effects) -> tuple[float, float]:
         assert self.leader is not None

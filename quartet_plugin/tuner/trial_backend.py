@@ -16,7 +16,7 @@ from quartet_plugin.launchers.protocol import Launcher, NodesLauncher
 from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
-from quartet_plugin.protocol.rank_files import CoreLimit, RankReport
+from quartet_plugin.protocol.rank_files import CoreLimit, RankReport, num_cores_of
 from quartet_plugin.trial.compared_start import ComparedSteps
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import MIN_FREE_BYTES, Device, Outcome, Progress, TrialRequest, TrialResult
@@ -365,31 +365,35 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
 
 
 def _crowds(reports: Sequence[RankReport]) -> tuple[CoreGroup, ...] | None:
-    """Ranks of one host that share fewer cores than they are; None where none do."""
-    ranks_on: dict[tuple[int, ...], list[RankReport]] = {}
+    """Ranks of one host that share fewer cores than they are, each rank in one crowd; None where none do.
+
+    Ranks of a control group share what its limit leaves them, and ranks that may use the same cores share
+    these, unless limits let them keep no more cores busy than there are.
+    """
+    by_limit: dict[CoreLimit, list[RankReport]] = {}
+    by_cores: dict[tuple[int, ...], list[RankReport]] = {}
     for report in reports:
-        if report.cores:
-            ranks_on.setdefault(report.cores, []).append(report)
-    groups = [group for cores, ranks in sorted(ranks_on.items()) for group in _crowds_on(len(cores), ranks)]
+        if report.cores and report.core_limit is not None:
+            by_limit.setdefault(report.core_limit, []).append(report)
+    crowds = (_crowd_of(ranks, num_cores=num_cores_of(ranks)) for ranks in by_limit.values())
+    groups = [crowd for crowd in crowds if crowd is not None]
+    limited = {local for group in groups for local in group.locals}
+    for report in reports:
+        if report.cores and report.local_rank not in limited:
+            by_cores.setdefault(report.cores, []).append(report)
+    for cores, ranks in sorted(by_cores.items()):
+        crowd = None if _fit_on(len(cores), ranks) else _crowd_of(ranks, num_cores=len(cores))
+        groups += [] if crowd is None else [crowd]
     return tuple(groups) or None
 
 
-def _crowds_on(num_cores: int, ranks: Sequence[RankReport]) -> list[CoreGroup]:
-    """The crowds among ranks that may use the same cores.
+def _crowd_of(ranks: Sequence[RankReport], *, num_cores: int) -> CoreGroup | None:
+    if len(ranks) <= num_cores:
+        return None
+    return CoreGroup(locals=tuple(sorted(rank.local_rank for rank in ranks)), num_cores=num_cores)
 
-    Where control groups limit all of them, to these cores at most together, no rank takes what another group
-    is to have, and the ranks of a group share what its limit leaves them.
-    """
-    by_limit: dict[CoreLimit, list[RankReport]] = {}
-    for rank in ranks:
-        if rank.core_limit is not None:
-            by_limit.setdefault(rank.core_limit, []).append(rank)
-    parts: list[tuple[int, Sequence[RankReport]]] = [(num_cores, ranks)]
-    is_limited = sum(map(len, by_limit.values())) == len(ranks)
-    if is_limited and sum(limit.num_cores for limit in by_limit) <= num_cores:
-        parts = [(max(1, int(limit.num_cores)), members) for limit, members in by_limit.items()]
-    return [
-        CoreGroup(locals=tuple(sorted(rank.local_rank for rank in members)), num_cores=count)
-        for count, members in parts
-        if len(members) > count
-    ]
+
+def _fit_on(num_cores: int, ranks: Sequence[RankReport]) -> bool:
+    """Whether all of the ranks have limits, which together leave them no more than these cores."""
+    limits = {rank.core_limit for rank in ranks}
+    return sum(num_cores + 1 if limit is None else limit.num_cores for limit in limits) <= num_cores + 1e-6

@@ -14,7 +14,7 @@ from quartet_plugin.model.measurement import Comparison, FinalChoice
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import needs_receipt
 from quartet_plugin.model.trial_record import FinishedTrial
-from quartet_plugin.tuner.sequential_test import MIN_ROUNDS, level
+from quartet_plugin.tuner.sequential_test import MIN_ROUNDS, Effects, level
 
 # The gain with which another model goes before the user's own. Where launches of one plan lie 3 % apart, the
 # paired median of five rounds of equal plans is below it in 98 of 100 cases. And another model has to be
@@ -29,9 +29,9 @@ _RULE = (
     "same rounds"
 )
 _RULE_OF_RUNTIME = (
-    "; one whose schedule or tensor partition the plugin's runtime executes wins only if it is faster than "
-    "every proven plan of the framework's own runtime with a probability of at least "
-    f"{100 * CLEAR_CHANCE:.0f} %"
+    "; one whose schedule or tensor partition the plugin's runtime executes wins only if it is faster, with "
+    f"a probability of at least {100 * CLEAR_CHANCE:.0f} %, than every plan of the same model that the "
+    "framework's own runtime executes and that stayed in the rounds"
 )
 _RULE_OF_OTHER_MODELS = (
     f"; a different model wins only if it is at least {100 * (CLEAR_GAIN - 1):.0f} % faster than your "
@@ -50,13 +50,16 @@ class FinalistResult:
     """A candidate after the final rounds. It was measured in `rounds`, as its `comparison` says.
 
     `proven_after` is the number of rounds after which the sequential test had it faster than the baseline,
-    None where it never did.
+    None where it never did. `is_live` says that it stayed until the rounds ended, `effects` is the fit of all
+    launches.
     """
 
     trial: FinishedTrial
     comparison: Comparison
     rounds: tuple[int, ...]
     proven_after: int | None
+    is_live: bool
+    effects: Effects
 
     @property
     def is_win(self) -> bool:
@@ -110,7 +113,7 @@ def in_order_of_choice(results: Sequence[FinalistResult], *, seed: int) -> list[
 def rule_of(results: Sequence[FinalistResult]) -> str:
     """The rule by which the winner is chosen among these finalists, in words."""
     has_other_model = any(result.is_other_model for result in results)
-    has_both_runtimes = len({result.departure % 2 for result in results}) == 2
+    has_both_runtimes = len({_is_of_runtime(result) for result in results}) == 2
     return (
         f"{_RULE}{_RULE_OF_RUNTIME if has_both_runtimes else ''}"
         f"{_RULE_OF_OTHER_MODELS if has_other_model else ''}"
@@ -132,8 +135,14 @@ def choice_of(ordered: Sequence[FinalistResult], *, seed: int) -> FinalChoice | 
         num_rounds=len(_log_ratios(winner, second)),
         is_runner_up_win=second.is_win,
         is_runner_up_other_model=second.is_other_model,
+        is_runner_up_of_runtime=_is_of_runtime(second) and not _is_of_runtime(winner),
         proof_level=None if second.proven_after is not None else level(len(second.rounds)),
     )
+
+
+def _is_of_runtime(result: FinalistResult) -> bool:
+    """Whether the plugin's runtime executes its plan."""
+    return bool(result.departure % 2)
 
 
 def log_gain(first: FinalistResult, second: FinalistResult) -> float:
@@ -148,14 +157,17 @@ def log_gain(first: FinalistResult, second: FinalistResult) -> float:
 
 
 def chance_better(first: FinalistResult, second: FinalistResult, *, seed: int) -> float | None:
-    """The probability that the first is faster: how often the median of resampled rounds says so.
+    """The probability that the first is faster; None where they share fewer than MIN_ROUNDS rounds.
 
-    A paired bootstrap, in which a tie counts half. Rounds of equal plans all go one way with 2^-n, so no more
-    certainty than that is given. None where they share fewer than MIN_ROUNDS rounds.
+    Between the two runtimes it is that of the sequential test's fit. Elsewhere it is how often the median of
+    resampled rounds says so: a paired bootstrap, in which a tie counts half. Rounds of equal plans all go one
+    way with 2^-n, so no more certainty than that is given.
     """
     shared = _log_ratios(first, second)
     if len(shared) < MIN_ROUNDS:
         return None
+    if first.is_other_model == second.is_other_model and first.departure != second.departure:
+        return first.effects.chance(first.trial.number, second.trial.number)
     generator = random.Random(seed)  # noqa: S311
     medians = [statistics.median(generator.choices(shared, k=len(shared))) for _ in range(NUM_RESAMPLES)]
     chance = (sum(gain > 0 for gain in medians) + 0.5 * sum(gain == 0 for gain in medians)) / NUM_RESAMPLES
@@ -165,8 +177,10 @@ def chance_better(first: FinalistResult, second: FinalistResult, *, seed: int) -
 
 def _is_clear(first: FinalistResult, second: FinalistResult, *, seed: int) -> bool:
     """Whether the first's gain over the second, which departs less, is enough to be chosen before it."""
-    least_gain = CLEAR_GAIN if first.is_other_model and not second.is_other_model else 1.0
-    if log_gain(first, second) < math.log(least_gain):
+    if first.is_other_model == second.is_other_model:
+        chance_of_fit = first.effects.chance(first.trial.number, second.trial.number)
+        return not second.is_live or chance_of_fit >= CLEAR_CHANCE
+    if log_gain(first, second) < math.log(CLEAR_GAIN):
         return False
     chance = chance_better(first, second, seed=seed)
     return chance is not None and chance >= CLEAR_CHANCE

@@ -14,7 +14,7 @@ from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan, Split
-from quartet_plugin.protocol.rank_files import CoreLimit
+from quartet_plugin.protocol.rank_files import CoreLimit, num_cores_of
 from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.tuner.trial_backend import nodes_of
 from tests.space.jobs import make_job, make_layout, make_nodes
@@ -178,3 +178,23 @@ def test_a_container_with_less_time_than_its_cores_is_a_crowd() -> None:
     assert node.crowds == (CoreGroup(locals=(0, 1, 2, 3), num_cores=2),)
     (free,) = nodes_of([replace(reports[0], core_limit=limit), *reports[1:]])
     assert free.crowds is None
+    bound = [report(rank, cores=(rank,), host="a") for rank in range(4)]
+    (node,) = nodes_of(replace(each, core_limit=limit) for each in bound)
+    assert node.crowds == (CoreGroup(locals=(0, 1, 2, 3), num_cores=2),)
+    (node,) = nodes_of(replace(report(rank, cores=(0,), host="a"), core_limit=limit) for rank in range(2))
+    assert node.crowds == (CoreGroup(locals=(0, 1), num_cores=1),)
+
+
+def test_a_part_of_a_core_counts_as_the_nearest_number() -> None:
+    reports = [report(rank, cores=(0, 1, 2, 3), host="a") for rank in range(2)]
+    limits = {limit: CoreLimit(group="/pod", num_cores=limit) for limit in (0.2, 1.2, 1.9, 9.0)}
+    limited = {limit: [replace(each, core_limit=made) for each in reports] for limit, made in limits.items()}
+    assert {limit: num_cores_of(ranks) for limit, ranks in limited.items()} == {
+        0.2: 1,
+        1.2: 1,
+        1.9: 2,
+        9.0: 4,
+    }
+    assert num_cores_of(reports) == 4
+    assert num_cores_of(report(rank, host="a") for rank in range(2)) == 0
+    assert [nodes_of(limited[limit])[0].crowds for limit in (1.9, 9.0)] == [None, None]

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from quartet_plugin.model.schema import read_record
 from quartet_plugin.protocol.execution import Execution
-from quartet_plugin.protocol.rank_files import RankReport
+from quartet_plugin.protocol.rank_files import CoreLimit, RankReport
 from quartet_plugin.rank import step_meter
 from quartet_plugin.rank.files import RankFileWriter, read_trial_spec
 from quartet_plugin.rank.rendezvous import RankEnv
@@ -143,3 +143,20 @@ def test_a_stop_file_ends_all_ranks_after_the_same_step(
     meters = ranks()
     (tmp_path / "STOP").write_text("slow\n")
     assert train(meters, [1.0] * 20, clock=clock, setenv=monkeypatch.setenv) == [3, 3]
+
+
+@pytest.mark.parametrize("device", ["cpu", "an accelerator"])
+def test_a_rank_on_the_cpu_says_its_limit(
+    device: str,
+    clock: Clock,
+    ranks: Callable[..., list[tuple[str, StepMeter]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    limit = CoreLimit(group="/pod", num_cores=1.5)
+    monkeypatch.setattr(step_meter, "core_limit", lambda: limit)
+    monkeypatch.setattr(step_meter, "device_name", lambda: device)
+    train(ranks(), [1.0] * 20, clock=clock, setenv=monkeypatch.setenv)
+    report = read_record(RankReport, tmp_path / "rank-0.json")
+    assert report.core_limit == (limit if device == "cpu" else None)
+    assert (report.cores is None) == (device != "cpu")

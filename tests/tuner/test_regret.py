@@ -25,6 +25,7 @@ from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.finalists import bootstrap_median
 from quartet_plugin.tuner.regret import estimate_regret, noise_of_rounds, untried_plans
+from quartet_plugin.tuner.sequential_test import fit
 from quartet_plugin.tuner.tune_result import TuneResult, write_best
 from quartet_plugin.tuner.winner_choice import FinalistResult
 from tests.space.jobs import make_job, make_layout, make_nodes
@@ -85,11 +86,15 @@ def ranking(one: FinishedTrial, ratios: Sequence[float]) -> FinalistResult:
         speedup=bootstrap_median(ratios, seed=0),
         round_ratios=tuple(ratios),
     )
+    effects = fit({0: dict.fromkeys(range(3), 0.0), one.number: dict.fromkeys(range(3), 0.1)})
+    assert effects is not None
     return FinalistResult(
         trial=one,
         comparison=compared,
         rounds=tuple(range(len(ratios))),
         proven_after=5,
+        is_live=True,
+        effects=effects,
     )
 
 

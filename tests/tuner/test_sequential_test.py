@@ -163,7 +163,7 @@ def test_what_needs_a_gain_over_another_takes_rounds_enough_to_show_it() -> None
 
 @pytest.mark.parametrize(
     ("behind", "departures", "rounds"),
-    [(0.04, {2: 1}, 5), (0.04, {}, 3), (0.3, {2: 1}, 3)],
+    [(0.025, {2: 1}, 5), (0.04, {}, 3), (0.3, {2: 1}, 3)],
     ids=["close", "neither departs", "clearly slower"],
 )
 def test_what_departs_less_than_the_leader_stays_until_five_rounds_compare_them(
@@ -191,6 +191,30 @@ def test_what_departs_less_than_the_leader_stays_until_five_rounds_compare_them(
             finalists=(1, 2), num_rounds=5, max_rounds=15, departures=departures, careful_chance=0.1
         )
         assert replayed(again, some, failed={}).is_over == (num_done >= rounds)
+
+
+@pytest.mark.parametrize(("lead", "is_over"), [(0.005, True), (0.03, False)])
+def test_the_rounds_go_on_where_a_plan_that_departs_less_would_cost_a_gain(
+    lead: float, is_over: bool
+) -> None:
+    """Finalist 1 would be chosen, since 2 is not clearly faster: that may cost a lead of 3 %."""
+    noise = (0.05, -0.05, 0.06, -0.06, 0.0)
+    values = table(
+        {
+            0: [0.0] * 5,
+            1: [1.4 - each for each in noise],
+            2: [1.4 + lead + each for each in noise],
+        }
+    )
+    test = SequentialTest(
+        finalists=(1, 2), num_rounds=5, max_rounds=15, departures={2: 1}, careful_chance=0.1
+    )
+    for num_done in range(1, 6):
+        assert not test.is_over
+        if num_done == 4:
+            assert test.num_rounds_expected(num_done=3) >= CAREFUL_ROUNDS
+        test.decide(values, num_done=num_done)
+    assert (test.leader, test.live, test.is_over) == (2, [1, 2], is_over)
 
 
 def test_the_rounds_to_come_are_those_that_the_lead_needs() -> None:
