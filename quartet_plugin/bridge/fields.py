@@ -55,6 +55,8 @@ _RENAMED = {
 _LEFT_OUT: dict[str, Any] = {
     **dict.fromkeys(("sequence_parallel", "use_distributed_optimizer"), False),
     "moe_layer_recompute": False,
+    "moe_enable_deepep": False,
+    "moe_flex_dispatcher_backend": "deepep",
     "overlap_p2p_comm_warmup_flush": False,
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
     # With --no-overlap-p2p-communication left out.

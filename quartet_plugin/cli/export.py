@@ -31,7 +31,6 @@ from quartet_plugin.errors import PlanError, QuartetError, UsageError
 if TYPE_CHECKING:
     from quartet_plugin.model.layout import Layout
     from quartet_plugin.model.plan import Plan
-    from quartet_plugin.space.knobs.knob import SettingKnob
     from quartet_plugin.tuner.run_folder import TuningRun
 
 
@@ -288,19 +287,24 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool | list[str]]:
         )
     if plan.schedule.group is not None:
         flags["--microbatch-group-size-per-virtual-pipeline-stage"] = plan.schedule.group
-    for knob, value in _settings(layout):
+    for flag, value in _settings(layout):
         if value is not None:
             # The flag of a switch has no value, also where it turns the switch off.
-            flags[knob.flag] = True if isinstance(value, bool) else value
+            flags[flag] = True if isinstance(value, bool) else value
     return flags | flags_of_job(plan)
 
 
-def _settings(layout: "Layout") -> "list[tuple[SettingKnob, Any]]":
-    """The knobs of a layout's settings with the values of their flags; None for a flag that is left out."""
+def _settings(layout: "Layout") -> list[tuple[str, Any]]:
+    """The flags of a layout's settings with their values; None for a flag that is left out."""
+    from quartet_plugin.launchers.megatron_words import flag_of
     from quartet_plugin.space.knobs.registry import setting_knob
 
     knobs = [(setting_knob(setting), setting.value) for setting in layout.settings or ()]
-    return [(knob, knob.write(value)) for knob, value in knobs]
+    return [
+        (knob.flag if name == knob.destination else flag_of(name), argument)
+        for knob, value in knobs
+        for name, argument in knob.arguments(value).items()
+    ]
 
 
 def _states_modules(layout: "Layout") -> bool:
@@ -336,7 +340,7 @@ def left_out(plan: "Plan") -> list[str]:
         flags.append("--sequence-parallel")
     if baseline.layout.distributed_optimizer and not layout.distributed_optimizer:
         flags.append("--use-distributed-optimizer")
-    flags += [knob.flag for knob, value in _settings(layout) if value is None]
+    flags += [flag for flag, value in _settings(layout) if value is None]
     user_shape, shape = plan.made_for.shape, plan.shape
     has_groups = user_shape.num_query_groups < user_shape.num_attention_heads
     if has_groups and shape.num_query_groups == shape.num_attention_heads:

@@ -139,9 +139,17 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
         and settings.get("overlap_param_gather", True) is True,
         bucket_elements=float(settings.get("ddp_bucket_size") or software.bucket_elements),
         gathers_tokens=settings.get("moe_token_dispatcher") == "allgather",
+        sends_once_a_domain=_sends_once(software, of_gpu.get("moe_token_dispatcher")),
         context_comm=ContextComm(str(comm)) if comm in ContextComm else software.context_comm,
         exchanging_ranks=sizes[0] if sizes else software.exchanging_ranks,
     )
+
+
+def _sends_once(software: Software, dispatcher: SettingValue | None) -> bool:
+    """Whether tokens are sent to a domain once; `flex` alone is a back end that features may tell."""
+    if dispatcher in (None, "flex"):
+        return software.sends_once_a_domain
+    return f"moe_{str(dispatcher).removeprefix('flex-')}" in _SENDS_ONCE
 
 
 def _family(words: str) -> Software:

@@ -240,11 +240,9 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
     for setting in layout.settings or ():
         knob = setting_knob(setting)
         if knob.read(user) != setting.value:
-            value = knob.write(setting.value)
-            if value is None:
-                remove.add(knob.destination)
-            else:
-                values[knob.destination] = value
+            arguments = knob.arguments(setting.value)
+            values |= {name: value for name, value in arguments.items() if value is not None}
+            remove |= {name for name, value in arguments.items() if value is None}
     if RECOMPUTE_MODULES.destination in values and getattr(user, "moe_layer_recompute", False):
         # It adds a module to the plan's; without it nothing else need say that recompute is selective.
         remove.add("moe_layer_recompute")

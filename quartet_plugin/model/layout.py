@@ -12,7 +12,7 @@ Recompute = Literal["none", "selective", "full"]
 SettingValue = (
     bool
     | Annotated[int, Bounds(ge=0, le=2**53)]
-    | Annotated[str, Length(most=200), Matches(pattern=r"[a-z0-9][a-z0-9_]*([,+][a-z0-9][a-z0-9_]*)*")]
+    | Annotated[str, Length(most=200), Matches(pattern=r"[a-z0-9][a-z0-9_-]*([,+][a-z0-9][a-z0-9_-]*)*")]
 )
 
 

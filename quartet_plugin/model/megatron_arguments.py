@@ -74,6 +74,9 @@ ROUTER_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 # The name among a job's settings of the heads that limit TP in models with gated delta nets.
 LINEAR_ATTENTION_HEADS = "linear_attention_heads"
 
+# The back ends of Megatron's flex dispatcher that a plan may have.
+FLEX_BACKENDS = ("deepep", "hybridep")
+
 # Parts of a layer that Megatron captures in CUDA graphs and whose share of its kernels is known.
 GRAPHED_PARTS = ("attn", "mlp", "moe_router", "moe_preprocess")
 
@@ -613,8 +616,8 @@ def _router_features(args: Namespace) -> list[str]:
         features.append("moe_capacity")
     if _optional(args, "moe_token_dispatcher_type") == "flex":
         features.append("moe_flex_dispatcher")
-        backend = _optional(args, "moe_flex_dispatcher_backend") or "deepep"
-        features += [f"moe_{backend}"] if backend in ("deepep", "hybridep") else []
+        backend = flex_backend_of(args)
+        features += [f"moe_{backend}"] if backend in FLEX_BACKENDS else []
     if _is_on(args, "moe_router_force_load_balancing"):
         features.append("moe_forced_balance")
     if _is_on(args, "moe_shared_expert_overlap"):
@@ -623,11 +626,23 @@ def _router_features(args: Namespace) -> list[str]:
         features.append("expert_tensor_parallel")
     if _is_on(args, "moe_router_padding_for_quantization") or _is_on(args, "moe_router_padding_for_fp8"):
         features.append("moe_router_padding")
+    if _optional(args, "moe_router_dtype") == "fp64":
+        features.append("moe_router_fp64")
     if getattr(args, "add_bias_linear", True) is not False:
         features.append("moe_linear_bias")
         if getattr(args, "bias_dropout_fusion", True) is False:
             features.append("moe_unfused_bias")
     return features
+
+
+def flex_backend_of(args: Any) -> str:
+    """The back end of the flex dispatcher, by arguments or a model's configuration.
+
+    An older flag asks for DeepEP; without any flag Megatron takes it.
+    """
+    if getattr(args, "moe_enable_deepep", False):
+        return "deepep"
+    return str(getattr(args, "moe_flex_dispatcher_backend", None) or "deepep")
 
 
 def _weighing_router_kinds(args: Namespace) -> list[str]:

@@ -361,7 +361,7 @@ def _solved(job: PlanRequest, run: AssignedRun, effort: SolverEffort) -> Solutio
         )
     except PlanError:
         return None
-    return limited_orders_of(job, topology).best(
+    return limited_orders_of(job, topology, layout=layout).best(
         solution, costs, inside=inside, evaluations=evaluations, num_others=num_others
     )
 
@@ -370,7 +370,7 @@ def _best_of(
     job: PlanRequest, run: AssignedRun, memory: Memory, orders: dict[str, tuple[int, ...]]
 ) -> Assignment | None:
     """The best by prediction of `orders` and the stock orders that the job allows; None without any."""
-    limited = limited_orders_of(job, run.topology)
+    limited = limited_orders_of(job, run.topology, layout=run.run.layout)
     legal = {
         name: slots
         for name, slots in _stock_orders_of(job, run).items()

@@ -70,6 +70,7 @@ _READ = (
 _READ_FOR_SETTINGS = (
     "no_linear_bias",
     "moe_router_padding",
+    "moe_router_fp64",
     "cp_comm_by_layer",
 )
 # Those that only the command's words tell, by which layouts are legal, and values of settings.

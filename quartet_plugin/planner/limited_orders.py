@@ -15,11 +15,9 @@ from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.planner.closed_form import StepCosts, step_s
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest
-from quartet_plugin.space.features import EXPERTS_IN_PLACE, WHOLE_NODES
+from quartet_plugin.space.features import WHOLE_NODES
 
 type SlotIndices = tuple[int, ...]
-
-_LIMITING = WHOLE_NODES | EXPERTS_IN_PLACE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +100,7 @@ def requested_orders(job: PlanRequest, layout: Layout, topology: Topology) -> di
     names = [name for name in job.search.mapping or () if name != STOCK]
     if not names or not (job.cluster is None or job.cluster.has_equal_nodes):
         return {}
-    nodes, rules = job.nodes, rules_of(job).order_rules
+    nodes, rules = job.nodes, rules_of(job).order_rules_of(layout)
     index = {slot: number for number, slot in enumerate(slots_of(nodes))}
     orders = {}
     for name in names:
@@ -117,8 +115,8 @@ def requested_orders(job: PlanRequest, layout: Layout, topology: Topology) -> di
     return orders
 
 
-def limited_orders_of(job: PlanRequest, topology: Topology) -> LimitedOrders:
-    """The limits of a job's orders, by its features."""
-    if _LIMITING.isdisjoint(job.features):
+def limited_orders_of(job: PlanRequest, topology: Topology, *, layout: Layout) -> LimitedOrders:
+    """The limits of a layout's orders, by the job's features and the layout's dispatcher."""
+    if job.experts is None and WHOLE_NODES.isdisjoint(job.features):
         return LimitedOrders(topology=topology, nodes=(), rules=NO_RULES)
-    return LimitedOrders(topology=topology, nodes=job.nodes, rules=rules_of(job).order_rules)
+    return LimitedOrders(topology=topology, nodes=job.nodes, rules=rules_of(job).order_rules_of(layout))

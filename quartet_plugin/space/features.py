@@ -26,8 +26,6 @@ WHOLE_NODES = frozenset(
         "expert_tensor_parallel",
     }
 )
-# Features whose kernels want the ranks that share experts in as few fast domains as the launcher's order has.
-EXPERTS_IN_PLACE = frozenset({"moe_flex_dispatcher"})
 
 # Features with which the pipeline's degree is kept beside split and schedule, and why.
 STAGES_KEPT = {
@@ -82,7 +80,7 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "moe_global_loss": _DATA,
     "moe_capacity": _DATA,
     # Rules of ETP, TP, grouped products and the dispatcher look at these.
-    **dict.fromkeys(("moe_linear_bias", "moe_unfused_bias", "moe_router_padding"), _NONE),
+    **dict.fromkeys(("moe_linear_bias", "moe_unfused_bias", "moe_router_padding", "moe_router_fp64"), _NONE),
     "moe_flex_dispatcher": _NONE,
     # Rules of recompute's modules ask for these.
     "moe_grouped_gemm": _NONE,

@@ -215,7 +215,7 @@ class Space:
 
     @property
     def order_rules(self) -> OrderRules:
-        """What the orders of ranks keep, for the job's features."""
+        """What the orders of ranks keep, for the job's features and every dispatcher that a plan may have."""
         return self.rules().order_rules
 
     def layout_groups(self, shape: ModelShape) -> tuple[str, tuple[str, ...]]:

@@ -9,8 +9,9 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import SearchConfig
-from quartet_plugin.space.features import EXPERTS_IN_PLACE, WHOLE_NODES, Axis, objective_axes
+from quartet_plugin.space.features import WHOLE_NODES, Axis, objective_axes
 from quartet_plugin.space.forbidden import Prohibitions
+from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER, is_flex, may_have_flex
 from quartet_plugin.space.written_schedules import WrittenSchedule
 
 
@@ -53,11 +54,23 @@ class LayoutRules:
 
     @property
     def order_rules(self) -> OrderRules:
-        """What the orders of ranks keep, for the job's features."""
-        features = set(self.job.features)
+        """What the orders of ranks keep, for the job's features and every dispatcher that a plan may have.
+
+        A study chooses the order before the dispatcher.
+        """
+        return self._order_rules(keeps_experts=may_have_flex(self))
+
+    def order_rules_of(self, layout: Layout) -> OrderRules:
+        """What the orders of a layout keep: of a planned one, for its own dispatcher."""
+        if not self.is_planned:
+            return self.order_rules
+        dispatcher = layout.setting(TOKEN_DISPATCHER.name) or self.job.setting(TOKEN_DISPATCHER.name)
+        return self._order_rules(keeps_experts=is_flex(dispatcher, self))
+
+    def _order_rules(self, *, keeps_experts: bool) -> OrderRules:
         return OrderRules(
-            keeps_nodes=bool(features & WHOLE_NODES),
-            keeps_experts=bool(features & EXPERTS_IN_PLACE),
+            keeps_nodes=not WHOLE_NODES.isdisjoint(self.job.features),
+            keeps_experts=keeps_experts,
             domain_devices=self.scale_up_devices,
         )
 

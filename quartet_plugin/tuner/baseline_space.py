@@ -6,7 +6,7 @@ from quartet_plugin.errors import InfrastructureError, SeamError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.space.features import EXPERTS_IN_PLACE, WHOLE_NODES, Axis, lock_lines
+from quartet_plugin.space.features import WHOLE_NODES, Axis, lock_lines
 from quartet_plugin.space.partition_limits import stock_partition_reason
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.trial.request import Outcome, TrialResult
@@ -88,5 +88,5 @@ def _order_limits(space: Space) -> Iterator[str]:
     for feature in space.job.features:
         if feature in WHOLE_NODES:
             yield f"{feature}: whole nodes move, each with its ranks in order"
-        elif feature in EXPERTS_IN_PLACE:
-            yield f"{feature}: ranks that share experts move together, or inside their nodes"
+    if space.order_rules.keeps_experts:
+        yield "moe_flex_dispatcher: ranks that share experts move together, or inside their nodes"

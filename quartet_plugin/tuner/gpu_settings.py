@@ -22,9 +22,9 @@ def check_gpu_settings(config: TuneConfig, *, environment: Mapping[str, str]) ->
         asked = [
             value
             for value in config.search.requested(knob.name) or ()
-            if value not in (STOCK, knob.without_flag)
+            if value != STOCK and knob.is_for_gpus(value)
         ]
-        if knob.needs_gpu and asked:
+        if asked:
             raise ConfigError(
                 f"search.{knob.name}: {knob.request_text(asked[0])}; needs a GPU, and trials run on the "
                 "CPU device; leave it out, or tune where GPUs are (device: cuda)"

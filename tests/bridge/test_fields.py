@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from quartet_plugin.model.megatron_arguments import (
     shape_of,
     split_of,
 )
+from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
 from quartet_plugin.space.needed_flags import missing_flag_features
 from tests.bridge.configurations import MambaModelProvider, make_config, make_model
 from tests.model.plans import LAYOUT, SHAPE
@@ -177,3 +179,17 @@ def test_the_padded_vocabulary_stays_under_another_tensor_parallel_size() -> Non
     assert vocabulary_of(config) == 16384
     config.model.vocab_size = None
     assert vocabulary_of(config) is None
+
+
+def test_a_dispatcher_is_written_with_its_back_end() -> None:
+    flex: dict[str, Any] = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+    config = make_config(make_model(**flex, moe_enable_deepep=False))
+    assert TOKEN_DISPATCHER.read(arguments_of(config)) == "flex-hybridep"
+    for value, backend in (("alltoall", "deepep"), ("flex-hybridep", "hybridep"), ("flex-deepep", "deepep")):
+        for name, argument in TOKEN_DISPATCHER.arguments(value).items():
+            if argument is None:
+                leave_out(config, name)
+            else:
+                set_argument(config, name, argument)
+        assert TOKEN_DISPATCHER.read(arguments_of(config)) == value
+        assert config.model.moe_flex_dispatcher_backend == backend

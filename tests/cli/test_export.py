@@ -383,3 +383,13 @@ def test_a_script_is_written_replaced_and_removed(tmp_path: Path) -> None:
     assert write_native(PLAN, run=run).startswith("no native.sh: the plan changes the order of the ranks")
     assert not path.exists()
     assert write_native(None, run=run) == ""
+
+
+def test_a_dispatcher_is_exported_with_its_back_end() -> None:
+    layout = PLAN.layout.with_setting("moe_token_dispatcher", "flex-hybridep")
+    exported = export(replace(PLAN, layout=layout))
+    written = ["--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend hybridep"]
+    assert [line for line in lines(exported) if line.startswith("--moe")] == written
+    assert "--moe-enable-deepep" in exported["leave_out"]
+    plain = export(replace(PLAN, layout=PLAN.layout.with_setting("moe_token_dispatcher", "alltoall")))
+    assert {"--moe-enable-deepep", "--moe-flex-dispatcher-backend"} <= set(plain["leave_out"])

@@ -137,6 +137,24 @@ def test_a_dispatcher_that_limits_orders_of_ranks_limits_those_of_plans(
     assert "--moe-token-dispatcher-type" not in read.unread
 
 
+@pytest.mark.parametrize(("command", "backend"), [("alltoall", "flex-hybridep"), ("flex", "flex-deepep")])
+def test_a_plan_is_predicted_with_its_own_dispatcher(command: str, backend: str) -> None:
+    """Experts of two nodes, to which flex sends a token once; the command's dispatcher changes nothing."""
+    experts = "--num-experts 8 --moe-router-topk 4 --expert-model-parallel-size 2 --sequence-parallel"
+    search = {"schedule": "stock", "pipeline_parallel": 1, "tensor_parallel": 1, "expert_parallel": 8}
+    line = words(f"{experts} --disable-bias-linear --moe-token-dispatcher-type {command}")
+    seconds = {}
+    for name in ("alltoall", backend):
+        sections = {"cluster": "H100", "search": {**search, "moe_token_dispatcher": name}}
+        request = job_of_command(parse_command(line), sections=sections).request
+        best = rank(request).best[0]
+        run = request.run(request.shape, best.layout, (8,))
+        assert run.software.sends_once_a_domain == (name == backend)
+        assert request.values_in(best.layout.settings)["moe_token_dispatcher"] == name
+        seconds[name] = best.iteration_s
+    assert seconds[backend] < seconds["alltoall"]
+
+
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --sequence-parallel --disable-bias-linear"
 
 

@@ -181,6 +181,26 @@ def test_gathered_tokens_are_all_tokens_whatever_the_routing() -> None:
     assert extra == pytest.approx(base.tokens_per_microbatch * 8 * base.shape.hidden_size * 2)
 
 
+@pytest.mark.parametrize("features", [(), ("moe_deepep",), ("moe_hybridep",)])
+def test_a_plans_dispatcher_decides_its_price_whatever_the_command_has(features: tuple[str, ...]) -> None:
+    """Over nodes flex sends a token to a node once; inside one it sends as many, and permutes less."""
+
+    def forward_s(dispatcher: str, *, ep: int) -> float:
+        base = run(EXPERTS, topk=8, ep=ep, dp=16, gpus=16)
+        assert base.experts is not None
+        known: dict[str, SettingValue] = {"moe_token_dispatcher": dispatcher}
+        planned = replace(base, software=with_settings(with_features(base.software, features), known))
+        return communication.expert_parallel(planned, CONSTANTS, base.experts).forward_s
+
+    for backend in ("flex-deepep", "flex-hybridep"):
+        assert forward_s(backend, ep=16) < 0.7 * forward_s("alltoall", ep=16)
+        assert forward_s(backend, ep=8) == forward_s("alltoall", ep=8)
+        assert with_settings(ON_CPU, {"moe_token_dispatcher": backend}) == ON_CPU
+    # A back end without a word is priced by the command's features.
+    told = with_settings(with_features(Software(), features), {"moe_token_dispatcher": "flex"})
+    assert told.sends_once_a_domain == bool(features)
+
+
 def test_features_change_what_runs_beside_compute_on_accelerators_alone() -> None:
     features = ("overlap_moe", "moe_deepep", "graphed_attn", "graphed_moe_router", "moe_forced_balance")
     software = with_features(Software(), features)

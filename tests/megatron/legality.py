@@ -46,6 +46,7 @@ from quartet_plugin.space.knobs.overlap_param_gather import OVERLAP_PARAM_GATHER
 from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
 from quartet_plugin.space.knobs.recompute_modules import RECOMPUTE_MODULES
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
+from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER, WITH_BACKENDS
 from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.split.layers import is_legal_split
@@ -61,6 +62,9 @@ from tests.megatron.test_production_commands import (
 )
 
 PLANS_A_COMMAND = 10
+_EVERYWHERE = ("allgather", "alltoall")
+# Flex is searched only by name.
+_DISPATCHERS = {TOKEN_DISPATCHER.name: ["stock", *_EVERYWHERE, *WITH_BACKENDS]}
 _COMMON = shlex.split(
     "--bf16 --lr 1e-4 --train-iters 100 --mock-data --tokenizer-type NullTokenizer --eval-iters 1 "
     "--max-position-embeddings 4096"
@@ -113,20 +117,30 @@ def _random_experts(generator: random.Random, num_devices: int) -> tuple[int, li
     """
     num_experts = generator.choice((4, 6, 8, 64))
     spread = [number for number in (1, 2, 4) if num_experts % number == num_devices % number == 0]
+<<<<<<< HEAD
     top_k = generator.choice((1, 2))
     tensor = generator.choice((1, 1, 2)) if num_devices > 1 else 1
+=======
+    top_k, size = generator.choice((1, 2)), generator.choice(spread)
+>>>>>>> 22b22c0f (The flex dispatcher of experts is searched by name, with its back end)
     flags = {
         "--num-experts": num_experts,
         "--moe-router-topk": top_k,
         "--moe-ffn-hidden-size": generator.choice((96, 512)),
-        "--expert-model-parallel-size": generator.choice(spread),
+        "--expert-model-parallel-size": size,
         "--moe-router-load-balancing-type": generator.choice(("aux_loss", "seq_aux_loss", "none")),
         "--moe-aux-loss-coeff": generator.choice((0.0, 0.01)),
-        "--moe-token-dispatcher-type": generator.choice(("allgather", "alltoall")),
     }
+    # A flex dispatcher needs devices to exchange tokens with.
+    kinds = (*_EVERYWHERE, "flex") if size > 1 else _EVERYWHERE
+    flags["--moe-token-dispatcher-type"] = generator.choice(kinds)
     if generator.random() < 0.5:
         flags["--moe-shared-expert-intermediate-size"] = 64
     words = [word for name, value in flags.items() for word in (name, str(value))]
+    if flags["--moe-token-dispatcher-type"] == "flex":
+        words += generator.choice(
+            ([], ["--moe-flex-dispatcher-backend", "hybridep"], ["--moe-enable-deepep"])
+        )
     # A shared expert has no biases (megatron/core/transformer/moe/shared_experts.py).
     has_biases = "--moe-shared-expert-intermediate-size" not in words and generator.random() < 0.4
     words += [] if has_biases else ["--disable-bias-linear"]
@@ -260,6 +274,10 @@ def refused_values(
         fault = None if knob.kept(rules) else knob.fault(True, context)
         if fault:
             yield {knob.destination: True}, fault
+    fault = TOKEN_DISPATCHER.fault("allgather", context)
+    is_overlapped = context.is_on(SHARED_EXPERT_OVERLAP.name, feature=SHARED_EXPERT_OVERLAP.name)
+    if fault and is_overlapped and rules.job.experts and rules.job.experts.shared_ffn_hidden_size:
+        yield {"moe_token_dispatcher_type": "allgather"}, fault
     if "precision_aware_optimizer" not in rules.job.features and rules.job.layer_impl != "local":
         fault = OPTIMIZER_CPU_OFFLOAD.fault(True, context)
         if fault:
@@ -316,9 +334,14 @@ def check_command(command: ProductionCommand, generator: random.Random, num: int
         assert own is None, f"Megatron refuses the command itself: {own}"
         job = job_of(command)
         searches: tuple[dict[str, Any], ...] = (
+<<<<<<< HEAD
             {},
             {**FREE, "expert_tensor_parallel": "auto"},
             {**FREE, "scaling": proportions(job.shape)},
+=======
+            *({}, FREE, {**FREE, "scaling": proportions(job.shape)}),
+            FREE | _DISPATCHERS,
+>>>>>>> 22b22c0f (The flex dispatcher of experts is searched by name, with its back end)
         )
         spaces = [space_of(command, job, search) for search in searches]
         user: Namespace = flags.values(command.words)

@@ -17,6 +17,7 @@ from quartet_plugin.model.layout import SettingValue
 from quartet_plugin.model.megatron_arguments import split_of
 from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.shape import LayerKinds
+from quartet_plugin.rank.failure import kind_of
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
 from quartet_plugin.space.knobs import registry
@@ -618,3 +619,63 @@ def test_the_overlap_of_warm_up_and_flush_goes_with_the_stages_of_a_device() -> 
     chunks = make_plan(split=(2, 2, 1, 1), pipeline=2, chunks=2, group=2)
     edited, _ = rewrite(chunks, flags=native_flags(), words=words)
     assert flag in edited
+
+
+_FLEX, _BACKEND = ["--moe-token-dispatcher-type", "flex"], "--moe-flex-dispatcher-backend"
+
+
+@pytest.mark.parametrize("planned", ["allgather", "alltoall", "flex-deepep", "flex-hybridep"])
+@pytest.mark.parametrize(
+    ("written", "command"),
+    [
+        ([], "allgather"),
+        (["--moe-token-dispatcher-type", "alltoall"], "alltoall"),
+        (_FLEX, "flex-deepep"),
+        ([*_FLEX, "--moe-enable-deepep"], "flex-deepep"),
+        ([*_FLEX, _BACKEND, "hybridep"], "flex-hybridep"),
+        ([*_FLEX, _BACKEND, "ncclep"], "flex"),
+    ],
+)
+def test_a_dispatcher_and_its_back_end_become_flags_and_are_read_back(
+    written: list[str], command: str, planned: str
+) -> None:
+    """The flags are Megatron's own parser's, and what a rank reads back those of its model."""
+    flags, plan, words = native_flags(), make_plan(split=(6,), data=2), [*MEGATRON_FLAGS, *written]
+    assert TOKEN_DISPATCHER.read(flags.values(words)) == command
+    layout = plan.layout.with_setting(TOKEN_DISPATCHER.name, planned)
+    edited, _ = rewrite(replace(plan, layout=layout), flags=flags, words=words)
+    values = flags.values(edited)
+    kind, _, backend = planned.partition("-")
+    assert (values.moe_token_dispatcher_type, TOKEN_DISPATCHER.read(values)) == (kind, planned)
+    if command == planned:
+        assert edited == words
+    else:
+        expected = [*MEGATRON_FLAGS, "--moe-token-dispatcher-type", kind]
+        assert edited == [*expected, *([_BACKEND, backend] if backend else [])]
+    live = LiveJob(degrees={}, model=SimpleNamespace(**vars(values)))
+    assert TOKEN_DISPATCHER.read_back(live) == planned
+
+
+def test_a_dispatcher_says_what_it_replaces() -> None:
+    flags, plan = native_flags(), make_plan(split=(6,), data=2)
+    layout = plan.layout.with_setting(TOKEN_DISPATCHER.name, "flex-hybridep")
+    words = [*MEGATRON_FLAGS, "--moe-token-dispatcher-type", "alltoall"]
+    _, notes = rewrite(replace(plan, layout=layout), flags=flags, words=words)
+    added = "adds --moe-flex-dispatcher-backend hybridep"
+    assert notes == [f"the plan replaces --moe-token-dispatcher-type alltoall -> flex and {added}"]
+
+
+@pytest.mark.parametrize("manager", ["_DeepepManager", "_HybridEPManager"])
+def test_a_rank_without_the_kernels_refuses_a_dispatcher_and_says_why(manager: str) -> None:
+    """Megatron raises it while the model is built, so a trial of such a plan is infeasible."""
+    from megatron.core.transformer.moe import fused_a2a, token_dispatcher
+
+    if fused_a2a.HAVE_DEEP_EP or fused_a2a.HAVE_HYBRIDEP:
+        pytest.skip("deep_ep is installed")
+    config = SimpleNamespace(**vars(native_flags().values(MEGATRON_FLAGS)))
+    sizes: dict[str, Any] = {"group": None, "num_local_experts": 2, "num_experts": 4, "config": config}
+    if manager == "_DeepepManager":
+        sizes["router_topk"] = 2
+    with pytest.raises(ImportError, match=r"EP is not installed\. Please install") as raised:
+        getattr(token_dispatcher, manager)(**sizes)
+    assert kind_of(raised.value, num_steps=0) == "refused"

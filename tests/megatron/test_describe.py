@@ -236,6 +236,12 @@ EXPERTS = ("--num-experts", "4", "--moe-router-load-balancing-type")
         (["none", "--moe-expert-capacity-factor", "1.5"], ["moe_capacity"]),
         (["none", "--moe-expert-rank-capacity-factor", "1.5"], ["moe_capacity"]),
         (["none", "--moe-token-dispatcher-type", "flex"], ["moe_deepep", "moe_flex_dispatcher"]),
+        (
+            ["none", "--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"],
+            ["moe_deepep", "moe_flex_dispatcher"],
+        ),
+        (["none", "--moe-router-dtype", "fp64"], ["moe_router_fp64"]),
+        (["none", "--moe-router-dtype", "fp32"], []),
         (["none", "--expert-tensor-parallel-size", "2"], ["expert_tensor_parallel"]),
         (["none", "--no-bias-dropout-fusion"], ["moe_unfused_bias"]),
         (["none", "--moe-router-padding-for-quantization"], ["moe_router_padding"]),

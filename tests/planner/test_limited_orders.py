@@ -62,3 +62,19 @@ def test_a_slow_link_is_left_by_moving_whole_nodes(tmp_path: Path) -> None:
     assert limited.slots is not None
     assert limited.stock_s is not None
     assert limited.iteration_s < min(limited.stock_s.values())
+
+
+@pytest.mark.parametrize("command", ["alltoall", "flex"])
+def test_a_plans_own_dispatcher_limits_its_orders(tmp_path: Path, command: str) -> None:
+    more = FLEX.replace("flex", command)
+    asked = {"moe_token_dispatcher": ["alltoall", "flex-hybridep"]}
+    made = job(tmp_path, more, tensor_parallel=2, pipeline_parallel=2, expert_parallel=2, **asked)
+    rules, every = rules_of(made.request), slots_of(made.request.nodes)
+    limits = set()
+    for plan in best_plans(made.request, top=40).best:
+        own = rules.order_rules_of(plan.layout)
+        order = [every[slot] for slot in plan.slots or range(16)]
+        assert is_legal(order, layout=plan.layout, rules=own), plan.layout.label
+        limits.add((plan.layout.setting("moe_token_dispatcher"), own.keeps_experts))
+    plain = None if command == "alltoall" else "alltoall"
+    assert limits == {(plain, False), ("flex-hybridep", True)}

@@ -17,6 +17,7 @@ def check(device: str, **search: object) -> None:
         ("overlap_moe_expert_parallel_comm", [False, True], "on"),
         ("moe_grouped_gemm", True, "on"),
         ("cuda_graph_modules", ["attn"], "attn"),
+        ("moe_token_dispatcher", ["alltoall", "flex-hybridep"], "flex-hybridep"),
     ],
 )
 def test_on_processors_it_is_refused_with_the_fix(name: str, values: object, shown: str) -> None:
@@ -28,3 +29,4 @@ def test_on_processors_it_is_refused_with_the_fix(name: str, values: object, sho
 def test_what_asks_for_no_such_value_is_none_of_it() -> None:
     check("cpu")
     check("cpu", moe_grouped_gemm="auto", delay_wgrad_compute=False, overlap_grad_reduce=[True])
+    check("cpu", moe_token_dispatcher=["stock", "allgather", "alltoall"])

@@ -8,7 +8,7 @@ from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault, off_and_on
-from quartet_plugin.space.knobs.token_dispatcher import ALLTOALL, FLEX
+from quartet_plugin.space.knobs.token_dispatcher import ALLGATHER, TOKEN_DISPATCHER, refuses_shared_overlap
 
 SHARED, OVERLAP, DELAY = (
     "moe_shared_expert_overlap",
@@ -38,7 +38,7 @@ def _kept_on_device(rules: KnobRules) -> str | None:
 
 
 def _dispatcher_fault(context: KnobContext) -> str | None:
-    has_it = context.setting("moe_token_dispatcher") in (None, ALLTOALL, FLEX)
+    has_it = context.setting(TOKEN_DISPATCHER.name) != ALLGATHER
     return None if has_it else "needs --moe-token-dispatcher-type alltoall or flex"
 
 
@@ -61,6 +61,8 @@ def _fault_beside_shared(value: Value, context: KnobContext) -> str | None:
         return "not supported with --overlap-moe-expert-parallel-comm"
     if context.layout.recompute == "selective" and "shared_experts" in context.recomputed_modules:
         return "not supported with recompute of shared_experts"
+    if refuses_shared_overlap(context.setting(TOKEN_DISPATCHER.name), context.rules):
+        return "needs --moe-token-dispatcher-type alltoall before Megatron 0.18"
     return _dispatcher_fault(context)
 
 
@@ -119,8 +121,9 @@ SHARED_EXPERT_OVERLAP = SettingKnob(
     kind="switch",
     axis=Axis.OPTIONS,
     change_class="B",
-    rule="a shared expert, dispatcher alltoall or flex; not with overlap_moe_expert_parallel_comm or "
-    "recompute of shared_experts (megatron/core/transformer/transformer_config.py); needs a GPU "
+    rule="a shared expert, dispatcher alltoall or from 0.18 on flex; not with "
+    "overlap_moe_expert_parallel_comm or recompute of shared_experts "
+    "(megatron/core/transformer/transformer_config.py); needs a GPU "
     "(megatron/core/transformer/moe/shared_experts.py)",
     flag="--moe-shared-expert-overlap",
     destination="moe_shared_expert_overlap",

@@ -297,6 +297,14 @@ class SettingKnob(LayoutKnob):
         """Megatron's argument for a value; None takes the flag out of the command."""
         return None if value == self.without_flag else value
 
+    def arguments(self, value: Value) -> dict[str, Any]:
+        """Megatron's arguments for a value, as `write` has them, by their names: most values have one."""
+        return {self.destination: self.write(value)}
+
+    def is_for_gpus(self, value: Value) -> bool:
+        """Whether no processor runs a value."""
+        return self.needs_gpu and value != self.without_flag
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanKnob(Knob):

@@ -3,9 +3,11 @@
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault, off_and_on
+from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER, is_flex, stays_flex
 
 # Features that want grouped products in some of their forms, of which no rule here can tell.
-_BOUND = ("cuda_graphs", "cpu_offload", "moe_flex_dispatcher")
+_BOUND = ("cuda_graphs", "cpu_offload")
+_FLEX = "moe_flex_dispatcher"
 # Features of which Transformer Engine's grouped products ask for one.
 _BIASES_TAKEN = frozenset({"no_linear_bias", "moe_unfused_bias"})
 
@@ -13,7 +15,8 @@ _BIASES_TAKEN = frozenset({"no_linear_bias", "moe_unfused_bias"})
 def _fault(value: Value, context: KnobContext) -> str | None:
     rules = context.rules
     command = rules.job.setting("moe_grouped_gemm") is True
-    if kept := kept_fault(value, command, _kept(rules)):
+    is_bound = is_flex(context.setting(TOKEN_DISPATCHER.name), rules)
+    if kept := kept_fault(value, command, _kept(rules) or (_FLEX if is_bound else None)):
         return kept
     if value:
         # A command that runs shows that its framework takes its own value.
@@ -31,7 +34,7 @@ def _kept(rules: KnobRules) -> str | None:
         return "the model has no experts"
     if rules.job.layer_impl == "local":
         return "local layers, as a CPU has them, compute one expert after the other either way"
-    return next((name for name in _BOUND if name in features), None)
+    return next((name for name in _BOUND if name in features), _FLEX if stays_flex(rules) else None)
 
 
 MOE_GROUPED_GEMM = SettingKnob(

@@ -49,7 +49,8 @@ def test_the_commands_own_value_is_a_choice_beside_biases(
     ],
 )
 def test_what_keeps_it(job: dict[str, Any], reason: str) -> None:
-    space = space_of(search={}, command={NAME: False}, **{"features": EXPERTS, **job})
+    flex = {"moe_token_dispatcher": "flex-deepep"} if reason == "moe_flex_dispatcher" else {}
+    space = space_of(search={}, command={NAME: False, **flex}, **{"features": EXPERTS, **job})
     assert states(space)[NAME].startswith(f"kept: {reason}")
 
 
