@@ -117,12 +117,8 @@ def _random_experts(generator: random.Random, num_devices: int) -> tuple[int, li
     """
     num_experts = generator.choice((4, 6, 8, 64))
     spread = [number for number in (1, 2, 4) if num_experts % number == num_devices % number == 0]
-<<<<<<< HEAD
-    top_k = generator.choice((1, 2))
-    tensor = generator.choice((1, 1, 2)) if num_devices > 1 else 1
-=======
     top_k, size = generator.choice((1, 2)), generator.choice(spread)
->>>>>>> 22b22c0f (The flex dispatcher of experts is searched by name, with its back end)
+    tensor = generator.choice((1, 1, 2)) if num_devices > 1 else 1
     flags = {
         "--num-experts": num_experts,
         "--moe-router-topk": top_k,
@@ -334,14 +330,10 @@ def check_command(command: ProductionCommand, generator: random.Random, num: int
         assert own is None, f"Megatron refuses the command itself: {own}"
         job = job_of(command)
         searches: tuple[dict[str, Any], ...] = (
-<<<<<<< HEAD
             {},
             {**FREE, "expert_tensor_parallel": "auto"},
             {**FREE, "scaling": proportions(job.shape)},
-=======
-            *({}, FREE, {**FREE, "scaling": proportions(job.shape)}),
             FREE | _DISPATCHERS,
->>>>>>> 22b22c0f (The flex dispatcher of experts is searched by name, with its back end)
         )
         spaces = [space_of(command, job, search) for search in searches]
         user: Namespace = flags.values(command.words)

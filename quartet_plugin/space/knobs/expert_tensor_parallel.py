@@ -14,6 +14,7 @@ from quartet_plugin.space.knobs.knob import (
     kept_fault,
     reason_among,
 )
+from quartet_plugin.space.knobs.token_dispatcher import keeps_flex
 
 AS_LAYERS, WHOLE = 0, 1
 NAME = "expert_tensor_parallel"
@@ -62,6 +63,8 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     layout, command = context.layout, context.rules.job.setting(NAME)
     if kept := kept_fault(value, command or AS_LAYERS, _kept(context.rules)):
         return kept
+    if value == WHOLE and layout.expert_parallel == 1 and keeps_flex(context.rules):
+        return "must be 0: the flex dispatcher needs devices to exchange tokens with, and EP is 1"
     if value == AS_LAYERS and BIASED in context.rules.job.features:
         return f"must be 1: {BIASES_FAULT}"
     if value == AS_LAYERS and layout.needs_whole_experts:
@@ -99,7 +102,8 @@ EXPERT_TENSOR_PARALLEL = SettingKnob(
     words=(AS_LAYERS, WHOLE),
     axis=Axis.OPTIONS,
     change_class="B",
-    rule="TP above 1, and 0 where EP divides DP x CP (megatron/core/parallel_state.py); 1 with linear biases "
+    rule="TP above 1, and 0 where EP divides DP x CP (megatron/core/parallel_state.py), or where EP is 1 "
+    "with flex (megatron/core/transformer/moe/token_dispatcher.py); 1 with linear biases "
     "(megatron/core/transformer/transformer_config.py); kept with blockwise Muon or SOAP "
     "(megatron/core/optimizer/emerging_optimizers.py)",
     flag="--expert-tensor-parallel-size",

@@ -79,6 +79,11 @@ def stays_flex(rules: KnobRules) -> bool:
     return all(is_flex(value, rules) for value in _asked(rules))
 
 
+def keeps_flex(rules: KnobRules) -> bool:
+    """Whether a plan of the job may have the flex dispatcher of the command."""
+    return may_have_flex(rules) and is_flex(rules.job.setting(NAME), rules)
+
+
 def refuses_shared_overlap(value: Value | None, rules: KnobRules) -> bool:
     """Whether a dispatcher runs without the shared expert's overlap: flex before a release of Megatron."""
     return is_flex(value, rules) and Version(rules.job.framework_version) < _SHARED_BESIDE_FLEX

@@ -8,6 +8,7 @@ import pytest
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.space.knob_table import knob_rows
+from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
 from quartet_plugin.space.plan_space import Space
@@ -164,3 +165,25 @@ def test_grouped_products_stay_beside_it(command: str) -> None:
     made = plans(space(["alltoall", HYBRIDEP], command=command))
     grouped = {(has_flex(plan, command), plan.layout.setting("moe_grouped_gemm")) for plan in made}
     assert grouped == {(True, None), (False, None), (False, True)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "command", "is_refused"),
+    [
+        ("stock", DEEPEP, True),
+        (["stock", "alltoall"], DEEPEP, True),
+        (["alltoall"], DEEPEP, False),
+        (["alltoall", DEEPEP], "alltoall", False),
+    ],
+)
+def test_the_commands_flex_has_devices_to_exchange_tokens_with(
+    asked: Any, command: str, is_refused: bool
+) -> None:
+    """Whole experts with EP 1 lie on one device each; tensor-parallel devices that share them are several."""
+    made = space(asked, command=command)
+    layout = make_layout(data_parallel=2, tensor_parallel=2, pipeline_parallel=1, expert_parallel=1)
+    context = KnobContext(layout=layout, shape=made.job.shape, rules=made.rules())
+    refusal = EXPERT_TENSOR_PARALLEL.fault(1, context)
+    assert (refusal is not None) == is_refused
+    assert refusal is None or "flex dispatcher" in refusal
+    assert EXPERT_TENSOR_PARALLEL.fault(0, context) is None
