@@ -21,7 +21,6 @@ from quartet_plugin.cost.compute import Rates
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.iteration.step import (
     clearing_s,
-    held_expert_layers,
     held_layers,
     held_weights,
     optimizer_s,
@@ -172,12 +171,11 @@ def seconds_of(observation: Observation, constants: Constants) -> float:
         return predict(run, constants).iter_time_s
     if quantity in (Quantity.OPTIMIZER, Quantity.OVERHEAD):
         held = held_weights(run, observation.index)
-        num_layers = held_layers(run, observation.index)
-        num_routed = held_expert_layers(run, observation.index)
+        counts = held_layers(run, observation.index)
         clearing = clearing_s(run, constants, held)
         if quantity is Quantity.OVERHEAD:
             return constants.step_s + clearing
-        return optimizer_s(run, constants, held, num_layers=num_layers, num_routed=num_routed) - clearing
+        return optimizer_s(run, constants, held, counts=counts) - clearing
     if quantity is Quantity.GRADIENTS:
         terms = predict(run, constants).terms
         return terms["dp_comm_s"] + terms.get("ends_comm_s", 0.0)

@@ -140,7 +140,9 @@ def half_rate(device: DeviceSpec, precision: Precision, constants: Constants) ->
 
 
 def products(run: TrainingRun) -> list[tuple[float, float]]:
-    """(out, in) sizes of a layer's attention products on one tensor-parallel rank."""
+    """(out, in) sizes of a layer's attention products on one tensor-parallel rank; none without attention."""
+    if not run.has_attention:
+        return []
     shape, tp = run.shape, run.layout.tensor_parallel
     h, d = shape.hidden_size, shape.kv_channels
     heads = shape.num_attention_heads / tp
@@ -171,17 +173,20 @@ def layer_times(
     experts: Experts | None,
     cut: tuple[Times, Times] | None = None,
 ) -> LayerTimes:
-    """One transformer layer with a dense FFN, or with `experts`.
+    """One layer with a dense FFN, or with `experts`; what the run's layers lack is left out.
 
     `cut` are the products of another tensor partition than the framework's, and the starts that it adds.
     """
     t = run.tokens_per_microbatch
     shape, tp = run.shape, run.layout.tensor_parallel
     sizes = products(run)
-    attention, attention_passes = _attention(run, constants, rates)
+    attention, attention_passes = _attention(run, constants, rates) if run.has_attention else (_NONE, 0.0)
     gemm = _gemms(rates, t, sizes)
     products_of_experts = (_NONE, _NONE, _NONE)
-    if experts is None:
+    if not run.has_ffn:
+        hidden_ffn = routed = 0.0
+        num_casts = sizes
+    elif experts is None:
         ffn = ffn_products(shape.hidden_size, shape.ffn_hidden_size / tp, is_gated=shape.gated_ffn)
         gemm = gemm.plus(_gemms(rates, t, ffn))
         hidden_ffn = shape.ffn_hidden_size / tp
@@ -199,9 +204,7 @@ def layer_times(
     back = ELEMENTWISE_BACKWARD * rates.ratios.elementwise_backward
     elementwise = Times(memory + cast / 2, memory * back + cast / 2, add)
     kernels = FUSED_KERNELS if run.software.fused_elementwise else PLAIN_KERNELS
-    if experts is not None:
-        kernels *= 2
-    start = kernels * rates.launch_s
+    start = kernels * run.num_launches(has_experts=experts is not None) * rates.launch_s
     launch = Times(
         start,
         start * rates.ratios.launch_input,
@@ -225,7 +228,8 @@ def layer_times(
         host = host_operations.operations(run, experts).scaled(rates.host_operation_s)
         wait = host_operations.exposed_times(host, times.total)
         times = replace(times, launch=launch.plus(wait))
-    last = rates.gemm_s(t, shape.hidden_size, hidden_ffn) if run.software.has_early_stop else 0.0
+    has_last = run.software.has_early_stop and run.has_ffn
+    last = rates.gemm_s(t, shape.hidden_size, hidden_ffn) if has_last else 0.0
     if run.layout.recompute == "selective":
         return replace(times, recompute_s=_modules_s(run, constants, rates, times, experts=experts))
     return replace(times, recompute_s=(times.total.forward_s - last) * run.recomputed_share)
@@ -314,7 +318,8 @@ def _elementwise_bytes(run: TrainingRun, ffn: float) -> float:
     modern = shape.position_embedding == "rope"
     # Norms and residual sums; an unfused root-mean-square norm passes over memory twice as often.
     residual = (11.0 if run.software.has_dropout else 10.0) + (4.0 if modern and not fused else 0.0)
-    heads = (shape.num_attention_heads + shape.num_query_groups) * shape.kv_channels / tp
+    residual *= run.num_sublayers / 2
+    heads = run.has_attention * (shape.num_attention_heads + shape.num_query_groups) * shape.kv_channels / tp
     rotary = (2.0 if fused else 6.0) * heads if modern else 0.0
     activation = _activation(run) * ffn
     return run.element_bytes * t * (residual * shape.hidden_size / split + rotary + activation)
@@ -392,10 +397,12 @@ def _modules_s(
         # Read the input, write the output.
         norms = run.num_norm_modules(has_experts=experts is not None)
         seconds += norms * (2.0 * h / split * byte_s + rates.launch_s)
-    if run.recomputes("mla_up_proj") and run.latent is not None:
+    if run.recomputes("mla_up_proj") and run.latent is not None and run.has_attention:
         _, queries, _, keys, _ = products(run)
         rotated = 2.0 * run.shape.num_attention_heads / tp * run.latent.qk_pos_emb_head_dim
         seconds += rates.gemm_s(t, *queries) + rates.gemm_s(t, *keys) + 2.0 * rotated * byte_s
+    if not run.has_ffn:
+        return seconds
     if experts is None:
         ffn = run.shape.ffn_hidden_size / tp
         return seconds + (_ffn_s(run, rates, ffn, byte_s) if run.recomputes("mlp") else 0.0)
@@ -404,8 +411,9 @@ def _modules_s(
         products_of_experts, width, permuted = _experts(run, rates, experts)
         passes = permuted * constants.elementwise / rates.memory
         product_s = sum(part.forward_s for part in products_of_experts)
-        # A layer's launches count its experts' as much as the rest.
-        return seconds + product_s + _activation(run) * width * byte_s + passes + times.launch.forward_s / 2
+        # A layer's launches count its experts' as much as those of attention and an FFN together.
+        launch_s = times.launch.forward_s / run.num_launches(has_experts=True)
+        return seconds + product_s + _activation(run) * width * byte_s + passes + launch_s
     if run.recomputes("moe_act"):
         seconds += _activation(run) * _routed_width(run, experts) * byte_s + rates.launch_s
     if run.recomputes("shared_experts") and shared_ffn:

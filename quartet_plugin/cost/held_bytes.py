@@ -30,11 +30,9 @@ class HeldProduct(NamedTuple):
 def layer_products(run: TrainingRun, *, experts: Experts | None) -> list[HeldProduct]:
     """The products of one layer, with a dense FFN or with `experts`."""
     h, tp = run.shape.hidden_size, run.layout.tensor_parallel
-    attention = compute.products(run)
-    *columns, row = attention
-    names = ("qkv",) if run.latent is None else ("q_down", "q_up", "kv_down", "kv_up")
-    held = [_column(run, name, *sizes) for name, sizes in zip(names, columns, strict=True)]
-    held.append(_held(run, "proj", row[1], row[0]))
+    held = _attention(run) if run.has_attention else []
+    if not run.has_ffn:
+        return held
     if experts is None:
         return _cut(run, held + _ffn(run, "fc", run.shape.ffn_hidden_size / tp))
     # A token's copies lie on the ranks of its experts, whole on each that shares one.
@@ -47,6 +45,13 @@ def layer_products(run: TrainingRun, *, experts: Experts | None) -> list[HeldPro
     if not experts.shared_ffn_hidden_size:
         return held + routed
     return held + routed + _ffn(run, "shared_fc", experts.shared_ffn_hidden_size / tp)
+
+
+def _attention(run: TrainingRun) -> list[HeldProduct]:
+    *columns, row = compute.products(run)
+    names = ("qkv",) if run.latent is None else ("q_down", "q_up", "kv_down", "kv_up")
+    held = [_column(run, name, *sizes) for name, sizes in zip(names, columns, strict=True)]
+    return [*held, _held(run, "proj", row[1], row[0])]
 
 
 def _cut(run: TrainingRun, held: list[HeldProduct]) -> list[HeldProduct]:

@@ -6,8 +6,9 @@ how many microbatches are held. Sizes are bytes.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, compress
 
 import numpy as np
 
@@ -113,40 +114,38 @@ def capacity_bytes_of(available_bytes: float) -> float:
     return (available_bytes + CONTEXT_BYTES) / USABLE
 
 
-def _layer_weights(run: TrainingRun) -> tuple[float, float, float]:
-    """Weights of one rank in a dense layer, in one with experts beside them, and in its experts."""
+def layer_weights(run: TrainingRun, *, experts: Experts | None) -> Weights:
+    """The parameters of one rank in a layer with a dense FFN, or with `experts`."""
     shape, layout = run.shape, run.layout
     tp, h = layout.tensor_parallel, shape.hidden_size
     width = 3 if shape.gated_ffn else 2
-    common = sum(n * k for n, k in compute.products(run)) + 4 * h
-    dense = common + width * h * shape.ffn_hidden_size / tp
-    shared = routed = 0.0
-    if run.experts:
-        e = run.experts
-        shared = common + width * h * e.shared_ffn_hidden_size / tp + e.num_experts * h
-        routed = width * h * e.ffn_hidden_size / run.expert_shards * e.num_experts / layout.expert_parallel
-    return dense, shared, routed
+    common = sum(n * k for n, k in compute.products(run)) + 2 * run.num_sublayers * h
+    if not run.has_ffn:
+        return Weights(num_dense=common, num_expert=0.0)
+    if experts is None:
+        return Weights(num_dense=common + width * h * shape.ffn_hidden_size / tp, num_expert=0.0)
+    shared = common + width * h * experts.shared_ffn_hidden_size / tp + experts.num_experts * h
+    routed = width * h * experts.ffn_hidden_size / run.expert_shards * experts.num_experts
+    return Weights(num_dense=shared, num_expert=routed / layout.expert_parallel)
 
 
 def weights_of_stages(run: TrainingRun) -> list[Weights]:
     """The parameters of each stage on one rank, tensor and expert parallel shards taken."""
     shape, tp, h = run.shape, run.layout.tensor_parallel, run.shape.hidden_size
-    dense, shared, routed = _layer_weights(run)
+    layers = [layer_weights(alike, experts=experts) for alike, experts in run.kinds_of_layers]
     further, num_further = run.further_layers
-    further_dense, further_shared, further_routed = _layer_weights(further)
-    num_dense = run.experts.num_dense_layers if run.experts else shape.num_layers
+    further_layer = layer_weights(further, experts=further.experts)
     positions = shape.max_position_embeddings * (shape.position_embedding == "learned_absolute")
     vocabulary = shape.vocab_size * h / tp
-    kinds: dict[tuple[int, int, bool, bool, bool], Weights] = {}
+    kinds: dict[tuple[tuple[int, ...], bool, bool, bool], Weights] = {}
     stages: list[Weights] = []
-    first, last = 0, len(run.layers_per_stage) - 1
+    last = len(run.layers_per_stage) - 1
     mtp_stage = last - run.is_mtp_before_last
-    for stage, count in enumerate(run.layers_per_stage):
-        plain = max(0, min(count, num_dense - first))
-        first += count
-        kind = (plain, count, stage == 0, stage == mtp_stage, stage == last)
+    for stage, counts in enumerate(run.layer_counts):
+        kind = (counts, stage == 0, stage == mtp_stage, stage == last)
         if kind not in kinds:
-            total = plain * dense + (count - plain) * shared
+            held = list(zip(counts, layers, strict=True))
+            total = sum(count * layer.num_dense for count, layer in held)
             if stage == 0:
                 total += vocabulary + h * positions
             if stage == last and not (stage == 0 and shape.tied_embeddings):
@@ -155,10 +154,10 @@ def weights_of_stages(run: TrainingRun) -> list[Weights]:
             if mtp and stage > 0 and not (stage == last and shape.tied_embeddings):
                 # A second copy of the embedding, of the further tokens.
                 total += vocabulary
-            each = further_shared if further.experts else further_dense
-            total += mtp * (2.0 * h * h / tp + num_further * each)
-            experts = (count - plain) * routed + mtp * num_further * further_routed
-            kinds[kind] = Weights(num_dense=total, num_expert=experts)
+            total += mtp * (2.0 * h * h / tp + num_further * further_layer.num_dense)
+            routed = sum(count * layer.num_expert for count, layer in held)
+            routed += mtp * num_further * further_layer.num_expert
+            kinds[kind] = Weights(num_dense=total, num_expert=routed)
         stages.append(kinds[kind])
     return stages
 
@@ -169,10 +168,10 @@ def layer_activation_bytes(run: TrainingRun, *, experts: Experts | None) -> floa
     t, tp, h = run.tokens_per_microbatch, layout.tensor_parallel, shape.hidden_size
     split = tp if layout.sequence_parallel else 1
     masks = 1.0 if run.software.has_dropout else 0.0
-    # Two norms, and their outputs to the products (gathered again from their shard).
+    # Norms, and their outputs to the products (gathered again from their shard).
     size = float(run.element_bytes)
-    outside = 2 * (_norm_bytes(run) + (size + masks) * h) / split
-    inner = _attention_bytes(run)
+    outside = run.num_sublayers * (_norm_bytes(run) + (size + masks) * h) / split
+    inner = _attention_bytes(run) if run.has_attention else 0.0
     return t * (outside + inner) + _ffn_module_bytes(run, experts=experts)
 
 
@@ -245,34 +244,24 @@ def _states(run: TrainingRun, dense: float, expert: float) -> tuple[float, float
 
 def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
     """Bytes each stage keeps of a microbatch, before and after its input gradient."""
-    shape, layout = run.shape, run.layout
-    dense = layer_activation_bytes(run, experts=None)
-    moe = layer_activation_bytes(run, experts=run.experts) if run.experts else dense
-    num_dense = run.experts.num_dense_layers if run.experts else shape.num_layers
+    layout = run.layout
     split = layout.tensor_parallel if layout.sequence_parallel else 1
-    boundary = run.element_bytes * run.tokens_per_microbatch * shape.hidden_size / split
-    held_dense = held_bytes.layer_bytes(run, experts=None)
-    held_moe = held_bytes.layer_bytes(run, experts=run.experts) if run.experts else held_dense
-    if run.layout.recompute == "selective":
-        dense, moe = (
-            _kept_bytes(run, layer, boundary, experts=experts)
-            for layer, experts in ((dense, None), (moe, run.experts))
-        )
-    further, further_held = moe, held_moe
+    boundary = run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size / split
+    kinds = run.kinds_of_layers
+    kept = [_layer_kept_bytes(alike, boundary, experts=experts) for alike, experts in kinds]
+    waiting = [held_bytes.layer_bytes(alike, experts=experts) for alike, experts in kinds]
+    further, further_held = kept[-1], waiting[-1]
     if run.mtp_depth is not None:
         further, further_held = _bytes_of_depth(run, boundary)
-    stages, held, first = [], [], 0
+    stages, held = [], []
     boundaries = 2 if run.software.keeps_stage_outputs else 1
-    for count in run.layers_per_stage:
-        plain = max(0, min(count, num_dense - first))
-        first += count
-        repeated = _num_repeated(run, count)
-        # Block recompute begins with a stage's first layers.
-        repeated_plain = min(plain, repeated)
-        layers = (plain - repeated_plain) * dense + (count - plain - repeated + repeated_plain) * moe
+    num_repeated = [_num_repeated(run, count) for count in run.layers_per_stage]
+    wholes = _layers_behind(run, num_repeated)
+    for counts, whole, repeated in zip(run.layer_counts, wholes, num_repeated, strict=True):
+        layers = sum(num * each for num, each in zip(whole, kept, strict=True))
         inputs = math.ceil(repeated / run.recomputed_together)
         stages.append(layers + (inputs + boundaries) * boundary)
-        held.append(plain * held_dense + (count - plain) * held_moe)
+        held.append(sum(num * each for num, each in zip(counts, waiting, strict=True)))
     # The output of the last norm, which the head's weight gradient needs.
     norm_stage = -2 if run.is_mtp_before_last else -1
     stages[norm_stage] += boundary + run.mtp_layers * _further_token_bytes(run, boundary, layer=further)
@@ -283,8 +272,11 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
         saved = run.tokens_per_microbatch * plain_operations.norm_bytes(run) / split
         # Of the last norm the input is counted as the stage's output.
         stages[norm_stage] += saved - boundary
-        mask = plain_operations.mask_bytes(run)
-        stages = [kept + mask * (count > 0) for kept, count in zip(stages, run.layers_per_stage, strict=True)]
+        mask, has_mask = plain_operations.mask_bytes(run), [alike.has_attention for alike, _ in kinds]
+        stages = [
+            num_bytes + mask * any(count > 0 for count in compress(counts, has_mask))
+            for num_bytes, counts in zip(stages, run.layer_counts, strict=True)
+        ]
     head = held_bytes.head_product(run).total_bytes
     joined = held_bytes.joined_product(run).total_bytes
     if run.is_mtp_before_last:
@@ -296,15 +288,31 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
     return np.array(stages), np.array(held) * (run.layout.recompute != "full")
 
 
+def _layers_behind(run: TrainingRun, num_repeated: Sequence[int]) -> list[tuple[int, ...]]:
+    """The layers of each kind on each stage that are not repeated: recompute begins with its first ones."""
+    ends = list(accumulate(run.layers_per_stage))
+    firsts = [
+        end - count + repeated
+        for end, count, repeated in zip(ends, run.layers_per_stage, num_repeated, strict=True)
+    ]
+    return run.layers_between(firsts, ends)
+
+
+def _layer_kept_bytes(run: TrainingRun, boundary: float, *, experts: Experts | None) -> float:
+    """Bytes that one layer keeps of one microbatch where full recompute repeats it not."""
+    layer = layer_activation_bytes(run, experts=experts)
+    if run.layout.recompute != "selective":
+        return layer
+    return _kept_bytes(run, layer, boundary, experts=experts)
+
+
 def _bytes_of_depth(run: TrainingRun, boundary: float) -> tuple[float, float]:
     """Bytes that the layers of a hybrid model's depth of multi-token prediction keep of a microbatch.
 
     Before and after their input gradients, as `stage_activations` has them.
     """
     further, count = run.further_layers
-    layer = layer_activation_bytes(further, experts=further.experts)
-    if run.layout.recompute == "selective":
-        layer = _kept_bytes(further, layer, boundary, experts=further.experts)
+    layer = _layer_kept_bytes(further, boundary, experts=further.experts)
     return count * layer, count * held_bytes.layer_bytes(further, experts=further.experts)
 
 
@@ -350,7 +358,7 @@ def _recomputed_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
     if run.recomputes("layernorm"):
         split = tp if run.layout.sequence_parallel else 1
         again += run.num_norm_modules(has_experts=experts is not None) * t * _norm_bytes(run) / split
-    if run.recomputes("mla_up_proj") and run.latent is not None:
+    if run.recomputes("mla_up_proj") and run.latent is not None and run.has_attention:
         mla = run.latent
         wide = mla.qk_head_dim + mla.qk_pos_emb_head_dim
         again += t * size * run.shape.num_attention_heads / tp * (2 * wide + mla.v_head_dim)
@@ -367,6 +375,8 @@ def _recomputed_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
 
 def attention_bytes_again(run: TrainingRun) -> float:
     """Bytes of one layer that the recompute of attention's inner part makes again."""
+    if not run.has_attention:
+        return 0.0
     scores = _scores_bytes(run)
     if not run.software.plain_operations or run.latent is not None:
         return scores
@@ -377,6 +387,8 @@ def attention_bytes_again(run: TrainingRun) -> float:
 def _ffn_module_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
     """Bytes that a layer's dense FFN keeps of one microbatch beside its input, or its `experts`."""
     tp, size = run.layout.tensor_parallel, float(run.element_bytes)
+    if not run.has_ffn:
+        return 0.0
     if experts is None:
         return run.tokens_per_microbatch * _ffn_bytes(run, run.shape.ffn_hidden_size / tp)
     # Devices that share an expert hold its tokens whole, each of them.
@@ -441,9 +453,8 @@ def _ffn_bytes(run: TrainingRun, ffn: float) -> float:
 def _temporary(run: TrainingRun, *, has_embedding: bool, is_last: bool) -> float:
     """Bytes of buffers: weight gradients or placeholders, a layer's gradients, logits, buckets."""
     shape, tp, t = run.shape, run.layout.tensor_parallel, run.tokens_per_microbatch
-    sizes = [*compute.products(run)]
-    width = shape.ffn_hidden_size / tp
-    sizes += compute.ffn_products(shape.hidden_size, width, is_gated=shape.gated_ffn)
+    sizes = _product_sizes(run)
+    width = max(alike.shape.ffn_hidden_size for alike, _ in run.kinds_of_layers) / tp
     element = float(run.element_bytes)
     gradients = 0.0
     if run.software.gradient_placeholders:
@@ -458,7 +469,7 @@ def _temporary(run: TrainingRun, *, has_embedding: bool, is_last: bool) -> float
     backward = element * t * (2 * width * (2 if shape.gated_ffn else 1))
     if run.layout.recompute == "full":
         backward += run.recomputed_together * max(
-            layer_activation_bytes(run, experts=experts) for experts in _kinds_of_layers(run)
+            layer_activation_bytes(alike, experts=experts) for alike, experts in run.kinds_of_layers
         )
     elif run.recomputes("moe") and run.experts is not None:
         backward += _ffn_module_bytes(run, experts=run.experts)
@@ -468,11 +479,13 @@ def _temporary(run: TrainingRun, *, has_embedding: bool, is_last: bool) -> float
     return gradients + max(backward, logits) + run.software.bucket_bytes + _gathered_bytes(run)
 
 
-def _kinds_of_layers(run: TrainingRun) -> list[Experts | None]:
-    """The experts of each kind of layer, None of a dense one."""
-    if run.experts is None:
-        return [None]
-    return [None, run.experts] if run.experts.num_dense_layers else [run.experts]
+def _product_sizes(run: TrainingRun) -> list[tuple[float, float]]:
+    """(out, in) sizes of a layer's products with a dense FFN; of a hybrid model's kinds each once."""
+    if not run.kinds:
+        width = run.shape.ffn_hidden_size / run.layout.tensor_parallel
+        ffn = compute.ffn_products(run.shape.hidden_size, width, is_gated=run.shape.gated_ffn)
+        return [*compute.products(run), *(ffn if run.has_ffn else [])]
+    return list(dict.fromkeys(size for alike, _ in run.kinds_of_layers for size in _product_sizes(alike)))
 
 
 def _gathered_bytes(run: TrainingRun) -> float:

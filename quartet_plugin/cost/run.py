@@ -6,9 +6,18 @@ field.
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import accumulate
 from typing import Literal
 
 from quartet_plugin.cost.devices import DeviceSpec
+from quartet_plugin.cost.layer_kinds import (
+    LayerKind,
+    PricedLayers,
+    Sublayers,
+    layers_before,
+    letters_of,
+    sequence_of,
+)
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.job_description import Experts, LatentAttention, mean_layers
@@ -289,6 +298,62 @@ class TrainingRun:
     """Tokens of the fullest device of an expert group, over the mean."""
     normalization: str | None = None
     """The norms by Megatron's name; None where it is not known."""
+    kinds: tuple[LayerKind, ...] = ()
+    """The kinds of a hybrid model's layers; none where layers are alike but for experts."""
+    pattern: str = ""
+    """The letter of each layer of a hybrid model, by `kinds`."""
+    sublayers: Sublayers = Sublayers.BOTH
+    """What every layer has where there are no kinds."""
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether each layer has attention."""
+        return self.sublayers is not Sublayers.FFN
+
+    @property
+    def has_ffn(self) -> bool:
+        """Whether each layer has an FFN or experts."""
+        return self.sublayers is not Sublayers.ATTENTION
+
+    @property
+    def num_sublayers(self) -> int:
+        """The parts of a layer, each with a norm, a residual sum and tensor-parallel collectives."""
+        return self.has_attention + self.has_ffn
+
+    def num_launches(self, *, has_experts: bool) -> float:
+        """The kernels of a layer, in those of attention and a dense FFN together, which have half each.
+
+        Experts have as many as both.
+        """
+        return self.num_sublayers / 2 + has_experts
+
+    @property
+    def kinds_of_layers(self) -> tuple[tuple["TrainingRun", Experts | None], ...]:
+        """A run whose layers are all of one kind, and their experts, for each kind of layers."""
+        if self.kinds:
+            return tuple((self._of_kind(kind), kind.experts) for kind in self.kinds)
+        if self.experts is not None and self.experts.num_dense_layers:
+            return (self, None), (self, self.experts)
+        return ((self, self.experts),)
+
+    def _of_kind(self, kind: LayerKind) -> "TrainingRun":
+        return replace(
+            self, shape=kind.shape, experts=kind.experts, sublayers=kind.sublayers, kinds=(), pattern=""
+        )
+
+    @property
+    def layer_counts(self) -> list[tuple[int, ...]]:
+        """The layers of each of the `kinds_of_layers` on each stage."""
+        edges = [0, *accumulate(self.layers_per_stage)]
+        return self.layers_between(edges[:-1], edges[1:])
+
+    def layers_between(self, firsts: list[int], ends: list[int]) -> list[tuple[int, ...]]:
+        """The layers of each of the `kinds_of_layers` from each of `firsts` on, before each of `ends`."""
+        letters = letters_of(self.experts, self.kinds)
+        if len(letters) == 1:
+            return [(end - first,) for first, end in zip(firsts, ends, strict=True)]
+        before = layers_before(sequence_of(sum(self.layers_per_stage), self.experts, self.pattern), letters)
+        return [tuple(counts) for counts in (before[:, ends] - before[:, firsts]).T.tolist()]
 
     @property
     def has_narrow_products(self) -> bool:
@@ -341,7 +406,9 @@ class TrainingRun:
         if self.mtp_depth is None:
             return self, 1
         depth = self.mtp_depth
-        return replace(self, shape=depth.shape, experts=depth.experts), depth.num_layers
+        shape = replace(depth.shape, num_layers=self.shape.num_layers)
+        further = replace(self, shape=shape, experts=depth.experts, latent=None, kinds=(), pattern="")
+        return further, depth.num_layers
 
     @property
     def embedding_stage(self) -> int:
@@ -373,7 +440,9 @@ class TrainingRun:
         Transformer Engine has a norm inside of the product behind it: not before latent attention, and not
         before experts.
         """
-        return 2 if self.software.plain_operations else (self.latent is not None) + has_experts
+        if self.software.plain_operations:
+            return self.num_sublayers
+        return (self.has_attention and self.latent is not None) + has_experts
 
     @property
     def has_rms_norms(self) -> bool:
@@ -501,16 +570,30 @@ def run_of(
     )
 
 
+def with_layers(run: TrainingRun, layers: PricedLayers) -> TrainingRun:
+    """The run with the layers of a model; its split has as many."""
+    return replace(
+        run,
+        experts=layers.experts,
+        latent=layers.latent,
+        kinds=layers.kinds,
+        pattern=layers.pattern,
+    )
+
+
 def mtp_depth_of(shape: ModelShape, experts: Experts | None, kinds: LayerKinds | None) -> MtpDepth | None:
     """A depth of multi-token prediction with layers of `kinds`, beside a model of `shape` and `experts`.
 
-    None without kinds: then a depth is a layer as the model's last one is.
+    Without kinds it is a mean layer of a hybrid model, of another (None) a layer as the last one is.
     """
+    if kinds is None and shape.pattern:
+        mean, routed = mean_layers(shape, experts)
+        return MtpDepth(num_layers=1, shape=mean, experts=routed)
     if kinds is None:
         return None
     count = kinds.num_layers
     mean, routed = mean_layers(replace(shape, num_layers=count, layer_kinds=kinds), experts)
-    return MtpDepth(num_layers=count, shape=replace(mean, num_layers=shape.num_layers), experts=routed)
+    return MtpDepth(num_layers=count, shape=mean, experts=routed)
 
 
 def schedule_kind(choice: ScheduleChoice) -> ScheduleKind:

@@ -32,6 +32,7 @@ from quartet_plugin.model.megatron_arguments import (
 )
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.schema import dump
+from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.rank.mapping import assign, gather_processes, table_of
 from quartet_plugin.rank.nccl import keep_devices
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
@@ -125,7 +126,7 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
     layout = layout_of(user, world_size=world_size)
     batch = user.global_batch_size or user.micro_batch_size * layout.data_parallel
     # The tokenizer decides the vocabulary, so it is compared when Megatron has built that.
-    shape = dump(shape_of(user, vocab_size=made_for.shape.vocab_size))
+    shape = dump(_comparable_shape(user, made_for.shape))
     made_for.check_same_job(
         {
             "framework": FRAMEWORK,
@@ -145,6 +146,15 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
             raise PlanError(
                 f"shape.{name}: {getattr(plan.shape, name)}; a plan may change only width and depth"
             )
+
+
+def _comparable_shape(args: Namespace, planned: ModelShape) -> ModelShape:
+    """The arguments' shape with the plan's vocabulary.
+
+    Plans of releases before shapes had the order of a hybrid model's layers are compared without it.
+    """
+    shape = shape_of(args, vocab_size=planned.vocab_size)
+    return shape if planned.pattern else shape.without_pattern
 
 
 def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -335,7 +345,7 @@ def check_result(plan: Plan, args: Namespace) -> None:
     for setting in plan.layout.settings or ():
         layout = layout.with_setting(setting.name, setting_knob(setting).read(args))
     written = {
-        "shape": shape_of(args, vocab_size=plan.shape.vocab_size),
+        "shape": _comparable_shape(args, plan.shape),
         "layout": layout,
         "split": split_of(args),
         "schedule": schedule_of(args),

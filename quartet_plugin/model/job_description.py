@@ -131,7 +131,7 @@ def mean_layers(shape: ModelShape, experts: Experts | None) -> tuple[ModelShape,
     kinds = shape.layer_kinds
     if kinds is None or experts is None or not kinds.experts:
         return shape.mean, experts if kinds is None else None
-    others = replace(shape, layer_kinds=replace(kinds, experts=0)).mean
+    others = replace(shape, layer_kinds=replace(kinds, experts=0, pattern=None)).mean
     share = kinds.experts / shape.num_layers
     per_token = max(1, round(share * experts.experts_per_token))
     width = max(1, round(share * experts.experts_per_token * experts.ffn_hidden_size / per_token))

@@ -16,7 +16,7 @@ from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.job_description import Experts, LatentAttention, words_of_model
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.plan import ScheduleChoice, ScheduleName, Split
-from quartet_plugin.model.shape import MAX_LAYERS, LayerKinds, ModelShape, PositionEmbedding
+from quartet_plugin.model.shape import LETTERS, MAX_LAYERS, LayerKinds, ModelShape, PositionEmbedding
 
 # Far more than the layers and stages of any model, written out.
 _MAX_LAYOUT = 8 * MAX_LAYERS
@@ -76,6 +76,9 @@ LINEAR_ATTENTION_HEADS = "linear_attention_heads"
 
 # The back ends of Megatron's flex dispatcher that a plan may have.
 FLEX_BACKENDS = ("deepep", "hybridep")
+
+# The letters of a pattern by the kinds of their layers; all others are MLPs.
+_LETTERS_OF = {"attention": "*D+", "experts": "E", "state_space": "MG"}
 
 # Parts of a layer that Megatron captures in CUDA graphs and whose share of its kernels is known.
 GRAPHED_PARTS = ("attn", "mlp", "moe_router", "moe_preprocess")
@@ -184,7 +187,16 @@ def _layer_kinds(args: Namespace) -> LayerKinds | None:
     Sizes of state-space layers are as mamba_mixer.py has them.
     """
     segments = _hybrid_segments(args)
-    return None if segments is None else _kinds_of("".join(segments), args)
+    if segments is None:
+        return None
+    layers = "".join(segments)
+    return _kinds_of(layers, args).with_pattern("".join(map(_letter_of, layers)))
+
+
+def _letter_of(layer: str) -> str:
+    """The letter of a layer's kind: several of Megatron's letters are one kind, and all others are MLPs."""
+    name = next((name for name, letters in _LETTERS_OF.items() if layer in letters), "mlp")
+    return LETTERS[name]
 
 
 def mtp_kinds_of(args: Namespace) -> LayerKinds | None:
@@ -205,7 +217,7 @@ def _further_pattern(args: Namespace) -> str:
 
 def _kinds_of(layers: str, args: Namespace) -> LayerKinds:
     """Layers by their letters, with the sizes of state-space layers that the arguments say."""
-    attention, state_space = (sum(map(layers.count, letters)) for letters in ("*D+", "MG"))
+    attention, experts, state_space = (sum(map(layers.count, letters)) for letters in _LETTERS_OF.values())
     head_size, groups = (
         int(_optional(args, f"mamba_{name}") or usual)
         for name, usual in (("head_dim", 64), ("num_groups", 8))
@@ -214,8 +226,8 @@ def _kinds_of(layers: str, args: Namespace) -> LayerKinds:
     state_size = int(_optional(args, "mamba_state_dim") or 128)
     return LayerKinds(
         attention=attention,
-        mlp=len(layers) - attention - state_space - layers.count("E"),
-        experts=layers.count("E"),
+        mlp=len(layers) - attention - state_space - experts,
+        experts=experts,
         state_space=state_space,
         state_space_heads=heads if state_space else 0,
         state_space_groups=groups if state_space else 0,

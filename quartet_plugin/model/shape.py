@@ -7,7 +7,7 @@ from functools import cache
 from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.schema import ADDED, Bounds, record
+from quartet_plugin.model.schema import ADDED, Bounds, Length, record
 
 # The most of each size: far above any transformer, and what every command reckons with in moments.
 MAX_LAYERS = 16_384
@@ -27,6 +27,9 @@ MAX_SIZES = {
 # The coarsest multiple to which an FFN's size is rounded.
 _FFN_MULTIPLE = 256
 
+# The letters of a hybrid model's pattern, by the names of `LayerKinds`.
+LETTERS = {"attention": "*", "mlp": "-", "experts": "E", "state_space": "M"}
+
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 _Count = Annotated[int, Bounds(ge=0, le=MAX_LAYERS)]
 _Size = Annotated[int, Bounds(ge=0, le=2**40)]
@@ -37,7 +40,8 @@ class LayerKinds:
     """How many of a hybrid model's layers are of each kind; attention and MLP make one transformer layer.
 
     The state-space layers have heads and groups of them, and projections that read or write `projected_size`
-    values a token together, beside those of the hidden size.
+    values a token together, beside those of the hidden size. `pattern` has the layers in their order, by
+    `LETTERS`; None where the order is not known. Raises ConfigError for a pattern of other counts.
     """
 
     attention: _Count
@@ -47,11 +51,28 @@ class LayerKinds:
     state_space_heads: _Size = 0
     state_space_groups: _Size = 0
     projected_size: _Size = 0
+    pattern: Annotated[str, Length(most=MAX_LAYERS)] | None = field(default=None, metadata=ADDED)
+
+    def __post_init__(self) -> None:
+        if self.pattern is None:
+            return
+        counts = {name: self.pattern.count(letter) for name, letter in LETTERS.items()}
+        counted = {name: getattr(self, name) for name in LETTERS}
+        if sum(counts.values()) != len(self.pattern) or counts != counted:
+            raise ConfigError(
+                f"layer_kinds.pattern: {self.pattern[:60]!r}; must have the counted layers of each kind, "
+                f"written in {' '.join(LETTERS.values())}"
+            )
 
     @property
     def num_layers(self) -> int:
         """The layers of all kinds together."""
         return self.attention + self.mlp + self.experts + self.state_space
+
+    def with_pattern(self, pattern: str) -> "LayerKinds":
+        """Layers of the same sizes in the order of another pattern."""
+        counts = {name: pattern.count(letter) for name, letter in LETTERS.items()}
+        return replace(self, **counts, pattern=pattern)
 
 
 @record
@@ -134,6 +155,27 @@ class ModelShape:
         Experts count as an FFN, a state-space layer as the FFN that has as many weights as its projections.
         """
         return self if self.layer_kinds is None else _mean_of(self, self.layer_kinds)
+
+    @property
+    def pattern(self) -> str | None:
+        """The layers of a hybrid model in their order; None for another model, or where it is not known.
+
+        It is not known of a shape with another depth than its pattern.
+        """
+        kinds = self.layer_kinds
+        return None if kinds is None or kinds.num_layers != self.num_layers else kinds.pattern
+
+    @property
+    def without_pattern(self) -> "ModelShape":
+        """The shape without the order of a hybrid model's layers."""
+        kinds = self.layer_kinds
+        return self if kinds is None else replace(self, layer_kinds=replace(kinds, pattern=None))
+
+    def with_pattern(self, pattern: str) -> "ModelShape":
+        """A hybrid model with the layers of another pattern."""
+        assert self.layer_kinds is not None, "the layers of a hybrid model have kinds"
+        kinds = self.layer_kinds.with_pattern(pattern)
+        return replace(self, num_layers=len(pattern), layer_kinds=kinds)
 
     @property
     def matrix_parameters_per_layer(self) -> int:

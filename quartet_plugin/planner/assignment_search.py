@@ -6,7 +6,7 @@ Megatron's stock orders, so the result is never predicted slower than either of 
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -27,7 +27,7 @@ from quartet_plugin.model.costs import Costs, FloatArray, LayerCost
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import STOCK
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.planner.bound_units import small_run
+from quartet_plugin.planner.bound_units import jobs_of_kinds, layers_before_of, small_run
 from quartet_plugin.planner.bounds import EXTRAPOLATION
 from quartet_plugin.planner.closed_form import solve_step, step_costs, step_s
 from quartet_plugin.planner.job import PlanRequest
@@ -35,6 +35,7 @@ from quartet_plugin.planner.limited_orders import limited_orders_of, requested_o
 from quartet_plugin.planner.table_schedules import has_v_placement
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.split.entries import balanced_entries
+from quartet_plugin.split.kinds import KindLoads, balanced_by_kinds, least_by_stage
 from quartet_plugin.split.layers import layers_of
 
 # Rounds of solving the mapping for a split and the split for a mapping.
@@ -460,6 +461,13 @@ def balanced_split(
     """The balanced split when pipeline rank k is `slowdowns[k]` times slower [pp]."""
     if layout.num_stages == 1:
         return (shape.num_layers,)
+    pp = layout.pipeline_parallel
+    is_v = schedule is not None and has_v_placement(schedule)
+    placement = places.v_shape(pp) if is_v else places.loop(pp, layout.virtual_stages)
+    if shape.pattern:
+        return _balanced_by_kinds(
+            job, shape, layout, constants, np.asarray(slowdowns)[list(placement)], placement
+        )
     first, layer, last = _layer_seconds(job, shape, layout, constants)
     costs = Costs(
         num_devices=layout.pipeline_parallel,
@@ -475,10 +483,30 @@ def balanced_split(
         weight_grad_held_fraction=1.0,
         backward_fused_s=None,
     )
-    is_v = schedule is not None and has_v_placement(schedule)
-    pp = layout.pipeline_parallel
-    placement = places.v_shape(pp) if is_v else places.loop(pp, layout.virtual_stages)
     return layers_of(balanced_entries(costs, placement))
+
+
+def _balanced_by_kinds(
+    job: PlanRequest,
+    shape: ModelShape,
+    layout: Layout,
+    constants: Constants,
+    slowdowns: FloatArray,
+    placement: Sequence[int],
+) -> tuple[int, ...]:
+    """The balanced split of a hybrid model's pattern, whose stages are `slowdowns` [S] times slower."""
+    jobs = list(jobs_of_kinds(job, shape))
+    seconds = [_layer_seconds(*alike, layout, constants) for alike in jobs]
+    fixed = np.zeros(len(placement))
+    fixed[0] += seconds[0][0]
+    fixed[-1] += seconds[0][2]
+    loads = KindLoads(
+        fixed=fixed * slowdowns,
+        layer=np.array([layer for _, layer, _ in seconds])[:, None] * slowdowns,
+        before=layers_before_of(job, shape),
+        placement=placement,
+    )
+    return balanced_by_kinds(loads, least_by_stage(len(placement), shape.num_layers))
 
 
 def _layer_seconds(

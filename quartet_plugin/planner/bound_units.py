@@ -5,7 +5,7 @@ of their values by the cost model itself.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from quartet_plugin.cost.compute import MEMORY_RATE
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.step import OPTIMIZER_BYTES
 from quartet_plugin.cost.iteration.terms import COMPUTE, unit_parts
+from quartet_plugin.cost.layer_kinds import layers_before, letters_of, priced_layers, sequence_of
 from quartet_plugin.cost.memory import (
     HALF,
     attention_bytes_again,
@@ -44,6 +45,9 @@ from quartet_plugin.planner.layout_table import (
 )
 from quartet_plugin.planner.table_rows import layout_of, unique_rows
 
+# Stages of the runs that units are read from: the first, an inner one, the last.
+_SMALL_STAGES = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRows:
@@ -53,25 +57,36 @@ class UnitRows:
     6 and 7: bytes kept a microbatch, and a stage's boundary. 8 and 9: bytes of weights, gradients and
     optimizer state, and the embedding's. 10 and 11: seconds that selective and full recompute repeat.
     12 and 13: dense and expert weights. 14 and 15: seconds of computation, and those that both ends add.
-    16: of 6, the bytes that selective recompute of the attention's inner part makes again.
+    16: of 6, the bytes that selective recompute of the attention's inner part leaves.
 
-    `kinds` are those of the layers before `num_dense` and of the others where they differ, and `least` the
-    smaller of both.
+    `kinds` are those of each kind of layers, and `least` the smallest of all. `before` [num_kinds, num_layers
+    + 1] are the layers of each kind before each layer, and in all. `is_hybrid`: the model's pattern has them
+    in any order.
     """
 
     least: FloatArray
     kinds: tuple[FloatArray, ...]
-    num_dense: int
+    before: IntArray
+    is_hybrid: bool
+
+    @property
+    def totals(self) -> list[int]:
+        """All layers of each kind."""
+        totals: list[int] = self.before[:, -1].tolist()
+        return totals
+
+    def summed(self, quantity: Callable[[FloatArray], FloatArray]) -> FloatArray:
+        """A quantity of a layer [rows], summed over all layers of the model."""
+        kinds = zip(self.kinds, self.totals, strict=True)
+        return sum((num * quantity(kind) for kind, num in kinds), start=np.zeros(len(self.least)))
 
     def of_split(
         self, rows: IntArray, split: tuple[int, ...], pp: int, *, is_v_placement: bool
     ) -> "SplitUnits":
         """The units of some rows that have one split."""
         counts = np.array(split, dtype=np.int64)
-        each = [counts]
-        if len(self.kinds) > 1:
-            dense = np.clip(self.num_dense - (np.cumsum(counts) - counts), 0, counts)
-            each = [dense, counts - dense]
+        ends = np.cumsum(counts)
+        each = self.before[:, ends] - self.before[:, ends - counts]
         return SplitUnits(
             units=self.least[rows],
             kinds=tuple(kind[rows] for kind in self.kinds),
@@ -163,9 +178,7 @@ def row_inputs(
 
     first = parts[0][1][0]
     kinds = [joined(units.kinds[kind] for _, (units, _, _) in parts) for kind in range(len(first.kinds))]
-    units = UnitRows(
-        least=joined(units.least for _, (units, _, _) in parts), kinds=tuple(kinds), num_dense=first.num_dense
-    )
+    units = replace(first, least=joined(units.least for _, (units, _, _) in parts), kinds=tuple(kinds))
     return units, joined(part[1] for _, part in parts), joined(part[2] for _, part in parts)
 
 
@@ -173,7 +186,7 @@ def _row_inputs(
     job: PlanRequest, shape: ModelShape, table: LayoutTable, constants: Constants
 ) -> tuple[UnitRows, FloatArray, FloatArray]:
     columns, units = table.columns, unit_rows(job, shape, table, constants)
-    once = once_s(job, shape, columns, units.least[:, 12], units.least[:, 13], constants)
+    once = once_s(job, shape, columns, units, constants)
     return units, transfers_s(job, shape, columns, constants), once
 
 
@@ -182,19 +195,37 @@ def unit_rows(job: PlanRequest, shape: ModelShape, layouts: LayoutTable, constan
     columns = layouts.columns
     keys, _, inverse = unique_rows(columns[:, [TP, CP, SIZE, EP, PARTITION]])
 
-    def table(job: PlanRequest) -> FloatArray:
+    def table(job: PlanRequest, shape: ModelShape) -> FloatArray:
         rows = [_unit(job, shape, key, layouts.partitions[cut], constants) for *key, cut in keys.tolist()]
         return np.array(rows).reshape(-1, 17)
 
-    if job.experts is None or job.experts.num_dense_layers == 0:
-        units = _of_rows(job, columns, table(job)[inverse])
-        return UnitRows(least=units, kinds=(units,), num_dense=0)
-    kinds = (
-        table(replace(job, experts=None)),
-        table(replace(job, experts=replace(job.experts, num_dense_layers=0))),
+    tables = [table(*alike) for alike in jobs_of_kinds(job, shape)]
+    kinds = tuple(_of_rows(job, columns, each[inverse]) for each in tables)
+    least = kinds[0] if len(kinds) == 1 else _of_rows(job, columns, np.minimum.reduce(tables)[inverse])
+    return UnitRows(
+        least=least, kinds=kinds, before=layers_before_of(job, shape), is_hybrid=bool(shape.pattern)
     )
-    dense, routed, least = (_of_rows(job, columns, each[inverse]) for each in (*kinds, np.minimum(*kinds)))
-    return UnitRows(least=least, kinds=(dense, routed), num_dense=job.experts.num_dense_layers)
+
+
+def jobs_of_kinds(job: PlanRequest, shape: ModelShape) -> Iterator[tuple[PlanRequest, ModelShape]]:
+    """Jobs and shapes whose layers are all of one kind, for each kind of layers."""
+    if shape.pattern:
+        # Without their kinds, layers of multi-token prediction are mean ones of the whole pattern.
+        job = job if job.mtp_kinds is not None else replace(job, mtp_layers=0)
+        for kind in priced_layers(shape, job.experts, job.latent).kinds:
+            yield job, shape.with_pattern(kind.letter * _SMALL_STAGES)
+        return
+    if job.experts is not None and job.experts.num_dense_layers:
+        yield replace(job, experts=None), shape
+        job = replace(job, experts=replace(job.experts, num_dense_layers=0))
+    yield job, shape
+
+
+def layers_before_of(job: PlanRequest, shape: ModelShape) -> IntArray:
+    """`UnitRows.before` of a job's model."""
+    layers = priced_layers(shape, job.experts, job.latent)
+    sequence = sequence_of(shape.num_layers, layers.experts, layers.pattern)
+    return layers_before(sequence, letters_of(layers.experts, layers.kinds))
 
 
 def _of_rows(job: PlanRequest, columns: IntArray, units: FloatArray) -> FloatArray:
@@ -208,7 +239,7 @@ def _of_rows(job: PlanRequest, columns: IntArray, units: FloatArray) -> FloatArr
     units[:, 14] += np.where(mode > 0, units[:, 10] * (has_core and has_all), 0.0)
     # Of other modules hardly more than the input may be left; layers in groups share an input.
     together = int(values.get("recompute_num_layers") or 1) if has_all else 1
-    of_core = units[:, 6] - units[:, 16] if has_core else units[:, 7]
+    of_core = units[:, 16] if has_core else units[:, 7]
     kept = [units[:, 6], of_core, units[:, 7] / together]
     units[:, 6] = np.select([mode == 0, mode == 1, mode == 2], kept)
     weight, gradient, optimizer = bytes_per_weight(job.half, job.software)
@@ -231,13 +262,13 @@ def _unit(
 ) -> list[float]:
     """A row of `UnitRows` without recompute where all layers are alike, with weights for bytes."""
     tp, cp, size, ep = key
-    layout = layout_of(tp, cp, 3, ep, size, 1, 0, 0, ep=ep, partition=partition)
+    layout = layout_of(tp, cp, _SMALL_STAGES, ep, size, 1, 0, 0, ep=ep, partition=partition)
     run = small_run(job, shape, layout)
     # A stage's time beside its layers is left out, multi-token prediction before the last stage, too.
     unit = unit_parts(replace(run, is_mtp_before_last=job.is_mtp_before_last), constants)
-    parts = unit.dense if run.experts is None else unit.routed
+    (parts,), ((alike, experts),) = unit.layers, run.kinds_of_layers
     layer, *ends = (_both_ways(Times.sum_of(part.values())) for part in (parts, unit.embedding, unit.head))
-    whole = layer_activation_bytes(run, experts=run.experts)
+    whole = layer_activation_bytes(alike, experts=experts)
     boundary = HALF * run.tokens_per_microbatch * shape.hidden_size / tp
     bare = [
         sum(part[name].total_s for name in COMPUTE if name in part)
@@ -246,7 +277,7 @@ def _unit(
     weights = weights_of_stages(run)
     sizes = [weights[1].num_total, weights[0].num_total - weights[1].num_total]
     repeated = [parts[name].forward_s for name in ("attention", "gemm", "elementwise", "launch")]
-    repeated.append(_repeated_collectives_s(run, constants))
+    repeated.append(_repeated_collectives_s(alike, constants))
     return [
         *layer,
         *ends[0],
@@ -260,13 +291,14 @@ def _unit(
         weights[1].num_expert,
         bare[0],
         bare[1] + bare[2],
-        attention_bytes_again(run),
+        whole - attention_bytes_again(alike),
     ]
 
 
 def _repeated_collectives_s(run: TrainingRun, constants: Constants) -> float:
     """Seconds of a layer's tensor-parallel collectives that full recompute repeats: ranks wait for none."""
-    pairs = 2.0 if run.experts is None else 1.0 + sum(communication.ffn_pairs(run, run.experts))
+    ffn = float(run.has_ffn) if run.experts is None else sum(communication.ffn_pairs(run, run.experts))
+    pairs = float(run.has_attention) + ffn
     return communication.tensor_parallel(run, constants)[1] * pairs / 2.0
 
 
@@ -312,26 +344,43 @@ def once_s(
     job: PlanRequest,
     shape: ModelShape,
     columns: IntArray,
-    dense: FloatArray,
-    expert: FloatArray,
+    units: UnitRows,
     constants: Constants,
 ) -> FloatArray:
-    """Exposed data-parallel traffic and the optimizer's step, of the most layers one device must hold."""
+    """Exposed data-parallel traffic and the optimizer's step, of the most weights one device must hold."""
     keys, index, inverse = unique_rows(columns[:, [TP, CP, PP, DP, SHARDED, EP]])
     memory = job.machines.device.memory_bandwidth_bytes_per_s * MEMORY_RATE
     seconds = []
     for (tp, cp, pp, dp, sharded, ep), row in zip(keys.tolist(), index.tolist(), strict=True):
-        most = -(-shape.num_layers // pp)
-        held, routed = most * float(dense[row]), most * float(expert[row])
         layout = layout_of(tp, cp, 1, dp, 1, 1, 0, sharded, ep=ep)
         run = small_run(job, shape, layout, layers_per_stage=shape.num_layers)
-        # All traffic that compute can hide is hidden: the exposed share is what is left.
-        traffic = communication.data_parallel_s(
-            run, constants, num_dense=held, num_expert=routed, forward_s=math.inf, backward_s=math.inf
-        )
-        shards, expert_shards = run.optimizer_shards
-        stepped = held / shards + routed / expert_shards
-        step = constants.optimizer * stepped * OPTIMIZER_BYTES / memory
-        seconds.append(traffic + step)
+        weights = _fullest_weights(units, row, shape.num_layers, pp)
+        seconds.append(min(_weights_s(run, constants, held, routed, memory) for held, routed in weights))
     once: FloatArray = np.array(seconds)[inverse]
     return once
+
+
+def _fullest_weights(units: UnitRows, row: int, num_layers: int, pp: int) -> list[tuple[float, float]]:
+    """Dense and expert weights, of which the fullest device has some at least.
+
+    It has a share of all weights. Of a hybrid model's experts that says little: it has the half of the share
+    in dense weights or in those of experts.
+    """
+    if not units.is_hybrid:
+        most = -(-num_layers // pp)
+        return [(most * float(units.least[row, 12]), most * float(units.least[row, 13]))]
+    kinds = list(zip(units.totals, units.kinds, strict=True))
+    share = sum(num * float(kind[row, 12:14].sum()) for num, kind in kinds) / pp
+    has_experts = any(kind[row, 13] > 0.0 for _, kind in kinds)
+    return [(share / 2, 0.0), (0.0, share / 2)] if has_experts else [(share, 0.0)]
+
+
+def _weights_s(run: TrainingRun, constants: Constants, held: float, routed: float, memory: float) -> float:
+    """Seconds once an iteration of a device with `held` dense weights and `routed` ones of experts."""
+    # All traffic that compute can hide is hidden: the exposed share is what is left.
+    traffic = communication.data_parallel_s(
+        run, constants, num_dense=held, num_expert=routed, forward_s=math.inf, backward_s=math.inf
+    )
+    shards, expert_shards = run.optimizer_shards
+    stepped = held / shards + routed / expert_shards
+    return traffic + constants.optimizer * stepped * OPTIMIZER_BYTES / memory

@@ -24,9 +24,10 @@ from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import FULL_ROUNDS
 from quartet_plugin.cost.iteration.replay import kind_blocks_on_sends
 from quartet_plugin.cost.iteration.step import contention_gain
+from quartet_plugin.cost.layer_kinds import layers_before
 from quartet_plugin.cost.run import ScheduleKind, Software
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.shape import LETTERS, ModelShape
 from quartet_plugin.planner.bound_units import SplitUnits, UnitRows, row_inputs
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import (
@@ -42,12 +43,16 @@ from quartet_plugin.planner.layout_table import (
 )
 from quartet_plugin.planner.table_rows import unique_rows
 from quartet_plugin.planner.table_schedules import KINDS, has_v_placement
+from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.named import named
+from quartet_plugin.split.kinds import KindLoads, balanced_by_kinds, least_by_stage
 from quartet_plugin.split.layers import even_split, even_split_with_ends
 
 # Rounding, and for pipelines that the cost model extrapolates the error of doing so.
 ROUNDING, EXTRAPOLATION = 1e-9, 2e-3
+# Parts of the mean layer to which a hybrid model's loads are rounded, so that many layouts share a split.
+LOAD_PARTS = 16
 # Steps of the search for the least time of whole layers.
 _HALVINGS = 24
 
@@ -105,22 +110,31 @@ class BoundInputs:
 class LowerBounds:
     """Of each layout: seconds and bytes that its prediction cannot be under, and its whole end loads.
 
-    `first` and `last` are the loads of embedding and head, rounded to whole layers.
+    `first` and `last` are the loads of embedding and head, rounded to whole layers. `loads` [rows, num_kinds
+    + 2] are those of a hybrid model's embedding, layers of each kind, and head, in 16ths of the mean layer;
+    of other models they have no columns.
     """
 
     time_s: FloatArray
     memory_bytes: FloatArray
     first: IntArray
     last: IntArray
+    loads: IntArray
     inputs: BoundInputs
 
     def split(self, job: PlanRequest, shape: ModelShape, table: LayoutTable, row: int) -> tuple[int, ...]:
         """The split that the layout of `row` is planned with."""
         pp, virtual, kind = (int(table.columns[row, column]) for column in (PP, VIRTUAL, SPLIT))
         end_loads = (int(self.first[row]), int(self.last[row]))
-        is_v = has_v_placement(table.schedule(row))
         return split_of(
-            job, shape, pp=pp, virtual=virtual, kind=kind, end_loads=end_loads, is_v_placement=is_v
+            job,
+            shape,
+            pp=pp,
+            virtual=virtual,
+            kind=kind,
+            end_loads=end_loads,
+            loads=tuple(self.loads[row].tolist()),
+            is_v_placement=has_v_placement(table.schedule(row)),
         )
 
     def of_split(self, table: LayoutTable, row: int, split: tuple[int, ...]) -> tuple[float, float]:
@@ -145,20 +159,45 @@ def split_of(
     virtual: int,
     kind: int,
     end_loads: tuple[int, int],
+    loads: tuple[int, ...] = (),
     is_v_placement: bool = False,
 ) -> tuple[int, ...]:
     """The split that the column `SPLIT` names: balanced, even, or one that the job writes out.
 
-    In a V the second chunks run back over the devices, and the first device holds both ends.
+    In a V the second chunks run back over the devices, and the first device holds both ends. `loads` are
+    those of `LowerBounds`.
     """
     if kind >= WRITTEN:
         return written_splits(job)[kind - WRITTEN]
     if kind == EVEN:
         return even_split(shape.num_layers, num_stages=pp * virtual)
+    if loads:
+        return _split_of_pattern(
+            shape.pattern or "", loads=loads, pp=pp, virtual=virtual, is_v_placement=is_v_placement
+        )
     embedding, head = end_loads
     if is_v_placement:
         return v_split(shape.num_layers, num_devices=pp, embedding=embedding, head=head)
     return even_split_with_ends(shape.num_layers, num_stages=pp * virtual, embedding=embedding, head=head)
+
+
+@lru_cache(maxsize=4096)
+def _split_of_pattern(
+    pattern: str, *, loads: tuple[int, ...], pp: int, virtual: int, is_v_placement: bool
+) -> tuple[int, ...]:
+    """The split of a hybrid model's layers that balances devices."""
+    embedding, *kinds, head = loads
+    num_stages = pp * virtual
+    fixed = np.zeros(num_stages)
+    fixed[0] += embedding
+    fixed[-1] += head
+    layers = KindLoads(
+        fixed=fixed,
+        layer=np.repeat(np.array(kinds, dtype=np.float64)[:, None], num_stages, axis=1),
+        before=layers_before(pattern, "".join(letter for letter in LETTERS.values() if letter in pattern)),
+        placement=places.v_shape(pp) if is_v_placement else places.loop(pp, virtual),
+    )
+    return balanced_by_kinds(layers, least_by_stage(num_stages, len(pattern)))
 
 
 def v_split(num_layers: int, *, num_devices: int, embedding: int, head: int) -> tuple[int, ...]:
@@ -193,21 +232,32 @@ def bounds_of(
     columns = table.columns
     inputs = _inputs(job, shape, table, constants, slowdown)
     units, microbatches_of_rows = inputs.units.least, inputs.microbatches
-    layer = units[:, :2].sum(axis=1)
+    layer = inputs.units.summed(_layer_s) / shape.num_layers if inputs.units.is_hybrid else _layer_s(units)
     ends = units[:, 2:6].reshape(-1, 2, 2)
+    loads = _loads_of_kinds(inputs.units, layer)
     first = np.rint(ends[:, 0].sum(axis=1) / layer).astype(np.int64)
     last = np.rint(ends[:, 1].sum(axis=1) / layer).astype(np.int64)
+    which = np.unique(loads, axis=0, return_inverse=True)[1].ravel() if inputs.units.is_hybrid else 0 * first
     span, memory = np.zeros(len(columns)), np.zeros(len(columns))
-    keys, _, groups = unique_rows(np.column_stack([columns[:, [PP, VIRTUAL, SPLIT, SCHEDULE]], first, last]))
+    keys, examples, groups = unique_rows(
+        np.column_stack([columns[:, [PP, VIRTUAL, SPLIT, SCHEDULE]], first, last, which])
+    )
     order = np.argsort(groups, kind="stable")
     edges = np.searchsorted(groups[order], np.arange(len(keys) + 1))
-    for group, (pp, virtual, kind, number, a, b) in enumerate(keys.tolist()):
+    for group, (pp, virtual, kind, number, a, b, _) in enumerate(keys.tolist()):
         rows = order[edges[group] : edges[group + 1]]
         schedule = KINDS[number]
         if slowdown is None:
             is_v = has_v_placement(schedule)
             split = split_of(
-                job, shape, pp=pp, virtual=virtual, kind=kind, end_loads=(a, b), is_v_placement=is_v
+                job,
+                shape,
+                pp=pp,
+                virtual=virtual,
+                kind=kind,
+                end_loads=(a, b),
+                loads=tuple(loads[examples[group]].tolist()),
+                is_v_placement=is_v,
             )
             of_split = partial(inputs.units.of_split, split=split, pp=pp, is_v_placement=is_v)
             memory[rows] = _memory(of_split(rows), microbatches_of_rows[rows], schedule)
@@ -229,8 +279,19 @@ def bounds_of(
         memory_bytes=memory * (1 - ROUNDING),
         first=first,
         last=last,
+        loads=loads,
         inputs=inputs,
     )
+
+
+def _loads_of_kinds(units: UnitRows, mean_s: FloatArray) -> IntArray:
+    """`LowerBounds.loads`, of which the mean layer takes `mean_s` [rows]."""
+    if not units.is_hybrid:
+        return np.zeros((len(mean_s), 0), dtype=np.int64)
+    embedding, head = units.least[:, 2:6].reshape(-1, 2, 2).sum(axis=2).T
+    seconds = np.column_stack([embedding, *map(_layer_s, units.kinds), head])
+    loads: IntArray = np.maximum(1, np.rint(LOAD_PARTS * seconds / mean_s[:, None])).astype(np.int64)
+    return loads
 
 
 def _inputs(

@@ -73,8 +73,7 @@ class CalibratedOrders:
 def simulated_times(calibrated: CalibratedSplits, plan: Plan, *, slots: SlotOrder) -> SimulatedTimes:
     """The calibrated times of the plan's stages on these slots, and its transfers."""
     times = calibrated.times(slots, plan.mapping)
-    counts = np.array(plan.split.transformer_layers_per_stage)
-    work = np.maximum(0.0, times.fixed_s + times.layer_s * counts)
+    work = np.maximum(0.0, times.action_s(plan.split.transformer_layers_per_stage))
     forward_s, backward_s = both_ways(times.sends_s)
     stages = [Times(*stage) for stage in work.T.tolist()]
     return SimulatedTimes(stages=stages, forward_s=forward_s, backward_s=backward_s)

@@ -2,8 +2,8 @@
 
 A pipeline takes at least fill_d + num_microbatches * busy_d for each rank d (`bounds`), whatever its split.
 In a given time a rank therefore runs a number of whole layers at most, and its memory holds a number of them
-at most. A time in which all ranks together cannot have the model's layers is a lower bound. Where the first
-layers are of another kind, each counts as a part of one of the others, and layers need not be whole.
+at most. A time in which all ranks together cannot have the model's layers is a lower bound. Where layers are
+of several kinds, each counts as a part of one of the last kind, and layers need not be whole.
 """
 
 import math
@@ -31,11 +31,11 @@ from quartet_plugin.planner.table_schedules import KINDS, has_v_placement
 _HALVINGS = 16
 
 
-def mean_rank_seconds(bounds: LowerBounds, shape: ModelShape, table: LayoutTable) -> FloatArray:
+def mean_rank_seconds(bounds: LowerBounds, table: LayoutTable) -> FloatArray:
     """Seconds that no split of each row is under: those of the mean rank's work, without waiting."""
     inputs, pp = bounds.inputs, table.columns[:, PP]
     rows = np.arange(len(table))
-    work = _work_s(inputs.units, rows, shape.num_layers)
+    work = _work_s(inputs.units, rows)
     return inputs.seconds(rows, inputs.microbatches * work / pp * extrapolation(inputs.microbatches, pp))
 
 
@@ -71,15 +71,10 @@ def fitting_bounds(
     return time_s, memory_bytes
 
 
-def _num_by_kind(units: UnitRows, num_layers: int) -> tuple[int, ...]:
-    """The layers of each kind."""
-    return (num_layers,) if len(units.kinds) == 1 else (units.num_dense, num_layers - units.num_dense)
-
-
-def _work_s(units: UnitRows, rows: IntArray, num_layers: int) -> FloatArray:
+def _work_s(units: UnitRows, rows: IntArray) -> FloatArray:
     """Seconds of a microbatch on all ranks together [rows]."""
     work: FloatArray = units.least[rows, 2:6].sum(axis=1)
-    for kind, num in zip(units.kinds, _num_by_kind(units, num_layers), strict=True):
+    for kind, num in zip(units.kinds, units.totals, strict=True):
         work = work + num * kind[rows, :2].sum(axis=1)
     return work
 
@@ -100,15 +95,14 @@ class _Pipeline:
         inputs, rows = self.inputs, self.rows
         microbatches = inputs.microbatches[rows]
         memory_bytes, most, part = self._memory(limit_bytes)
-        fits = (memory_bytes <= limit_bytes) & (most >= self._least_layers * np.minimum(1.0, part)).all(
-            axis=1
-        )
+        smallest = np.minimum(1.0, part.min(axis=1, keepdims=True))
+        fits = (memory_bytes <= limit_bytes) & (most >= self._least_layers * smallest).all(axis=1)
         left = extrapolation(microbatches, self.pp)
-        mean_s = microbatches * _work_s(inputs.units, rows, self.num_layers) / self.pp
+        mean_s = microbatches * _work_s(inputs.units, rows) / self.pp
         time_s = inputs.seconds(rows, mean_s * left)
         near = np.flatnonzero(fits & (time_s <= limit_s))
         if len(near):
-            span = self._least_span(near, most[near], part[near, 0], least_s=mean_s[near])
+            span = self._least_span(near, most[near], part[near], least_s=mean_s[near])
             time_s[near] = inputs.seconds(rows[near], span * left[near])
         return np.where(fits, time_s, np.inf), memory_bytes
 
@@ -116,10 +110,11 @@ class _Pipeline:
     def _is_of_one_kind(self) -> bool:
         return len(self.inputs.units.kinds) == 1
 
-    @property
-    def _num_first(self) -> int:
-        """The layers that are not of the last kind."""
-        return 0 if self._is_of_one_kind else self.inputs.units.num_dense
+    def _num_layers_by_parts(self, part: FloatArray) -> FloatArray:
+        """All layers in those of the last kind [rows], by the `part` of one that each kind counts as."""
+        *others, last = self.inputs.units.totals
+        num: FloatArray = last + (part[:, :-1] * np.array(others)).sum(axis=1)
+        return num
 
     @property
     def _least_layers(self) -> IntArray:
@@ -130,9 +125,10 @@ class _Pipeline:
         return np.maximum(0, least)
 
     def _memory(self, limit_bytes: float) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """The least peak [rows], the layers that ranks hold at most [rows, pp], and a first layer's part.
+        """The least peak [rows], the layers that ranks hold at most [rows, pp], and the parts of the kinds.
 
-        Layers are of the last kind; the part [rows, 1] is the least of the bytes that one of the first has.
+        Layers are of the last kind; a part [rows, num_kinds] is the least of its bytes that one of a kind
+        has.
         """
         units, rows, ranks = self.inputs.units, self.rows, np.arange(self.pp)
         each, total = in_flight_at_least(self.schedule, self.virtual, self.pp, self.inputs.microbatches[rows])
@@ -141,9 +137,9 @@ class _Pipeline:
         is_inner = self._least_layers == self.virtual
         fixed = least[:, 7:8] * total + least[:, 6:7] * (total - self.virtual * each) * is_inner
         fixed = fixed + least[:, 9:10] * (ranks == 0)
-        first, last = (kind[rows, 8:9] + kind[rows, 6:7] * each for kind in (units.kinds[0], units.kinds[-1]))
-        part = (first / last).min(axis=1, keepdims=True)
-        num = self.num_layers - self._num_first + part[:, 0] * self._num_first
+        *_, last = num_bytes = [kind[rows, 8:9] + kind[rows, 6:7] * each for kind in units.kinds]
+        part = np.stack([(of_kind / last).min(axis=1) for of_kind in num_bytes], axis=1)
+        num = self._num_layers_by_parts(part)
         peak = (num + (fixed / last).sum(axis=1)) / (1.0 / last).sum(axis=1)
         most = (limit_bytes - fixed) / last * (1 + ROUNDING)
         if self._is_of_one_kind:
@@ -160,10 +156,10 @@ class _Pipeline:
         """
         inputs, rows, kinds = self.inputs, self.rows[near], self.inputs.units.kinds
         microbatches = inputs.microbatches[rows][:, None]
-        first_s, layer_s = (kind[rows, :2].sum(axis=1, keepdims=True) for kind in (kinds[0], kinds[-1]))
-        part = np.minimum(part[:, None], first_s / layer_s)
-        num = self.num_layers - self._num_first + part[:, 0] * self._num_first
-        least = self._least_layers * np.minimum(1.0, part)
+        *_, layer_s = seconds = [kind[rows, :2].sum(axis=1, keepdims=True) for kind in kinds]
+        part = np.minimum(part, np.concatenate([of_kind / layer_s for of_kind in seconds], axis=1))
+        num = self._num_layers_by_parts(part)
+        least = self._least_layers * np.minimum(1.0, part.min(axis=1, keepdims=True))
         each_s, once_s = inputs.transfer_waits(rows, self.pp, self.virtual, self.schedule)
         ends_s, fill_s = self._ends_and_fill(inputs.units.least[rows])
         fixed_s, once_s = ends_s + each_s, fill_s + once_s
@@ -175,7 +171,7 @@ class _Pipeline:
             return has_all & (layers >= least).all(axis=1)
 
         low = least_s
-        longest_s = np.maximum(first_s, layer_s)[:, 0] * (self.num_layers + 1)
+        longest_s = np.concatenate(seconds, axis=1).max(axis=1) * (self.num_layers + 1)
         high = once_s.max(axis=1) + microbatches[:, 0] * (fixed_s.max(axis=1) + longest_s)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2

@@ -25,7 +25,7 @@ def fitting_split(
     """`start` with the layers moved that do not fit; None where no split near it fits.
 
     `run_of` makes the run of a split of any number of layers. `end_loads` count the work of the ranks with
-    embedding and head. Only the first and the last stage may end up empty.
+    embedding and head. Only the first and the last stage may end up empty, and of a hybrid model none.
     """
     split, layer_bytes = start, None
     for _ in range(MAX_ROUNDS):
@@ -35,14 +35,29 @@ def fitting_split(
             return split
         stages = stages_of_devices(run)
         if layer_bytes is None:
-            # One layer more in every stage.
-            more_bytes, _ = _rank_bytes(run_of(tuple(count + 1 for count in split)))
-            layer_bytes = (more_bytes - total_bytes) / [len(held) for held in stages]
-        moved = _moved(split, stages, total_bytes - available_bytes, layer_bytes, end_loads)
+            layer_bytes = _layer_bytes(split, run, total_bytes, run_of) / [len(held) for held in stages]
+        excess_bytes, fewest = total_bytes - available_bytes, int(bool(run.kinds))
+        moved = _moved(split, stages, excess_bytes, layer_bytes, end_loads, fewest_of_ends=fewest)
         if moved is None:
             return None
         split = moved
     return None
+
+
+def _layer_bytes(
+    split: tuple[int, ...],
+    run: TrainingRun,
+    total_bytes: FloatArray,
+    run_of: Callable[[tuple[int, ...]], TrainingRun],
+) -> FloatArray:
+    """The bytes of each pipeline rank for one layer more in each of its stages, a hybrid model's mean one."""
+    first = 1
+    if run.kinds:
+        first = 2
+        total_bytes, _ = _rank_bytes(run_of(tuple(count + 1 for count in split)))
+    more_bytes, _ = _rank_bytes(run_of(tuple(count + first for count in split)))
+    more: FloatArray = more_bytes - total_bytes
+    return more
 
 
 def _rank_bytes(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
@@ -57,6 +72,8 @@ def _moved(
     excess_bytes: FloatArray,
     layer_bytes: FloatArray,
     end_loads: EndLoads,
+    *,
+    fewest_of_ends: int,
 ) -> tuple[int, ...] | None:
     """The split after moves by which no rank is over its memory; None where there are no such moves.
 
@@ -69,7 +86,7 @@ def _moved(
         loads[next(rank for rank, held in enumerate(stages) if stage in held)] += load
     while excess.max() > 0.0:
         giver = int(excess.argmax())
-        able = [stage for stage in stages[giver] if counts[stage] > (0 if stage in (0, last) else 1)]
+        able = [s for s in stages[giver] if counts[s] > (fewest_of_ends if s in (0, last) else 1)]
         takers = [rank for rank in np.flatnonzero(excess + layer_bytes <= 0.0).tolist() if rank != giver]
         if not able or not takers:
             return None

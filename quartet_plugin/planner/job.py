@@ -21,6 +21,7 @@ from quartet_plugin.cost.cluster import (
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, device_named
 from quartet_plugin.cost.iteration.plan_terms import with_recompute
+from quartet_plugin.cost.layer_kinds import priced_layers
 from quartet_plugin.cost.run import (
     ON_CPU,
     HalfPrecision,
@@ -31,6 +32,7 @@ from quartet_plugin.cost.run import (
     mtp_depth_of,
     run_of,
     uniform_cluster_of_device,
+    with_layers,
 )
 from quartet_plugin.cost.software import imbalance_of, with_features, with_settings
 from quartet_plugin.errors import ConfigError
@@ -39,7 +41,7 @@ from quartet_plugin.model.cluster import parse_cluster, read_cluster
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.hierarchical_context import SIZES, sizes_text
-from quartet_plugin.model.job_description import Experts, JobPrecision, LatentAttention, mean_layers
+from quartet_plugin.model.job_description import Experts, JobPrecision, LatentAttention
 from quartet_plugin.model.layout import Layout, Recompute, Setting, SettingValue
 from quartet_plugin.model.plan import MAX_RANKS, STOCK, NodeInfo, Split
 from quartet_plugin.model.sections import Section, load_yaml, validate
@@ -259,13 +261,11 @@ class PlanRequest:
 
         `split` may have another number of layers than the shape: each is then a mean layer of the shape.
         """
-        mean, experts = mean_layers(shape, self.experts)
-        latent = self.latent if mean == shape else None
-        if sum(split) != shape.num_layers:
-            shape, mean = (replace(like, num_layers=sum(split)) for like in (shape, mean))
+        is_whole = sum(split) == shape.num_layers
+        layers = priced_layers(shape if is_whole else shape.without_pattern, self.experts, self.latent)
         values = self.values_in(layout.settings)
         run = run_of(
-            mean,
+            layers.shape if is_whole else replace(layers.shape, num_layers=sum(split)),
             layout,
             global_batch_size=self.global_batch_size,
             layers_per_stage=split,
@@ -276,13 +276,11 @@ class PlanRequest:
             software=self._software_with(layout.settings),
         )
         return replace(
-            with_recompute(run, values) if values else run,
+            with_layers(with_recompute(run, values) if values else run, layers),
             matmul=self.precision,
-            experts=experts,
-            latent=latent,
             normalization=self.normalization,
             mtp_layers=self.mtp_layers,
-            mtp_depth=mtp_depth_of(shape, self.experts, self.mtp_kinds),
+            mtp_depth=mtp_depth_of(shape, self.experts, self.mtp_kinds) if self.mtp_layers else None,
             is_mtp_before_last=bool(self.split_of(split).mtp_before_last),
             has_whole_experts=values.get("expert_tensor_parallel") == 1,
             imbalance=imbalance_of(self.features),

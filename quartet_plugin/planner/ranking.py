@@ -146,7 +146,7 @@ class _UnplannedRows:
     ) -> "_UnplannedRows":
         """Those of pipelines with a free split, that are not bounded by more than `limit_s` seconds."""
         columns, bounds = layouts.table.columns, layouts.bounds
-        least_s = mean_rank_seconds(bounds, layouts.shape, layouts.table) * layouts.scale
+        least_s = mean_rank_seconds(bounds, layouts.table) * layouts.scale
         rows = np.flatnonzero(_is_free(columns) & ~is_planned & (least_s <= limit_s))
         time_s, memory_bytes = fitting_bounds(
             bounds,

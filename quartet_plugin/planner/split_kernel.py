@@ -2,14 +2,15 @@
 
 An iteration is the longest path through its orders, and every path bounds it from below for every split: it
 holds each stage's actions a fixed number of times, so the bound is a constant plus a slope times the layers
-of each stage. Evaluating a split yields its longest path; these cuts prune the enumeration exactly.
+of each kind on each stage. Evaluating a split yields its longest path; these cuts prune the enumeration
+exactly.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from quartet_plugin.cost.iteration.split_kernel import SplitArrays, evaluate
+from quartet_plugin.cost.iteration.split_kernel import SplitArrays, counts_by_kind, evaluate
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule.compilation import compiled
 
@@ -26,14 +27,26 @@ NUM_CUTS, NEXT_CUT = range(2)
 
 
 class Cuts(NamedTuple):
-    """Lower bounds of a split's pipeline: `const[cut]` + `slope[cut]` @ layers, in seconds.
+    """Lower bounds of a split's pipeline: `const[cut]` + `slope[cut]` @ layers of each kind, in seconds.
 
-    `const` [most], `slope` [most, S]. The first S are of the start and stay, the others are replaced in turn.
+    `const` [most], `slope` [most, num_kinds, S]. The first S are of the start and stay, the others are
+    replaced in turn.
     """
 
     const: FloatArray
     slope: FloatArray
     places: IntArray
+
+
+class StepArrays(NamedTuple):
+    """`StepLine` as kernels take it."""
+
+    fixed_s: float
+    per_layer_s: float
+    start_s: FloatArray
+    weights: FloatArray
+    first: float
+    last: float
 
 
 class Best(NamedTuple):
@@ -44,20 +57,20 @@ class Best(NamedTuple):
 
 
 @compiled
-def step_s(counts: IntArray, placement: IntArray, num_ranks: int, step: FloatArray) -> float:
-    """Seconds once an iteration.
-
-    `step` has the fixed seconds, those of a layer's weights on the fullest rank, the ends' weights in layers,
-    and the seconds to start a layer's kernels on that rank.
-    """
-    layers = np.zeros(num_ranks)
-    for stage in range(len(placement)):
-        layers[placement[stage]] += counts[stage]
-    held = layers.copy()
-    held[placement[0]] += step[2]
-    held[placement[-1]] += step[3]
+def step_s(counts: IntArray, placement: IntArray, num_ranks: int, step: StepArrays) -> float:
+    """Seconds once an iteration of a split; `counts` are its layers of each kind [num_kinds, S]."""
+    held, layers = np.zeros(num_ranks), np.zeros((len(counts), num_ranks))
+    for kind in range(len(counts)):
+        for stage in range(len(placement)):
+            held[placement[stage]] += counts[kind, stage] * step.weights[kind]
+            layers[kind, placement[stage]] += counts[kind, stage]
+    held[placement[0]] += step.first
+    held[placement[-1]] += step.last
     fullest = held.argmax()
-    return float(step[0] + step[1] * held[fullest] + step[4] * layers[fullest])
+    seconds = step.fixed_s + step.per_layer_s * held[fullest]
+    for kind in range(len(counts)):
+        seconds += step.start_s[kind] * layers[kind, fullest]
+    return float(seconds)
 
 
 @compiled
@@ -110,12 +123,16 @@ def keep(counts: IntArray, seconds: float, best: Best) -> None:
 
 @compiled
 def is_bounded(counts: IntArray, cuts: Cuts, once_s: float, limit_s: float) -> bool:
-    """Whether a cut proves that a split with `once_s` seconds an iteration takes at least `limit_s`."""
+    """Whether a cut proves that a split with `once_s` seconds an iteration takes at least `limit_s`.
+
+    `counts` are its layers of each kind [num_kinds, S].
+    """
     # Element by element: an operation on arrays would allocate one for each cut.
     for cut in range(cuts.places[NUM_CUTS]):
         total = 0.0
-        for stage in range(len(counts)):
-            total += cuts.slope[cut, stage] * counts[stage]
+        for kind in range(counts.shape[0]):
+            for stage in range(counts.shape[1]):
+                total += cuts.slope[cut, kind, stage] * counts[kind, stage]
         if cuts.const[cut] + total + once_s >= limit_s:
             return True
     return once_s >= limit_s
@@ -123,8 +140,11 @@ def is_bounded(counts: IntArray, cuts: Cuts, once_s: float, limit_s: float) -> b
 
 @compiled
 def seconds_and_cut(counts: IntArray, pipeline: SplitArrays, cuts: Cuts) -> float:
-    """Seconds of a split's pipeline, -1 where the orders do not run; its longest path becomes a cut."""
-    num_stages = len(counts)
+    """Seconds of a split's pipeline, -1 where the orders do not run; its longest path becomes a cut.
+
+    `counts` are its layers of each kind [num_kinds, S].
+    """
+    num_stages = counts.shape[1]
     cut = cuts.places[NEXT_CUT]
     seconds, path_s = evaluate(counts, pipeline, cuts.slope[cut])
     if seconds < 0.0:
@@ -138,13 +158,13 @@ def seconds_and_cut(counts: IntArray, pipeline: SplitArrays, cuts: Cuts) -> floa
 @compiled
 def cuts_of_stages(least: IntArray, free: int, pipeline: SplitArrays) -> Cuts:
     """One cut a stage, of the split that puts all `free` layers there; fewer where the orders do not run."""
-    num_stages = len(least)
+    num_stages, num_kinds = len(least), len(pipeline.layer_s)
     most = num_stages + MAX_CUTS
-    cuts = Cuts(np.zeros(most), np.zeros((most, num_stages)), np.zeros(2, dtype=np.int64))
+    cuts = Cuts(np.zeros(most), np.zeros((most, num_kinds, num_stages)), np.zeros(2, dtype=np.int64))
     for stage in range(num_stages):
         counts = least.copy()
         counts[stage] += free
-        if seconds_and_cut(counts, pipeline, cuts) < 0.0:
+        if seconds_and_cut(counts_by_kind(counts, pipeline.before), pipeline, cuts) < 0.0:
             break
     return cuts
 
@@ -152,12 +172,12 @@ def cuts_of_stages(least: IntArray, free: int, pipeline: SplitArrays) -> Cuts:
 @compiled
 def mean_cuts(cuts: Cuts) -> Cuts:
     """The mean of the cuts of each stage and of all later ones, which bounds these about equally."""
-    num_stages = cuts.slope.shape[1]
-    const, slope = np.zeros(num_stages + 1), np.zeros((num_stages + 1, num_stages))
+    num_kinds, num_stages = cuts.slope.shape[1:]
+    const, slope = np.zeros(num_stages + 1), np.zeros((num_stages + 1, num_kinds, num_stages))
     for first in range(num_stages):
         total = 0.0
         for stage in range(first, num_stages):
-            share = 1.0 / max(cuts.slope[stage, stage], 1e-300)
+            share = 1.0 / max(cuts.slope[stage, :, stage].max(), 1e-300)
             total += share
             const[first] += share * cuts.const[stage]
             slope[first] += share * cuts.slope[stage]
@@ -167,10 +187,18 @@ def mean_cuts(cuts: Cuts) -> Cuts:
 
 
 @compiled
-def least_step_s(num_layers: int, num_ranks: int, step: FloatArray) -> float:
-    """Seconds once an iteration of the split with the least weights on its fullest rank."""
-    held = (num_layers + step[2] + step[3]) / num_ranks
-    return float(step[0] + step[1] * held + step[4] * max(0.0, held - step[2] - step[3]))
+def least_step_s(totals: IntArray, num_ranks: int, step: StepArrays) -> float:
+    """Seconds once an iteration of the split with the least weights on its fullest rank.
+
+    `totals` [num_kinds] are all layers of each kind.
+    """
+    held, start_s = 0.0, np.inf
+    for kind in range(len(totals)):
+        held += totals[kind] * step.weights[kind]
+        start_s = min(start_s, step.start_s[kind] / step.weights[kind])
+    held = (held + step.first + step.last) / num_ranks
+    layers = max(0.0, held - step.first - step.last)
+    return float(step.fixed_s + step.per_layer_s * held + start_s * layers)
 
 
 @compiled
@@ -178,7 +206,7 @@ def descend(
     start: IntArray,
     least: IntArray,
     pipeline: SplitArrays,
-    step: FloatArray,
+    step: StepArrays,
     cuts: Cuts,
     best: Best,
     work: int,
@@ -187,8 +215,9 @@ def descend(
     """Local search: the best move of one layer, while one is better. The work, negative where cut off."""
     num_stages, num_ranks = len(start), pipeline.offsets.shape[1] - 1
     counts, current = start.copy(), start.copy()
-    current_s, _ = evaluate(counts, pipeline, np.empty(num_stages))
-    current_s += step_s(counts, pipeline.placement, num_ranks, step)
+    held = counts_by_kind(counts, pipeline.before)
+    current_s, _ = evaluate(held, pipeline, np.empty(held.shape))
+    current_s += step_s(held, pipeline.placement, num_ranks, step)
     keep(counts, current_s, best)
     while True:
         better_s, source, target = current_s, -1, -1
@@ -204,10 +233,11 @@ def descend(
                 if work > max_work:
                     return -work
                 work += 1 + cuts.places[NUM_CUTS] * num_stages // FLOPS_OF_ACTION
-                once_s = step_s(counts, pipeline.placement, num_ranks, step)
-                if is_bounded(counts, cuts, once_s, better_s):
+                held = counts_by_kind(counts, pipeline.before)
+                once_s = step_s(held, pipeline.placement, num_ranks, step)
+                if is_bounded(held, cuts, once_s, better_s):
                     continue
-                seconds = seconds_and_cut(counts, pipeline, cuts) + once_s
+                seconds = seconds_and_cut(held, pipeline, cuts) + once_s
                 work += len(pipeline.orders)
                 keep(counts, seconds, best)
                 if seconds < better_s * (1.0 - ROUNDING):
@@ -220,22 +250,56 @@ def descend(
 
 
 @compiled
-def rest_s(cut: int, depth: int, counts: IntArray, least: IntArray, spare: int, cuts: Cuts) -> float:
-    """What a cut proves of the splits that begin with `counts` up to stage `depth`, in seconds.
+def rest_s(
+    cut: int, depth: int, held: IntArray, left: IntArray, least: IntArray, spare: int, cuts: Cuts
+) -> float:
+    """What a cut proves of the splits that begin with `held` up to stage `depth`, in seconds.
 
-    The `spare` layers beyond `least` of the later stages go where the cut is flattest.
+    The `spare` layers beyond `least` of the later stages go where the cut is flattest; or, of several kinds,
+    all `left` [num_kinds] of each kind go where it is flattest for that kind.
     """
-    num_stages = len(counts)
+    num_kinds, num_stages = held.shape
     seconds = cuts.const[cut]
-    for stage in range(depth + 1):
-        seconds += cuts.slope[cut, stage] * counts[stage]
+    for kind in range(num_kinds):
+        for stage in range(depth + 1):
+            seconds += cuts.slope[cut, kind, stage] * held[kind, stage]
+    if num_kinds > 1:
+        for kind in range(num_kinds):
+            if left[kind] > 0:
+                seconds += left[kind] * cuts.slope[cut, kind, depth + 1 :].min()
+        return float(seconds)
     flattest = np.inf
     for stage in range(depth + 1, num_stages):
-        seconds += cuts.slope[cut, stage] * least[stage]
-        flattest = min(flattest, cuts.slope[cut, stage])
+        seconds += cuts.slope[cut, 0, stage] * least[stage]
+        flattest = min(flattest, cuts.slope[cut, 0, stage])
     if spare > 0:
         seconds += spare * flattest
     return float(seconds)
+
+
+@compiled
+def totals_of(num_layers: int, before: IntArray) -> IntArray:
+    """All layers of each kind [num_kinds]."""
+    totals = np.full(1, num_layers)
+    return totals if before.shape[1] == 0 else before[:, -1].copy()
+
+
+@compiled
+def hold_stage(
+    depth: int, used: IntArray, before: IntArray, totals: IntArray, held: IntArray, left: IntArray
+) -> None:
+    """Fill in the layers of each kind that stage `depth` holds, and those that are left behind it.
+
+    `used` are the layers before each stage.
+    """
+    first, end = used[depth], used[depth + 1]
+    if before.shape[1] == 0:
+        held[0, depth] = end - first
+        left[0] = totals[0] - end
+        return
+    for kind in range(len(totals)):
+        held[kind, depth] = before[kind, end] - before[kind, first]
+        left[kind] = totals[kind] - before[kind, end]
 
 
 @compiled
@@ -244,7 +308,7 @@ def enumerate_splits(
     least: IntArray,
     incumbent_s: float,
     pipeline: SplitArrays,
-    step: FloatArray,
+    step: StepArrays,
     cuts: Cuts,
     means: Cuts,
     best: Best,
@@ -253,7 +317,8 @@ def enumerate_splits(
 ) -> int:
     """Branch and bound over the stages in order. The work, negative where cut off."""
     num_stages, num_ranks = len(least), pipeline.offsets.shape[1] - 1
-    least_once_s = least_step_s(num_layers, num_ranks, step)
+    totals = totals_of(num_layers, pipeline.before)
+    least_once_s = least_step_s(totals, num_ranks, step)
     limit_s = min(incumbent_s, best.seconds[-1])
     least_after = np.zeros(num_stages + 1, dtype=np.int64)
     for stage in range(num_stages - 1, -1, -1):
@@ -261,14 +326,16 @@ def enumerate_splits(
     counts = np.zeros(num_stages, dtype=np.int64)
     used = np.zeros(num_stages + 1, dtype=np.int64)
     value = np.full(num_stages, -1, dtype=np.int64)
+    held = np.zeros((len(totals), num_stages), dtype=np.int64)
+    left = np.zeros(len(totals), dtype=np.int64)
     depth = 0
     while depth >= 0:
         value[depth] = least[depth] if value[depth] < 0 else value[depth] + 1
         is_last = depth == num_stages - 1
-        left = num_layers - used[depth]
-        if is_last and value[depth] <= left:
-            value[depth] = max(value[depth], left)
-        if value[depth] > left - least_after[depth + 1]:
+        num_left = num_layers - used[depth]
+        if is_last and value[depth] <= num_left:
+            value[depth] = max(value[depth], num_left)
+        if value[depth] > num_left - least_after[depth + 1]:
             value[depth] = -1
             depth -= 1
             continue
@@ -278,20 +345,21 @@ def enumerate_splits(
         counts[depth] = value[depth]
         used[depth + 1] = used[depth] + value[depth]
         spare = num_layers - used[depth + 1] - least_after[depth + 1]
+        hold_stage(depth, used, pipeline.before, totals, held, left)
         bound_s = 0.0
         for cut in range(cuts.places[NUM_CUTS]):
-            bound_s = max(bound_s, rest_s(cut, depth, counts, least, spare, cuts))
+            bound_s = max(bound_s, rest_s(cut, depth, held, left, least, spare, cuts))
         if not is_last:
-            bound_s = max(bound_s, rest_s(depth + 1, depth, counts, least, spare, means))
+            bound_s = max(bound_s, rest_s(depth + 1, depth, held, left, least, spare, means))
         if bound_s + least_once_s >= limit_s * (1.0 - ROUNDING):
             continue
         if not is_last:
             depth += 1
             continue
-        once_s = step_s(counts, pipeline.placement, num_ranks, step)
+        once_s = step_s(held, pipeline.placement, num_ranks, step)
         if bound_s + once_s >= limit_s * (1.0 - ROUNDING):
             continue
-        keep(counts, seconds_and_cut(counts, pipeline, cuts) + once_s, best)
+        keep(counts, seconds_and_cut(held, pipeline, cuts) + once_s, best)
         work += len(pipeline.orders)
         limit_s = min(limit_s, best.seconds[-1])
     return work
@@ -304,7 +372,7 @@ def search(
     incumbent_s: float,
     max_work: int,
     pipeline: SplitArrays,
-    step: FloatArray,
+    step: StepArrays,
     best: Best,
 ) -> int:
     """The work done, in simulated actions, negative where the search was cut off at `max_work`.
@@ -321,8 +389,9 @@ def search(
     if cuts.places[NUM_CUTS] < num_stages:
         return work
     means = mean_cuts(cuts)
-    root_s = means.const[0] + (means.slope[0] * least).sum() + free * means.slope[0].min()
-    if root_s + least_step_s(num_layers, num_ranks, step) >= incumbent_s * (1.0 - ROUNDING):
+    totals = totals_of(num_layers, pipeline.before)
+    root_s = rest_s(0, -1, np.zeros((len(totals), num_stages), dtype=np.int64), totals, least, free, means)
+    if root_s + least_step_s(totals, num_ranks, step) >= incumbent_s * (1.0 - ROUNDING):
         return work
     work = descend(start, least, pipeline, step, cuts, best, work, max_work)
     if work < 0:

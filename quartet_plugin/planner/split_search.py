@@ -15,6 +15,7 @@ from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SlotOrde
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.plan import Mapping
 from quartet_plugin.planner import split_kernel
+from quartet_plugin.split.kinds import KindLoads, balanced_by_kinds
 
 # Work of one search, after which it is cut off, and that of preparing one mapping, in simulated actions (some
 # 40 nanoseconds each).
@@ -119,21 +120,30 @@ def least_layers(times: SplitTimes, least_of_end_stages: tuple[int, int]) -> Int
     least = np.ones(len(times.placement), dtype=np.int64)
     least[0], least[-1] = least_of_end_stages
     missing_s = np.maximum(0.0, -times.fixed_s[:, 0])
-    least[0] = max(least[0], int(np.ceil(missing_s / np.maximum(times.layer_s[:, 0], 1e-300)).max()))
+    layer_s = times.layer_s[:, :, 0].min(axis=0)
+    least[0] = max(least[0], int(np.ceil(missing_s / np.maximum(layer_s, 1e-300)).max()))
     return least
 
 
 def balanced_split(
     times: SplitTimes, num_layers: int, *, least_of_end_stages: tuple[int, int] = (0, 0)
 ) -> tuple[int, ...]:
-    """The split whose busiest device has the least to do in a microbatch: exact, for any placement.
+    """The split whose busiest device has the least to do in a microbatch: of like layers for any placement.
 
     Layers go one by one to the device that then has the least to do, there to its stage with the least to do.
+    Of layers of several kinds see `balanced_by_kinds`.
     """
-    counts = least_layers(times, least_of_end_stages)
-    split_kernel.balance(
-        counts, num_layers, times.placement, times.fixed_s.sum(axis=0), times.layer_s.sum(axis=0)
+    counts, fixed_s, layer_s = (
+        least_layers(times, least_of_end_stages),
+        times.fixed_s.sum(axis=0),
+        times.layer_s.sum(axis=1),
     )
+    if len(layer_s) > 1:
+        loads = KindLoads(
+            fixed=fixed_s, layer=layer_s, before=times.before, placement=times.placement.tolist()
+        )
+        return balanced_by_kinds(loads, counts.tolist())
+    split_kernel.balance(counts, num_layers, times.placement, fixed_s, layer_s[0])
     return tuple(counts.tolist())
 
 
@@ -155,15 +165,18 @@ class Pipeline:
             np.ascontiguousarray(times.layer_s),
             times.sends_s,
             times.is_blocking,
+            times.before,
         )
         step = times.step
-        self._step = np.array([step.fixed_s, step.per_layer_s, step.first, step.last, step.start_s])
+        self._step = split_kernel.StepArrays(
+            step.fixed_s, step.per_layer_s, step.start_s, step.weights, step.first, step.last
+        )
         self._placement = times.placement
 
     def seconds(self, split: Sequence[int]) -> float:
         """Seconds an iteration of a split, infinite where its orders do not run."""
-        counts = np.array(split, dtype=np.int64)
-        seconds, _ = evaluate(counts, self._arrays, np.zeros(len(counts)))
+        counts = self.times.counts(split)
+        seconds, _ = evaluate(counts, self._arrays, np.zeros(counts.shape))
         if seconds < 0.0:
             return float("inf")
         num_ranks = int(self._placement.max()) + 1

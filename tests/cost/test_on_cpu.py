@@ -143,7 +143,7 @@ def test_tensor_parallel_ranks_wait_for_the_slowest() -> None:
 def test_every_weight_tensor_is_stepped_by_itself() -> None:
     run = cpu_run(layers=8, pp=1)
     held = held_weights(run, 0)
-    few, many = (optimizer_s(run, NEUTRAL, held, num_layers=count) for count in (4, 8))
+    few, many = (optimizer_s(run, NEUTRAL, held, counts=(count,)) for count in (4, 8))
     assert many - few == pytest.approx(4 * 12 * NEUTRAL.launch_s)
     slow = replace(NEUTRAL, optimizer_start=3.0)
     assert optimizer_s(run, slow, held) - many == pytest.approx(2 * (8 * 12 + 4) * NEUTRAL.launch_s)

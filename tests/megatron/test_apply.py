@@ -315,6 +315,28 @@ def test_stages_of_a_hybrid_model_are_pipes_in_its_pattern(
     assert rewrite(plan, flags=native_flags(), words=edited)[0] == edited
 
 
+@pytest.mark.parametrize(
+    ("planned", "pattern", "is_refused"),
+    [
+        (None, "*-*|-*-", False),  # a plan from before shapes had the order
+        ("*-*-*-", "*-*|-*-", False),
+        ("*-*-*-", "***|---", True),
+        (None, "**|--", True),
+    ],
+)
+def test_a_plan_is_for_layers_in_its_order(planned: str | None, pattern: str, is_refused: bool) -> None:
+    kinds = LayerKinds(attention=3, mlp=3, experts=0, state_space=0, pattern=planned)
+    shape = replace(SHAPE, layer_kinds=kinds)
+    plan = make_plan(split=(3, 3), pipeline=2, shape=shape, made_for_shape=shape)
+    words = [*MEGATRON_FLAGS[2:], "--hybrid-layer-pattern", pattern]
+    args = native_flags().values(words)
+    if not is_refused:
+        check_fit(plan, args, version="0.19.2", world_size=2)
+        return
+    with pytest.raises(PlanError, match=r"the plan was made for another job: .*layer_kinds"):
+        check_fit(plan, args, version="0.19.2", world_size=2)
+
+
 def test_a_hybrid_model_without_a_pattern_keeps_its_split() -> None:
     words = [*MEGATRON_FLAGS, "--pipeline-model-parallel-size", "2", "--hybrid-override-pattern", "M*-M*-"]
     with pytest.raises(PlanError, match="hybrid-layer-pattern"):

@@ -154,7 +154,11 @@ def test_a_pattern_says_the_layers_and_their_kinds() -> None:
         state_space_heads=1,
         state_space_groups=8,
         projected_size=3 * 64 + 2 * 8 * 128 + 1,
+        pattern="MEM*E-ME",
     )
+    # Several of Megatron's letters are of one kind.
+    others = shape_of(values("--hybrid-layer-pattern", "GD|E-"), vocab_size=128)
+    assert others.pattern == "M*E-"
     sized = values(
         *("--hybrid-override-pattern", "M*", "--mamba-num-heads", "4", "--mamba-head-dim", "16"),
         *("--mamba-num-groups", "2", "--mamba-state-dim", "32"),

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.schema import dump, parse
 from quartet_plugin.model.shape import LayerKinds, ModelShape
 from tests.model.plans import SHAPE
 
@@ -70,3 +71,27 @@ def test_hybrid_layers_weigh_what_their_kinds_do() -> None:
     assert shape.mean.mean == shape.mean
     without = replace(shape, layer_kinds=LayerKinds(attention=0, mlp=59, experts=0, state_space=59))
     assert without.mean.attention_size == 1
+
+
+def test_a_pattern_has_the_counted_layers() -> None:
+    kinds = LayerKinds(attention=1, mlp=2, experts=0, state_space=1, pattern="M-*-")
+    assert kinds.with_pattern("EEM") == replace(
+        kinds, attention=0, mlp=0, experts=2, state_space=1, pattern="EEM"
+    )
+    for pattern in ("M-*", "M-*M", "M-*X", "M|-*-"):
+        with pytest.raises(ConfigError, match=r"layer_kinds\.pattern"):
+            replace(kinds, pattern=pattern)
+
+
+def test_layers_without_an_order_are_read_and_written_as_before() -> None:
+    kinds = LayerKinds(attention=1, mlp=2, experts=0, state_space=1)
+    assert "pattern" not in dump(kinds)
+    assert parse(LayerKinds, dump(kinds), where="test") == kinds
+    ordered = replace(kinds, pattern="-M*-")
+    assert parse(LayerKinds, dump(ordered), where="test") == ordered
+    shape = replace(SHAPE, num_layers=4, layer_kinds=ordered)
+    assert shape.without_pattern == replace(SHAPE, num_layers=4, layer_kinds=kinds)
+    assert SHAPE.without_pattern == SHAPE
+    assert shape.mean == shape.without_pattern.mean
+    assert shape.pattern == "-M*-"
+    assert replace(shape, num_layers=8).pattern is SHAPE.pattern is None

@@ -2,9 +2,11 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import LayoutTable
 from tests.model.clusters import make_cluster
@@ -94,3 +96,50 @@ def random_job(seed: int) -> PlanRequest:
     if draw.random() < 0.15:
         search["tensor_partition"] = "auto"
     return parse_job(job_data(model=model, cluster=cluster, batch=batch, search=search), where="job")
+
+
+def with_pattern(job: PlanRequest, pattern: str, *, projected_size: int = 4096) -> PlanRequest:
+    """The job with a hybrid model's layers; experts count where the pattern has them."""
+    kinds = LayerKinds(attention=0, mlp=0, experts=0, state_space=0, projected_size=projected_size)
+    shape = replace(job.shape, num_layers=len(pattern), layer_kinds=kinds.with_pattern(pattern))
+    return replace(job, shape=shape)
+
+
+def hybrid_job(seed: int, **search: Any) -> PlanRequest:
+    """A random pattern of attention, MLPs, experts and state-space layers on up to 16 devices."""
+    draw = random.Random(seed)
+    letters = draw.choice(["*-", "M*-", "ME*", "M*-E", "MMMM*-"])
+    pattern = "".join(draw.choice(letters) for _ in range(draw.choice([6, 8, 12, 16])))
+    model = {
+        "num_layers": len(pattern),
+        "hidden_size": draw.choice([512, 2048]),
+        "ffn_hidden_size": draw.choice([1024, 8192]),
+        "seq_length": draw.choice([512, 4096, 32_768]),
+        "vocab_size": draw.choice([1000, 64_000]),
+        "gated_ffn": draw.random() < 0.5,
+    }
+    if "E" in pattern:
+        model |= {
+            "num_experts": 8,
+            "experts_per_token": 2,
+            "expert_ffn_hidden_size": draw.choice([512, 4096]),
+            "shared_expert_ffn_hidden_size": draw.choice([0, 512]),
+        }
+    cluster = {"num_nodes": 2, "devices_per_node": draw.choice([2, 4, 8])}
+    search = {"micro_batch_size": [1, 2], **search}
+    if draw.random() < 0.3:
+        search["context_parallel"] = "auto"
+    job = parse_job(job_data(model=model, cluster=cluster, search=search), where="job")
+    job = with_pattern(job, pattern, projected_size=draw.choice([1024, 8192]))
+    if draw.random() < 0.7:
+        return job
+    shape = replace(job.shape, tied_embeddings=False, position_embedding="rope")
+    further = LayerKinds(attention=1, mlp=1, experts=0, state_space=0)
+    return replace(job, shape=shape, mtp_layers=1, mtp_kinds=draw.choice([None, further]))
+
+
+def hybrid_cluster_job(seed: int) -> PlanRequest:
+    """A random pattern without experts on a cluster of unequal devices."""
+    draw = random.Random(seed)
+    job = random_cluster_job(seed)
+    return with_pattern(job, "".join(draw.choice("MM*-") for _ in range(job.shape.num_layers)))

@@ -1,7 +1,7 @@
 """The bounds on all splits that fit, and what is planned by them."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from quartet_plugin.planner.fitting_bounds import fitting_bounds, mean_rank_seco
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import BALANCED, PP, SPLIT, layout_table_of
 from quartet_plugin.planner.ranking import Ranked, Ranking, rank
-from tests.planner.planning import random_cluster_job, runs_of
-from tests.planner.test_bounds import job_of_two_kinds
+from tests.planner.planning import hybrid_job, random_cluster_job, runs_of
+from tests.planner.test_bounds import HYBRIDS, job_of_two_kinds
 from tests.planner.test_ranking import random_job
 
 
@@ -33,16 +33,18 @@ def nearby(split: tuple[int, ...], draw: random.Random) -> tuple[int, ...]:
     return tuple(counts)
 
 
-@pytest.mark.parametrize("seed", [400, 401, 402, 403, 404, 407, 408, 409])
+@pytest.mark.parametrize("seed", [400, 401, 402, 403, 404, 407, 408, 409, *HYBRIDS])
 def test_no_split_that_fits_is_under_the_bounds(seed: int) -> None:
     job = job_of_two_kinds(seed) if seed % 2 else random_job(seed)
+    if seed in HYBRIDS:
+        job = hybrid_job(seed)
     draw = random.Random(seed)
     table = layout_table_of(job, job.shape)
     limit_bytes = available_bytes(float(job.machines.memory_bytes))
     bounds = bounds_of(job, job.shape, table, constants=fitted())
     free = np.flatnonzero((table.columns[:, SPLIT] == BALANCED) & (table.columns[:, PP] > 1))
     rows = free[:: max(1, len(free) // 60)]
-    least_s = mean_rank_seconds(bounds, job.shape, table)[rows]
+    least_s = mean_rank_seconds(bounds, table)[rows]
     time_s, memory_bytes = fitting_bounds(bounds, job.shape, table, rows, limit_bytes=limit_bytes)
     assert (least_s <= time_s).all()
     num_fitting = 0
@@ -96,10 +98,19 @@ def chosen(ranked: Ranked) -> tuple[object, ...]:
     return ranked.layout, ranked.schedule, ranked.group, ranked.split, ranked.slots, ranked.iteration_s
 
 
-@pytest.mark.parametrize("first", [500, 512])
-def test_pruning_keeps_the_optimum_where_memory_is_short(first: int) -> None:
+def hybrid_pipeline_job(seed: int) -> PlanRequest:
+    """A random pattern on several pipeline ranks."""
+    return hybrid_job(seed, pipeline_parallel=[2, 4], tensor_parallel=1, recompute="none")
+
+
+@pytest.mark.parametrize(
+    ("first", "job_of"), [(500, random_job), (512, random_job), (100, hybrid_pipeline_job)]
+)
+def test_pruning_keeps_the_optimum_where_memory_is_short(
+    first: int, job_of: Callable[[int], PlanRequest]
+) -> None:
     num_moved = 0
-    for job in (job for seed in range(first, first + 4) for job in tight_jobs(random_job(seed), 3)):
+    for job in (job for seed in range(first, first + 4) for job in tight_jobs(job_of(seed), 3)):
         every = ranked_or_none(job, exhaustive=True)
         quick = ranked_or_none(job)
         assert (quick is None) == (every is None)

@@ -20,10 +20,10 @@ from quartet_plugin.cost.iteration.plan_terms import (
     unit_arrays,
 )
 from quartet_plugin.cost.iteration.replay import blocks_on_sends
-from quartet_plugin.cost.iteration.split_model import RawTimes, SplitModel
+from quartet_plugin.cost.iteration.split_model import LayerWeights, RawTimes, SplitModel
 from quartet_plugin.cost.iteration.step import experts_start_s, tensor_start_s, tensors_of_layer
 from quartet_plugin.cost.iteration.terms import COLLECTIVES, UnitParts, unit_parts
-from quartet_plugin.cost.memory import weights_of_stages
+from quartet_plugin.cost.memory import layer_weights, weights_of_stages
 from quartet_plugin.cost.run import (
     TrainingRun,
 )
@@ -68,20 +68,27 @@ class IterationModelCache:
 
         Every split has the plan's own share of recomputed layers.
 
-        Layers with experts count as alike. What the dense ones before them take otherwise counts on the first
-        stage, where a stage's share of the layers holds them; else layers of both kinds count as alike.
+        The layers of a hybrid model's pattern count by their kinds. Layers with experts count as alike. What
+        the dense ones before them take otherwise counts on the first stage, where a stage's share of the
+        layers holds them; else layers of both kinds count as alike.
         """
         model, run = self.of(plan), run_of_plan(plan, self.machine_model)
         num_stages, sharing = plan.layout.num_stages, core_sharing_of(plan, self.machine_model.nodes)
         held = np.zeros((2, num_stages))
         held[0, 0] = held[1, -1] = 1.0
-        share, num_first = self._dense_layers(plan)
+        is_of_kinds = bool(run.kinds)
+        share, num_first = (0.0, 0) if is_of_kinds else self._dense_layers(plan)
         intra_s, inter_s, latency_s = self._links_of(plan, run)
 
         placement, orders = np.array(device_of_stages(run), dtype=np.int64), orders_of(run)
         constants = self.machine_model.constants
-        layer_start_s = tensors_of_layer(run) * tensor_start_s(run, constants)
-        layer_start_s += experts_start_s(run, constants)
+        # Of dense layers before those with experts none has starts of its own.
+        alike = run.kinds_of_layers if is_of_kinds else run.kinds_of_layers[-1:]
+        start_s = tensor_start_s(run, constants)
+        layer_start_s = [
+            tensors_of_layer(each) * start_s + experts_start_s(each, constants, experts)
+            for each, experts in alike
+        ]
         core_slowdown = (
             np.ones(plan.layout.pipeline_parallel) if sharing is None else sharing.greatest_slowdown
         )
@@ -89,19 +96,24 @@ class IterationModelCache:
         @cache
         def raw_of(apart: GroupsApart) -> RawTimes:
             units = self._units_under(plan, run, apart)
-            other_fixed = np.einsum("urd,us->rds", units.unslowed[2:], held)
+            other_fixed = np.einsum("urd,us->rds", units.unslowed[-2:], held)
             other_fixed[-1] += units.action[:, None]
-            other_fixed[:, :, 0] += num_first * (units.unslowed[0] - units.unslowed[1])
-            compute_fixed = np.einsum("ucd,us->cds", units.compute[2:], held)
+            compute_layer, other_layer = units.compute[:-2], units.unslowed[:-2]
+            first, last = (compute_layer[0], other_layer[0]), (compute_layer[-1], other_layer[-1])
+            other_fixed[:, :, 0] += num_first * (first[1] - last[1])
+            compute_fixed = np.einsum("ucd,us->cds", units.compute[-2:], held)
             if run.is_mtp_before_last:
                 other_fixed[:, :, -2] += units.further_unslowed
                 compute_fixed[:, :, -2] += units.further_compute
-            compute_fixed[:, :, 0] += num_first * (units.compute[0] - units.compute[1])
+            compute_fixed[:, :, 0] += num_first * (first[0] - last[0])
+            if not is_of_kinds:
+                compute_layer = (share * first[0] + (1 - share) * last[0])[None]
+                other_layer = (share * first[1] + (1 - share) * last[1])[None]
             return RawTimes(
                 compute_fixed=compute_fixed,
-                compute_layer=share * units.compute[0] + (1 - share) * units.compute[1],
+                compute_layer=compute_layer,
                 other_fixed=other_fixed,
-                other_layer=share * units.unslowed[0] + (1 - share) * units.unslowed[1],
+                other_layer=other_layer,
                 intra_s=intra_s,
                 inter_s=inter_s,
                 latency_s=latency_s,
@@ -110,21 +122,15 @@ class IterationModelCache:
                 orders=orders,
                 is_blocking=blocks_on_sends(run),
                 share=model.share,
-                layer_start_s=layer_start_s,
+                layer_start_s=np.array(layer_start_s),
             )
 
-        counts = plan.split.transformer_layers_per_stage
-        weights = [held.num_total for held in weights_of_stages(run)]
-        fullest = max(range(num_stages), key=lambda stage: counts[stage])
-        fewer = tuple(count - (stage == fullest) for stage, count in enumerate(counts))
-        without = weights_of_stages(replace(run, layers_per_stage=fewer))[fullest].num_total
-        per_layer = weights[fullest] - without
         return SplitModel(
             plan,
             run=run,
             raw_of=raw_of,
             group_sizes=group_sizes(run),
-            weights=(per_layer, weights[0] - per_layer * counts[0], weights[-1] - per_layer * counts[-1]),
+            weights=_layer_weights(run),
             slot_index=self.machine_model.slowdown_index_of_slot,
             domain_of_slot=self.machine_model.domain_of_node[
                 [slot.node for slot in slots_of(self.machine_model.nodes)]
@@ -176,8 +182,10 @@ class IterationModelCache:
         names = [name for name, is_apart in zip(there, apart, strict=False) if is_apart]
         return replace(
             parts,
-            dense=parts.dense | {name: there[name].dense[name] for name in names},
-            routed=parts.routed | {name: there[name].routed[name] for name in names},
+            layers=tuple(
+                layer | {name: there[name].layers[kind][name] for name in names}
+                for kind, layer in enumerate(parts.layers)
+            ),
             # Layers of multi-token prediction count with the head.
             head=parts.head | {name: there[name].head[name] for name in names if name in parts.head},
             further=parts.further
@@ -195,3 +203,24 @@ class IterationModelCache:
             inter_node = communication.transfer_s(run, constants, sender=0, receiver=1)
             self._links[key] = (intra_node - latency, inter_node - latency, latency)
         return self._links[key]
+
+
+def _layer_weights(run: TrainingRun) -> LayerWeights:
+    """The weights of a layer, of each kind in a hybrid model, and those that the ends have beside theirs."""
+    counts = run.layers_per_stage
+    weights = [held.num_total for held in weights_of_stages(run)]
+    if run.kinds:
+        layers = np.array(
+            [layer_weights(each, experts=experts).num_total for each, experts in run.kinds_of_layers]
+        )
+        ends = [weights[end] - float(layers @ run.layer_counts[end]) for end in (0, -1)]
+        return LayerWeights(layers=layers, first=ends[0], last=ends[1])
+    fullest = max(range(len(counts)), key=lambda stage: counts[stage])
+    fewer = tuple(count - (stage == fullest) for stage, count in enumerate(counts))
+    without = weights_of_stages(replace(run, layers_per_stage=fewer))[fullest].num_total
+    per_layer = weights[fullest] - without
+    return LayerWeights(
+        layers=np.array([per_layer]),
+        first=weights[0] - per_layer * counts[0],
+        last=weights[-1] - per_layer * counts[-1],
+    )

@@ -42,7 +42,7 @@ from quartet_plugin.cost.iteration.step import (
     straggler_share,
     summed,
 )
-from quartet_plugin.cost.iteration.terms import StageParts, layer_counts
+from quartet_plugin.cost.iteration.terms import StageParts
 from quartet_plugin.cost.run import (
     TrainingRun,
 )
@@ -74,10 +74,10 @@ class IterationModel:
         self._is_blocking = blocks_on_sends(run)
         ranks, num_stages = plan.layout.pipeline_parallel, plan.layout.num_stages
         self._placement = np.array(device_of_stages(run), dtype=np.int64)
-        # The units of each stage: dense layers, layers with experts, the embedding, the head.
-        held = np.zeros((4, num_stages))
-        held[:2] = np.array(layer_counts(run), dtype=np.float64).T
-        held[2, 0] = held[3, -1] = 1.0
+        # The units of each stage: layers of each kind, the embedding, the head.
+        held = np.zeros((len(units.compute), num_stages))
+        held[:-2] = np.array(run.layer_counts, dtype=np.float64).T
+        held[-2, 0] = held[-1, -1] = 1.0
         self._compute = np.einsum("ucd,us->cds", units.compute, held)
         self._unslowed = np.einsum("urd,us->rds", units.unslowed, held)
         if run.is_mtp_before_last:
@@ -181,10 +181,9 @@ class IterationModel:
             slowdown = slowdown * scale[self._slot_indices].max(axis=1)
         units = self._units.parts
         stages: list[StageParts] = []
-        for stage, (dense, routed) in enumerate(layer_counts(self.run)):
+        for stage, counts in enumerate(self.run.layer_counts):
             held: list[tuple[StageParts, int, Coefficient | None]] = [
-                (units.dense, dense, None),
-                (units.routed, routed, None),
+                *((layer, count, None) for layer, count in zip(units.layers, counts, strict=True)),
                 (units.action, 1, None),
             ]
             if stage == 0:

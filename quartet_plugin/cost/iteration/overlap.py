@@ -16,7 +16,6 @@ from quartet_plugin.cost.iteration.replay import blocks_on_sends, hidden_by_pair
 from quartet_plugin.cost.iteration.step import (
     busiest_rank,
     fullest_rank,
-    held_expert_layers,
     held_layers,
     held_weights,
     transfers_s,
@@ -25,6 +24,10 @@ from quartet_plugin.cost.iteration.terms import StageParts, stage_parts, with_re
 from quartet_plugin.cost.memory import Weights, weights_of_stages
 from quartet_plugin.cost.run import Overlap, TrainingRun
 from quartet_plugin.cost.times import Times
+from quartet_plugin.model.job_description import Experts
+
+# A number of like layers, the run whose layers are all like these, and their experts.
+type CountedLayers = tuple[int, TrainingRun, Experts | None]
 
 
 def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
@@ -38,18 +41,20 @@ def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
     stages, count = list(stages_of_devices(run)[rank]), run.num_microbatches
     weights = weights_of_stages(run)
     held = held_weights(run, fullest_rank(run, weights), weights)
-    layers = count * held_layers(run, rank)
-    routed = count * held_expert_layers(run, rank)
+    layers = [
+        (count * num, alike, experts)
+        for num, (alike, experts) in zip(held_layers(run, rank), run.kinds_of_layers, strict=True)
+    ]
     forward_s = sum(sums[k].forward_s for k in stages)
     backward_s = sum(sums[k].input_grad_s + sums[k].weight_grad_s for k in stages)
     sent = sum(float(seconds[stages].sum()) for seconds in transfers_s(run, constants))
     hidden = {
-        "tp_comm_s": (layers + routed * _further_pairs(run)) * _tensor_s(run, constants),
-        "cp_comm_s": layers * _context_s(run, constants),
+        "tp_comm_s": _num_pairs(layers) * _tensor_s(run, constants),
+        "cp_comm_s": _context_s(layers, constants),
         "ep_comm_s": (
             _in_pairs_s(run, constants, parts, sums, rank)
             if run.has_pairs
-            else routed * _exchange_s(run, constants)
+            else sum(num * _exchange_s(alike, constants, experts) for num, alike, experts in layers)
         ),
         "pp_comm_s": 0.0 if blocks_on_sends(run) else count * sent,
         "fsdp_comm_s": count * _sharded_s(run, constants, held, forward_s=forward_s, backward_s=backward_s),
@@ -64,11 +69,14 @@ def _tensor_s(run: TrainingRun, constants: Constants) -> float:
     return alone - exposed
 
 
-def _further_pairs(run: TrainingRun) -> float:
-    """Tensor-parallel collectives of a layer with experts beyond those of a dense layer, in these."""
-    if run.experts is None:
-        return 0.0
-    return (sum(communication.ffn_pairs(run, run.experts)) - 1.0) / 2.0
+def _num_pairs(layers: Sequence[CountedLayers]) -> float:
+    """Tensor-parallel collectives of layers, in those of a dense transformer layer."""
+    dense = sum(num * alike.num_sublayers / 2 for num, alike, _ in layers)
+    return dense + sum(
+        num * ((sum(communication.ffn_pairs(alike, experts)) - 1.0) / 2.0)
+        for num, alike, experts in layers
+        if experts is not None
+    )
 
 
 def _in_pairs_s(
@@ -79,22 +87,27 @@ def _in_pairs_s(
     return float(hidden_by_pairs(run, np.array(sums).T, hideable)[rank])
 
 
-def _exchange_s(run: TrainingRun, constants: Constants) -> float:
+def _exchange_s(run: TrainingRun, constants: Constants, experts: Experts | None) -> float:
     """What a layer's exchanges hide behind its other work, or behind another microbatch's."""
-    if run.experts is None:
+    if experts is None:
         return 0.0
-    layer = compute.layer_times(run, constants, Rates(run, constants), experts=run.experts)
-    whole = with_repeated(run, "moe", communication.expert_parallel(run, constants, run.experts))
+    layer = compute.layer_times(run, constants, Rates(run, constants), experts=experts)
+    whole = with_repeated(run, "moe", communication.expert_parallel(run, constants, experts))
     return whole.total_s - communication.beside_compute(run, constants, whole, layer).total_s
 
 
-def _context_s(run: TrainingRun, constants: Constants) -> float:
+def _context_s(layers: Sequence[CountedLayers], constants: Constants) -> float:
+    """What attention hides of what ranks that share sequences send each other."""
+    num = sum(num for num, alike, _ in layers if alike.has_attention)
+    run = next((alike for _, alike, _ in layers if alike.has_attention), None)
+    if run is None:
+        return 0.0
     layer = compute.layer_times(run, constants, Rates(run, constants), experts=None)
     alone, exposed = (
         with_repeated(run, "core_attn", communication.context_parallel(run, constants, beside)).total_s
         for beside in (Times(), layer.attention)
     )
-    return alone - exposed
+    return num * (alone - exposed)
 
 
 def _sharded_s(

@@ -17,6 +17,7 @@ from quartet_plugin.cost.iteration.step import (
     step_terms,
 )
 from quartet_plugin.cost.iteration.terms import UnitParts
+from quartet_plugin.cost.layer_kinds import priced_layers
 from quartet_plugin.cost.run import (
     ON_CPU,
     Software,
@@ -26,6 +27,7 @@ from quartet_plugin.cost.run import (
     run_of,
     schedule_group,
     schedule_kind,
+    with_layers,
 )
 from quartet_plugin.cost.software import (
     imbalance_of,
@@ -37,7 +39,6 @@ from quartet_plugin.cost.times import Times
 from quartet_plugin.mapping.orders import slot_indices
 from quartet_plugin.mapping.topology import expert_blocks
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.model.job_description import mean_layers
 from quartet_plugin.model.layout import SettingValue
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.recompute_modules import modules_of
@@ -58,9 +59,9 @@ UNSLOWED_PARTS = ("tp_comm", "cp_comm", "ep_comm", "action")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UnitArrays:
-    """`UnitParts` as arrays: `compute` [4, num_causes, 3], `unslowed` [4, 4, 3].
+    """`UnitParts` as arrays: `compute` [num_kinds + 2, num_causes, 3], `unslowed` [num_kinds + 2, 4, 3].
 
-    The first axis has a dense layer, one with experts, the embedding and the head; the last the directions
+    The first axis has a layer of each kind, the embedding and the head; the last the directions
     (forward, input gradient, weight gradient). `action` [3] are the seconds of a stage's actions.
     `further_compute` [num_causes, 3] and `further_unslowed` [4, 3] are those of multi-token prediction on the
     stage before the last one.
@@ -76,9 +77,9 @@ class UnitArrays:
 
 def unit_arrays(parts: UnitParts) -> UnitArrays:
     """The seconds of the units of a stage as arrays [unit, cause, direction], in the order of INDEX."""
-    compute, unslowed = np.zeros((5, len(CAUSES), 3)), np.zeros((5, len(UNSLOWED), 3))
-    units = (parts.dense, parts.routed, parts.embedding, parts.head, parts.further)
-    ends = (None, None, Coefficient.EMBEDDING, Coefficient.HEAD, None)
+    units = (*parts.layers, parts.embedding, parts.head, parts.further)
+    ends = (*(None for _ in parts.layers), Coefficient.EMBEDDING, Coefficient.HEAD, None)
+    compute, unslowed = np.zeros((len(units), len(CAUSES), 3)), np.zeros((len(units), len(UNSLOWED), 3))
     for unit, (named, end) in enumerate(zip(units, ends, strict=True)):
         for name, times in named.items():
             if name in UNSLOWED_PARTS:
@@ -88,11 +89,11 @@ def unit_arrays(parts: UnitParts) -> UnitArrays:
     action = np.array(parts.action.get("action", Times()))
     return UnitArrays(
         parts=parts,
-        compute=compute[:4],
-        unslowed=unslowed[:4],
+        compute=compute[:-1],
+        unslowed=unslowed[:-1],
         action=action,
-        further_compute=compute[4],
-        further_unslowed=unslowed[4],
+        further_compute=compute[-1],
+        further_unslowed=unslowed[-1],
     )
 
 
@@ -126,11 +127,9 @@ def run_of_job(
     """
     settings = (*(job.settings or ()), *(source.layout.settings or ()))
     known = {setting.name: setting.value for setting in settings}
-    shape, experts = mean_layers(source.shape, job.experts)
-    # A hybrid model's mean layer has plain attention.
-    latent = job.latent if source.shape.layer_kinds is None else None
+    layers = priced_layers(source.shape, job.experts, job.latent)
     run = run_of(
-        shape,
+        layers.shape,
         source.layout,
         global_batch_size=global_batch_size,
         layers_per_stage=split.transformer_layers_per_stage,
@@ -146,14 +145,13 @@ def run_of_job(
         matmul=precision_of_products(job.features, cluster.device, precision=job.precision),
         normalization=job.normalization,
     )
-    if experts is None and latent is None and not mtp_layers:
+    run = with_layers(run, layers)
+    if layers.experts is None and layers.latent is None and not mtp_layers:
         return run
     return replace(
         run,
-        experts=experts,
-        latent=latent,
         mtp_layers=mtp_layers,
-        mtp_depth=mtp_depth_of(source.shape, job.experts, job.mtp_kinds),
+        mtp_depth=mtp_depth_of(source.shape, job.experts, job.mtp_kinds) if mtp_layers else None,
         is_mtp_before_last=bool(split.mtp_before_last),
         has_whole_experts=known.get("expert_tensor_parallel") == 1,
         imbalance=imbalance_of(job.features),

@@ -15,6 +15,8 @@ from quartet_plugin.cost.coefficients import CAUSES, INDEX, Coefficient
 from quartet_plugin.cost.iteration.kernel import UNSLOWED
 from quartet_plugin.cost.iteration.orders import WeightedOrders
 from quartet_plugin.cost.iteration.plan_terms import GroupsApart, are_apart, are_copies_apart, groups_apart
+from quartet_plugin.cost.iteration.split_kernel import counts_by_kind
+from quartet_plugin.cost.layer_kinds import layers_before, letters_of
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.plan import Mapping, Plan
@@ -25,19 +27,23 @@ type SlotOrder = Sequence[int] | IntArray
 # Layers of weights by which the fullest ranks of two splits differ at least where their steps give the step's
 # slope.
 _LEAST_DIFFERENCE = 0.01
+# `SplitTimes.before` of layers that are all alike.
+_OF_ONE_KIND: IntArray = np.zeros((1, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepLine:
     """Seconds once an iteration, by what the pipeline rank with the most weights holds.
 
-    `fixed_s`, plus `per_layer_s` times its weights in layers, plus `start_s` times its layers. Embedding and
-    head count as `first` and `last` layers by their weights.
+    `fixed_s`, plus `per_layer_s` times its weights in layers, plus `start_s` [num_kinds] times its layers. A
+    layer of each kind counts as `weights` [num_kinds] of the mean one, embedding and head as `first` and
+    `last`.
     """
 
     fixed_s: float
     per_layer_s: float
-    start_s: float
+    start_s: FloatArray
+    weights: FloatArray
     first: float
     last: float
 
@@ -47,7 +53,9 @@ class SplitTimes:
     """An iteration's times for any split under one mapping.
 
     A stage's action of direction k (forward, input gradient, weight gradient) takes `fixed_s[k, s]` plus
-    `layer_s[k, s]` a layer; `sends_s` [S] is the transfer from each stage to the next. `orders` have weights.
+    `layer_s[j, k, s]` for each layer of kind j; `sends_s` [S] is the transfer from each stage to the next.
+    `orders` have weights. `before` [num_kinds, num_layers + 1] are the layers of each kind before each layer;
+    of one kind it has no columns.
     """
 
     fixed_s: FloatArray
@@ -57,16 +65,37 @@ class SplitTimes:
     orders: WeightedOrders
     is_blocking: bool
     step: StepLine
+    before: IntArray
+
+    def counts(self, split: Sequence[int]) -> IntArray:
+        """The layers of each kind on each stage of a split [num_kinds, S]."""
+        return counts_by_kind(np.array(split, dtype=np.int64), self.before)
+
+    def action_s(self, split: Sequence[int]) -> FloatArray:
+        """Seconds of the actions of each direction on each stage of a split [3, S]."""
+        seconds = self.fixed_s
+        for layer_s, counts in zip(self.layer_s, self.counts(split), strict=True):
+            seconds = seconds + layer_s * counts
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerWeights:
+    """The weights of a layer of each kind [num_kinds], and those that the ends have beside their layers."""
+
+    layers: FloatArray
+    first: float
+    last: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RawTimes:
     """Seconds under coefficients of 1, by what multiplies them.
 
-    `compute_fixed` [num_causes, 3, S], `compute_layer` [num_causes, 3]: slowed down by slots. `other_fixed`
-    [4, 3, S] and `other_layer` [4, 3]: what no slowdown touches, by `UNSLOWED`. `intra`, `inter` and
-    `latency` are those of a transfer between stages. An iteration is `share` times its terms, of which
-    `layer_start_s` starts the optimizer's kernels of one layer.
+    `compute_fixed` [num_causes, 3, S], `compute_layer` [num_kinds, num_causes, 3]: slowed down by slots.
+    `other_fixed` [4, 3, S] and `other_layer` [num_kinds, 4, 3]: what no slowdown touches, by `UNSLOWED`.
+    `intra`, `inter` and `latency` are those of a transfer between stages. An iteration is `share` times its
+    terms, of which `layer_start_s` [num_kinds] starts the optimizer's kernels of one layer.
     """
 
     compute_fixed: FloatArray
@@ -81,7 +110,7 @@ class RawTimes:
     orders: WeightedOrders
     is_blocking: bool
     share: float
-    layer_start_s: float
+    layer_start_s: FloatArray
 
 
 class SplitModel:
@@ -94,7 +123,7 @@ class SplitModel:
         run: TrainingRun,
         raw_of: Callable[[GroupsApart], RawTimes],
         group_sizes: tuple[int, ...],
-        weights: tuple[float, float, float],
+        weights: LayerWeights,
         slot_index: IntArray,
         domain_of_slot: IntArray,
         step_terms_of: Callable[[Plan], FloatArray],
@@ -103,7 +132,11 @@ class SplitModel:
         self._raw_of, self._group_sizes = raw_of, group_sizes
         # What is read of it does not depend on the domains of groups.
         self._raw = raw_of((False,) * len(group_sizes))
-        self._layer_weights, self._first_weights, self._last_weights = weights
+        self._weights_of_layers = weights
+        self._before = layers_before(run.pattern, letters_of(None, run.kinds)) if run.kinds else _OF_ONE_KIND
+        self._layer_weights = float(weights.layers[0])
+        if run.kinds:
+            self._layer_weights = float(weights.layers @ self._before[:, -1]) / plan.shape.num_layers
         self._slot_index, self.domain_of_slot = slot_index, domain_of_slot
         self._step_terms_of = step_terms_of
         self._steps: dict[tuple[bool, bool], tuple[FloatArray, FloatArray]] = {}
@@ -150,7 +183,10 @@ class SplitModel:
         stage_slowdown = slowdown[raw.placement]
         slowed = speed * direction[:, None] * stage_slowdown
         fixed = np.tensordot(causes, raw.compute_fixed, 1) * slowed
-        layer = np.tensordot(causes, raw.compute_layer, 1)[:, None] * slowed
+        layers = [
+            np.tensordot(causes, compute, 1)[:, None] * slowed + np.tensordot(others, other, 1)[:, None]
+            for compute, other in zip(raw.compute_layer, raw.other_layer, strict=True)
+        ]
         crossing = self._crossings(domains)
         transfer, network = scale[INDEX[Coefficient.TRANSFER]], scale[INDEX[Coefficient.NETWORK]]
         intra = transfer * raw.intra_s + scale[INDEX[Coefficient.LATENCY]] * raw.latency_s
@@ -161,12 +197,13 @@ class SplitModel:
             sends_s[-2] += more * (0.0, transfer * raw.intra_s, network * raw.inter_s)[crossing[-2]]
         return SplitTimes(
             fixed_s=raw.share * (fixed + np.tensordot(others, raw.other_fixed, 1)),
-            layer_s=raw.share * (layer + np.tensordot(others, raw.other_layer, 1)[:, None]),
+            layer_s=raw.share * np.array(layers),
             sends_s=raw.share * sends_s,
             placement=raw.placement,
             orders=raw.orders,
             is_blocking=raw.is_blocking,
             step=self._step_line(raw.share * scale, domains, mapping),
+            before=self._before,
         )
 
     def distinct(self, orders: IntArray, slowdowns: FloatArray) -> list[int]:
@@ -245,36 +282,41 @@ class SplitModel:
         first, second = (float(scale @ terms) for terms in self._steps[key])
         (held, layers), (other_held, other_layers) = self._fullest_of_both
         start_s = float(scale[INDEX[Coefficient.OPTIMIZER]]) * self._raw.layer_start_s
-        more_s, more = second - first - start_s * (other_layers - layers), other_held - held
+        more_s, more = second - first - float(start_s @ (other_layers - layers)), other_held - held
         # Without another split nothing depends on the slope.
         slope = 0.0 if abs(more) < _LEAST_DIFFERENCE else max(0.0, more_s / more)
         return StepLine(
-            fixed_s=first - slope * held - start_s * layers,
+            fixed_s=first - slope * held - float(start_s @ layers),
             per_layer_s=slope,
             start_s=start_s,
-            first=self._first_weights / self._layer_weights,
-            last=self._last_weights / self._layer_weights,
+            weights=self._weights_of_layers.layers / self._layer_weights,
+            first=self._weights_of_layers.first / self._layer_weights,
+            last=self._weights_of_layers.last / self._layer_weights,
         )
 
-    def _fullest(self, plan: Plan) -> tuple[float, int]:
-        """The weights of the pipeline rank with the most, in layers, and its layers."""
+    def _fullest(self, plan: Plan) -> tuple[float, IntArray]:
+        """The weights of the pipeline rank with the most, in layers, and its layers of each kind."""
         weights = self._weights(plan)
         fullest = int(np.argmax(weights))
-        counts = np.array(plan.split.transformer_layers_per_stage)
-        return float(weights[fullest] / self._layer_weights), int(
-            counts[self._raw.placement == fullest].sum()
-        )
+        counts = self._counts(plan)[:, self._raw.placement == fullest].sum(axis=1)
+        return float(weights[fullest] / self._layer_weights), counts
+
+    def _counts(self, plan: Plan) -> IntArray:
+        """The layers of each kind on each stage [num_kinds, S]."""
+        split = np.array(plan.split.transformer_layers_per_stage, dtype=np.int64)
+        return counts_by_kind(split, self._before)
 
     @functools.cached_property
-    def _fullest_of_both(self) -> tuple[tuple[float, int], tuple[float, int]]:
+    def _fullest_of_both(self) -> tuple[tuple[float, IntArray], tuple[float, IntArray]]:
         """`_fullest` of the plan and of its other split."""
         return self._fullest(self._plan), self._fullest(self._other_split)
 
     def _weights(self, plan: Plan) -> FloatArray:
-        counts = np.array(plan.split.transformer_layers_per_stage, dtype=np.float64)
-        stages = counts * self._layer_weights
-        stages[0] += self._first_weights
-        stages[-1] += self._last_weights
+        stages = np.zeros(plan.layout.num_stages)
+        for counts, weights in zip(self._counts(plan), self._weights_of_layers.layers, strict=True):
+            stages += counts * weights
+        stages[0] += self._weights_of_layers.first
+        stages[-1] += self._weights_of_layers.last
         held: FloatArray = np.bincount(
             self._raw.placement, weights=stages, minlength=plan.layout.pipeline_parallel
         )

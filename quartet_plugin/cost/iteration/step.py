@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,11 +11,13 @@ from quartet_plugin.cost import communication, compute
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import device_of_stages, stages_of_devices
 from quartet_plugin.cost.iteration.replay import PipelineSpan, both_ways, pipeline_span
-from quartet_plugin.cost.iteration.terms import COMPUTE, StageParts, layer_counts, stage_sums
+from quartet_plugin.cost.iteration.terms import COMPUTE, StageParts, stage_sums
+from quartet_plugin.cost.layer_kinds import Sublayers
 from quartet_plugin.cost.memory import Weights, weights_of_stages
 from quartet_plugin.cost.run import Software, TrainingRun, UniformCluster
 from quartet_plugin.cost.times import Times
 from quartet_plugin.model.costs import FloatArray
+from quartet_plugin.model.job_description import Experts
 
 # Bytes a parameter that an Adam step reads and writes: fp32 weight and moments twice, gradient, new weight.
 OPTIMIZER_BYTES = 28.0
@@ -157,8 +159,7 @@ def step_terms(
     tied_ends = communication.tied_ends_s(run, constants)
     if tied_ends:
         terms["ends_comm_s"] = tied_ends
-    num_layers, num_routed = held_layers(run, fullest), held_expert_layers(run, fullest)
-    optimizer = optimizer_s(run, constants, held, num_layers=num_layers, num_routed=num_routed)
+    optimizer = optimizer_s(run, constants, held, counts=held_layers(run, fullest))
     terms["optimizer_s"] = slowdown * optimizer
     terms["step_overhead_s"] = 0.0 if run.software.logs_step_only else constants.step_s
     return terms
@@ -223,15 +224,11 @@ def held_weights(run: TrainingRun, device: int, weights: Sequence[Weights] | Non
     return Weights.total_of(each[stage] for stage in stages_of_devices(run)[device])
 
 
-def held_layers(run: TrainingRun, device: int) -> int:
-    """Transformer layers that a rank of pipeline rank `device` holds."""
-    return sum(run.layers_per_stage[stage] for stage in stages_of_devices(run)[device])
-
-
-def held_expert_layers(run: TrainingRun, device: int) -> int:
-    """Those of these layers that have experts."""
-    counts = layer_counts(run)
-    return sum(counts[stage][1] for stage in stages_of_devices(run)[device])
+def held_layers(run: TrainingRun, device: int) -> tuple[int, ...]:
+    """Layers of each kind that a rank of pipeline rank `device` holds."""
+    counts = run.layer_counts
+    held = [counts[stage] for stage in stages_of_devices(run)[device]]
+    return tuple(map(sum, zip(*held, strict=True)))
 
 
 def optimizer_s(
@@ -239,20 +236,26 @@ def optimizer_s(
     constants: Constants,
     held: Weights,
     *,
-    num_layers: int | None = None,
-    num_routed: int = 0,
+    counts: Sequence[int] | None = None,
 ) -> float:
     """Seconds of the optimizer's step on a rank that holds these parameters, and of clearing its gradients.
 
-    Where weights are stepped one by one, each weight of `num_layers` layers (by default an even share) starts
-    kernels; `num_routed` of them have experts.
+    Where weights are stepped one by one, each weight of its layers starts kernels: `counts` of each kind, by
+    default an even share of all layers, without experts.
     """
     shards, expert_shards = run.optimizer_shards
     stepped = _stepped_s(run, constants, held.num_dense, shards=shards)
     stepped += _stepped_s(run, constants, held.num_expert, shards=expert_shards)
-    count = -(-run.shape.num_layers // run.layout.pipeline_parallel) if num_layers is None else num_layers
-    stepped += (count * tensors_of_layer(run) + END_TENSORS) * tensor_start_s(run, constants)
-    return stepped + num_routed * experts_start_s(run, constants)
+    if counts is None:
+        tensors = -(-run.shape.num_layers // run.layout.pipeline_parallel) * tensors_of_layer(run)
+        return stepped + (tensors + END_TENSORS) * tensor_start_s(run, constants)
+    kinds = run.kinds_of_layers
+    tensors = sum(num * tensors_of_layer(alike) for num, (alike, _) in zip(counts, kinds, strict=True))
+    stepped += (tensors + END_TENSORS) * tensor_start_s(run, constants)
+    return stepped + sum(
+        num * experts_start_s(alike, constants, experts)
+        for num, (alike, experts) in zip(counts, kinds, strict=True)
+    )
 
 
 def _stepped_s(run: TrainingRun, constants: Constants, parameters: float, *, shards: float) -> float:
@@ -280,9 +283,9 @@ def _host_step_s(run: TrainingRun, constants: Constants, parameters: float) -> f
 
 
 def tensors_of_layer(run: TrainingRun) -> int:
-    """Weight tensors of a transformer layer."""
+    """Weight tensors of a layer: attention and an FFN have half of a transformer layer's each."""
     has_biases = run.shape.position_embedding == "learned_absolute"
-    return TENSORS if has_biases else PLAIN_TENSORS
+    return (TENSORS if has_biases else PLAIN_TENSORS) * run.num_sublayers // 2
 
 
 def tensor_start_s(run: TrainingRun, constants: Constants) -> float:
@@ -293,16 +296,16 @@ def tensor_start_s(run: TrainingRun, constants: Constants) -> float:
     return constants.launch_s * ratio / run.optimizer_shards[0]
 
 
-def experts_start_s(run: TrainingRun, constants: Constants) -> float:
+def experts_start_s(run: TrainingRun, constants: Constants, experts: Experts | None) -> float:
     """Seconds more to start these kernels of a layer with experts than of a dense one.
 
     It has a router, and in place of an FFN one for each expert of the rank, and the shared one's.
     """
-    experts, start_s = run.experts, tensor_start_s(run, constants)
+    start_s = tensor_start_s(run, constants)
     if experts is None or not start_s:
         return 0.0
     shards, expert_shards = run.optimizer_shards
-    of_ffn = tensors_of_layer(run) // 3
+    of_ffn = tensors_of_layer(replace(run, sublayers=Sublayers.BOTH)) // 3
     num_local = max(1.0, experts.num_experts / run.layout.expert_parallel)
     num_shared = 1 if experts.shared_ffn_hidden_size else 0
     tensors = 1 + (num_shared - 1) * of_ffn + num_local * of_ffn * shards / expert_shards

@@ -18,14 +18,13 @@ StageParts = dict[str, Times]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitParts:
-    """One microbatch by cause: of a dense layer, of one with experts, and what both ends add to theirs.
+    """One microbatch by cause: of a layer of each kind (`layers`), and what both ends add to theirs.
 
     `action` are the seconds of a stage's actions beside its layers. `further` are those of the layers of
     multi-token prediction on the stage before the last one; on the last one they are the head's.
     """
 
-    dense: StageParts
-    routed: StageParts
+    layers: tuple[StageParts, ...]
     embedding: StageParts
     head: StageParts
     action: StageParts
@@ -35,22 +34,22 @@ class UnitParts:
 def unit_parts(run: TrainingRun, constants: Constants) -> UnitParts:
     """The parts that every stage of the run is made of."""
     rates = Rates(run, constants)
-    dense = layer_parts(run, constants, rates)
+    layers = tuple(
+        layer_parts(alike, constants, rates, experts=experts) for alike, experts in run.kinds_of_layers
+    )
     embedding_comm, head_comm = communication.tensor_parallel_ends(run, constants)
     head = compute.head_times(run, constants, rates)
-    routed = dense if run.experts is None else layer_parts(run, constants, rates, experts=run.experts)
     head_parts = _end_parts(replace(head, gemm=Times())) | {"tp_comm": head_comm, "head": head.gemm}
     further: StageParts = {}
     if run.mtp_layers:
-        layer = routed if run.mtp_depth is None else _parts_of_depth(run, constants)
+        layer = layers[-1] if run.mtp_depth is None else _parts_of_depth(run, constants)
         if run.is_mtp_before_last:
             further = _with_mtp(run, rates, head={}, further=layer)
             head_parts = {name: times.scaled(1 + run.mtp_layers) for name, times in head_parts.items()}
         else:
             head_parts = _with_mtp(run, rates, head=head_parts, further=layer)
     return UnitParts(
-        dense=dense,
-        routed=routed,
+        layers=layers,
         embedding=_end_parts(compute.embedding_times(run, rates)) | {"tp_comm": embedding_comm},
         head=head_parts,
         action={"action": _action_times(run, constants)} if isinstance(constants, ClusterConstants) else {},
@@ -86,26 +85,15 @@ def _end_parts(end: LayerTimes) -> StageParts:
     return {name: getattr(end, name) for name in ("gemm", "elementwise", "launch")}
 
 
-def layer_counts(run: TrainingRun) -> list[tuple[int, int]]:
-    """The layers of each stage with a dense FFN, and those with experts."""
-    num_dense = run.experts.num_dense_layers if run.experts else run.shape.num_layers
-    counts, first = [], 0
-    for count in run.layers_per_stage:
-        plain = max(0, min(count, num_dense - first))
-        first += count
-        counts.append((plain, count - plain))
-    return counts
-
-
 def stage_parts(run: TrainingRun, constants: Constants) -> list[StageParts]:
     """The time of one microbatch on each stage, by cause; stages that hold the same share one table."""
     unit = unit_parts(run, constants)
-    kinds: dict[tuple[int, int, bool, bool, bool], StageParts] = {}
+    kinds: dict[tuple[tuple[int, ...], bool, bool, bool], StageParts] = {}
     stages: list[StageParts] = []
     last = len(run.layers_per_stage) - 1
-    for stage, (plain, routed) in enumerate(layer_counts(run)):
+    for stage, counts in enumerate(run.layer_counts):
         has_further = run.is_mtp_before_last and stage == last - 1
-        kind = (plain, routed, stage == 0, has_further, stage == last)
+        kind = (counts, stage == 0, has_further, stage == last)
         if kind not in kinds:
             kinds[kind] = _parts_of_kind(unit, *kind)
         stages.append(kinds[kind])
@@ -113,12 +101,12 @@ def stage_parts(run: TrainingRun, constants: Constants) -> list[StageParts]:
 
 
 def _parts_of_kind(
-    unit: UnitParts, plain: int, routed: int, is_first: bool, has_further: bool, is_last: bool
+    unit: UnitParts, counts: tuple[int, ...], is_first: bool, has_further: bool, is_last: bool
 ) -> StageParts:
-    """The parts of a stage of `plain` dense layers and `routed` ones with experts."""
-    parts = {
-        name: times.scaled(plain).plus(unit.routed[name].scaled(routed)) for name, times in unit.dense.items()
-    }
+    """The parts of a stage with `counts` layers of each kind."""
+    parts = {name: times.scaled(counts[0]) for name, times in unit.layers[0].items()}
+    for layer, count in zip(unit.layers[1:], counts[1:], strict=True):
+        parts = {name: times.plus(layer[name].scaled(count)) for name, times in parts.items()}
     further = unit.further if has_further else {}
     for added in (unit.embedding if is_first else {}, further, unit.head if is_last else {}, unit.action):
         for name, times in added.items():
@@ -150,8 +138,9 @@ def layer_parts(
     cut = None if partition is None else layer_partition.partition_products(run, rates, partition)
     layer = compute.layer_times(run, constants, rates, experts=experts, cut=cut)
     tensor, repeated = communication.tensor_parallel(run, constants)
-    routed, shared = (1.0, 0.0) if experts is None else communication.ffn_pairs(run, experts)
-    tensor = tensor.scaled((1.0 + routed + shared) / 2.0)
+    attention = float(run.has_attention)
+    routed, shared = (float(run.has_ffn), 0.0) if experts is None else communication.ffn_pairs(run, experts)
+    tensor = tensor.scaled((attention + routed + shared) / 2.0)
     again = repeated * _pairs_again(run, routed, shared, has_experts=experts is not None) / 2.0
     tensor = Times(tensor.forward_s, tensor.input_grad_s + again, tensor.weight_grad_s)
     return {
@@ -161,17 +150,17 @@ def layer_parts(
         "launch": layer.launch,
         "recompute": Times(0.0, layer.recompute_s, 0.0),
         "tp_comm": tensor.plus(communication.skew(run, constants, layer)),
-        "cp_comm": with_repeated(
-            run, "core_attn", communication.context_parallel(run, constants, layer.attention)
-        ),
+        "cp_comm": Times()
+        if not run.has_attention
+        else with_repeated(run, "core_attn", communication.context_parallel(run, constants, layer.attention)),
         "ep_comm": Times() if experts is None else _exchanges(run, constants, experts, layer),
     }
 
 
 def _pairs_again(run: TrainingRun, routed: float, shared: float, *, has_experts: bool) -> float:
-    """The tensor-parallel collectives that recompute repeats in a layer, in those of its attention."""
+    """The tensor-parallel collectives that recompute repeats in a layer, in those of attention."""
     if run.layout.recompute == "full":
-        return (1.0 + routed + shared) * run.recomputed_share
+        return (float(run.has_attention) + routed + shared) * run.recomputed_share
     if run.recomputes("moe" if has_experts else "mlp"):
         return routed + shared
     return shared if run.recomputes("shared_experts") else 0.0

@@ -12,6 +12,7 @@ from quartet_plugin.cost.iteration.split_model import CalibratedSplits
 from quartet_plugin.mapping.orders import is_legal, slot_indices
 from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.plan import Mapping, Split
+from quartet_plugin.model.shape import LayerKinds, ModelShape
 from quartet_plugin.planner.split_search import Pipeline, balanced_split, best_splits
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import build_space
@@ -20,6 +21,7 @@ from tests.calibration.truth import Truth
 from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
 
 EXPERTS = Experts(num_experts=4, experts_per_token=2, ffn_hidden_size=4096)
+PATTERN = "MM*-M***E-*M"
 
 
 DENSE = [
@@ -36,18 +38,34 @@ WITH_EXPERTS = [
 ]
 
 
+def with_layers(shape: ModelShape, pattern: str) -> ModelShape:
+    """The shape with a hybrid model's layers, if there is a pattern."""
+    kinds = LayerKinds(attention=0, mlp=0, experts=0, state_space=0, projected_size=2048)
+    return replace(shape, layer_kinds=kinds).with_pattern(pattern) if pattern else shape
+
+
+@pytest.mark.parametrize(("layout", "schedule"), [*DENSE, *WITH_EXPERTS])
+def test_of_a_hybrid_model_it_has_the_layers_of_each_stage(layout: dict[str, int], schedule: str) -> None:
+    check_model(layout, schedule, num_dense=0, pattern=PATTERN)
+
+
 @pytest.mark.parametrize(
     ("layout", "schedule", "num_dense"),
     [(*case, 0) for case in (*DENSE, *WITH_EXPERTS)] + [(*case, 2) for case in WITH_EXPERTS],
 )
 def test_it_is_the_iteration_model(layout: dict[str, int], schedule: str, num_dense: int) -> None:
+    check_model(layout, schedule, num_dense=num_dense, pattern="")
+
+
+def check_model(layout: dict[str, int], schedule: str, *, num_dense: int, pattern: str) -> None:
+    """Compare both for random splits and mappings."""
     nodes = make_nodes(2, 2)
     search: dict[str, Any] = {**layout, "schedule": schedule, "micro_batch_size": 2}
     experts = replace(EXPERTS, num_dense_layers=num_dense) if "expert_parallel" in layout else None
     space = build_space(
         make_job(
             layout=make_layout(micro_batch_size=2, **layout),
-            shape=make_shape(num_layers=12),
+            shape=with_layers(make_shape(num_layers=12), pattern),
             global_batch_size=16,
             experts=experts,
         ),
@@ -89,7 +107,7 @@ def test_the_balanced_split_has_the_least_busiest_device() -> None:
     times = CalibratedSplits(model=model, point=truth.theta).times((0, 1, 2), plan.mapping)
 
     def busiest(split: tuple[int, ...]) -> float:
-        return float((times.fixed_s + times.layer_s * np.array(split)).sum(axis=0).max())
+        return float(times.action_s(split).sum(axis=0).max())
 
     assert busiest(balanced_split(times, 9)) == pytest.approx(min(map(busiest, every_split(9, 3))))
 
@@ -177,3 +195,45 @@ def test_stages_of_one_layer_have_a_step_that_grows_with_their_layers(
             other = replace(plan, split=Split(transformer_layers_per_stage=tuple(counts)))
             seconds, _ = truth._iteration_models.of(other).evaluate(truth.theta)
             assert Pipeline(times).seconds(counts) == pytest.approx(seconds, rel=1e-9), counts
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule", "num_stages"),
+    [
+        ({"pipeline_parallel": 4}, "1f1b", 4),
+        ({"pipeline_parallel": 2, "virtual_stages": 2}, "interleaved", 4),
+        ({"pipeline_parallel": 3}, "zb-h1", 3),
+    ],
+)
+@pytest.mark.parametrize("pattern", [PATTERN, "MMMMMMMM****", "*-*-*-EEEEEE"])
+def test_the_best_split_of_a_hybrid_model_is_the_iteration_models(
+    layout: dict[str, int], schedule: str, num_stages: int, pattern: str
+) -> None:
+    from tests.planner.test_best_moves import every_split
+
+    nodes = make_nodes(layout["pipeline_parallel"])
+    job = make_job(
+        layout=make_layout(micro_batch_size=2, **layout),
+        shape=with_layers(make_shape(seq_length=8192), pattern),
+        global_batch_size=16,
+        experts=EXPERTS,
+    )
+    search = parse_config({"search": {**layout, "schedule": schedule}}, where="test").search
+    plan = build_space(job, nodes=nodes, search=search, run="r", seed=0).decode(
+        RandomParams(random.Random(0)), trial=0
+    )
+    truth = Truth(
+        nodes, experts=EXPERTS, head=2.0, slowdowns=(1.0, 1.4, 0.9, 1.2)[: layout["pipeline_parallel"]]
+    )
+    calibrated = CalibratedSplits(model=truth._iteration_models.split_model(plan), point=truth.theta)
+    slots = slot_indices(nodes, plan.mapping)
+    best = best_splits(calibrated, [(slots, plan.mapping)], num_layers=12, max_work=50_000_000)
+    assert not best.num_cut_off
+    pipeline = Pipeline(calibrated.times(slots, plan.mapping))
+    times = sorted(pipeline.seconds(split) for split in every_split(12, num_stages))
+    assert [split.seconds for split in best.splits] == pytest.approx(times[:5], rel=1e-8)
+
+    def seconds(split: tuple[int, ...]) -> float:
+        return truth(replace(plan, split=Split(transformer_layers_per_stage=split)))
+
+    assert seconds(best.splits[0].split) <= 1.002 * min(map(seconds, every_split(12, num_stages)))

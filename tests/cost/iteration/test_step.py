@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from quartet_plugin.cost.constants import NEUTRAL
-from quartet_plugin.cost.iteration.step import clearing_s, held_expert_layers, held_weights, optimizer_s
+from quartet_plugin.cost.iteration.step import clearing_s, held_layers, held_weights, optimizer_s
 from quartet_plugin.cost.memory import Weights, memory_by_device
 from quartet_plugin.cost.run import ON_CPU, TrainingRun
 from quartet_plugin.model.job_description import Experts
@@ -68,7 +68,7 @@ def test_every_experts_tensors_are_stepped_by_themselves() -> None:
     experts = Experts(num_experts=8, experts_per_token=2, ffn_hidden_size=512, num_dense_layers=3)
     found = replace(cpu_run(layers=8, pp=1), experts=experts)
     assert found.software == ON_CPU
-    assert held_expert_layers(found, 0) == 5
+    assert held_layers(found, 0) == (3, 5)
     held = held_weights(found, 0)
-    few, many = (optimizer_s(found, NEUTRAL, held, num_layers=8, num_routed=count) for count in (0, 5))
+    few, many = (optimizer_s(found, NEUTRAL, held, counts=counts) for counts in ((8, 0), (3, 5)))
     assert many - few == pytest.approx(5 * (1 + 8 * 4 - 4) * NEUTRAL.launch_s)
