@@ -168,8 +168,7 @@ def _exchanges(layout: Layout) -> bool:
 TOKEN_DISPATCHER = _DispatcherKnob(
     name=NAME,
     label="dispatcher",
-    meaning="how tokens reach the devices of their experts; flex-deepep and flex-hybridep are searched only "
-    "by name",
+    meaning="how tokens reach the devices of their experts; flex-deepep, flex-hybridep by name alone",
     kind="word",
     words=(ALLGATHER, ALLTOALL, FLEX, *WITH_BACKENDS),
     axis=Axis.OPTIONS,
