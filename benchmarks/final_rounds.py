@@ -145,20 +145,23 @@ def compare_rules(models: Sequence[str], *, runs: int, rounds: int, noise: float
 
 
 def compare_rivals(runs: int, *, rounds: int) -> None:
-    """Print how often the faster of two plans wins; the slower is one of the user's model in its runtime."""
+    """Print how often the faster of two plans wins; the slower has the user's model and nothing custom."""
     kinds = {
         "of its kind": (False, False),
         "of the plugin's runtime": (False, True),
         "of another model": (True, False),
     }
     for noise in RIVAL_NOISES:
-        for kind, (is_other_model, is_of_runtime) in kinds.items():
+        for kind, (is_other_model, is_custom) in kinds.items():
             cells = []
             for gain in RIVAL_GAINS:
-                plan = _rival(is_other_model=is_other_model, is_of_runtime=is_of_runtime)
-                found = [rivals(gain, plan, noise=noise, seed=seed, rounds=rounds) for seed in range(runs)]
-                share = statistics.fmean(winner == 2 for winner, _ in found)
-                launches = statistics.fmean(num_launches for _, num_launches in found)
+                plan = _rival(is_other_model=is_other_model, is_custom=is_custom)
+                outcomes = [
+                    winner_of_rivals(gain, plan, noise=noise, seed=seed, rounds=rounds)
+                    for seed in range(runs)
+                ]
+                share = statistics.fmean(winner == 2 for winner, _ in outcomes)
+                launches = statistics.fmean(num_launches for _, num_launches in outcomes)
                 cells.append(f"{gain:.2f}x: {share:.1%} after {launches:.1f} launches")
             print(
                 f"launches {noise:.0%} apart, the faster of two, {kind}, wins: {'; '.join(cells)}", flush=True
@@ -200,17 +203,19 @@ def _rates(outcomes: Sequence[tuple[int | None, int]], gains: Sequence[float]) -
     )
 
 
-def rivals(gain: float, plan: Plan, *, noise: float, seed: int, rounds: int) -> tuple[int | None, int]:
-    """The winner, 2 where it is `plan`, which is faster by `gain` than plan 1; and the launches that took."""
+def winner_of_rivals(
+    gain: float, plan: Plan, *, noise: float, seed: int, rounds: int
+) -> tuple[int | None, int]:
+    """The winner and the number of launches; 2 is `plan`, faster by `gain` than 1, which beats trial 0."""
     gains, plans = {1: SLOWER, 2: SLOWER * gain}, {1: _baseline(), 2: plan}
     return winner_and_launches(gains, plans=plans, model="normal", noise=noise, seed=seed, rounds=rounds)
 
 
-def _rival(*, is_other_model: bool, is_of_runtime: bool) -> Plan:
+def _rival(*, is_other_model: bool, is_custom: bool) -> Plan:
     plan = _baseline()
     if is_other_model:
         plan = replace(plan, shape=replace(plan.shape, num_query_groups=1))
-    if is_of_runtime:
+    if is_custom:
         stages = plan.layout.num_stages
         order = named("zb-h1", num_devices=stages, num_microbatches=plan.num_microbatches)
         times, nothing = np.ones(stages), np.zeros(stages)

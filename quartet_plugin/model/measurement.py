@@ -47,7 +47,7 @@ class FinalChoice:
     were measured in, `chance_better` the probability that the winner is the faster; where they share too few
     rounds, `gain` compares their speedups and `chance_better` is None. `is_runner_up_win` is whether
     the runner-up could have won, `is_runner_up_other_model` whether it has another shape than the user's own,
-    `is_runner_up_of_runtime` whether the plugin's runtime executes it and the framework's own the winner.
+    `is_only_runner_up_custom` whether the plugin's runtime executes it and the framework's own the winner.
     `proof_level` is the largest significance level at which the sequential test would have proven the
     runner-up then; None where it was proven, and in files of earlier releases. `selection` says which trials
     went to the final rounds, by what, and which came next; None in files of earlier releases.
@@ -60,7 +60,7 @@ class FinalChoice:
     num_rounds: Annotated[int, Bounds(ge=0, le=10**9)] = 0
     is_runner_up_win: bool = False
     is_runner_up_other_model: bool = False
-    is_runner_up_of_runtime: bool = field(default=False, metadata=ADDED)
+    is_only_runner_up_custom: bool = field(default=False, metadata=ADDED)
     proof_level: _Share | None = field(default=None, metadata=ADDED)
     selection: _Words | None = field(default=None, metadata=ADDED)
 

@@ -65,6 +65,6 @@ def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
         parts.append(words)
     elif is_ahead and choice.is_runner_up_other_model:
         parts.append("the gain is too small or too uncertain to prefer another model")
-    elif is_ahead and choice.is_runner_up_of_runtime:
+    elif is_ahead and choice.is_only_runner_up_custom:
         parts.append("the gain is too uncertain to prefer the plugin's runtime to the framework's own")
     return "; ".join(parts)

@@ -358,36 +358,36 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
             host=host,
             node_class=f"{ranks[0].device} x{len(ranks)}",
             num_slots=len(ranks),
-            crowds=_crowds(ranks),
+            crowds=_core_groups(ranks),
         )
         for host, ranks in by_host.items()
     )
 
 
-def _crowds(reports: Sequence[RankReport]) -> tuple[CoreGroup, ...] | None:
-    """Ranks of one host that share fewer cores than they are, each rank in one crowd; None where none do.
+def _core_groups(reports: Sequence[RankReport]) -> tuple[CoreGroup, ...] | None:
+    """Groups of one host's ranks that share fewer cores than they have members; None without one.
 
-    Ranks of a control group share what its limit leaves them, and ranks that may use the same cores share
-    these, unless limits let them keep no more cores busy than there are.
+    No rank is in two groups. Ranks of one control group share the cores of its limit. Other ranks that may
+    use the same cores share these, unless the limits of all of them fit on these cores together.
     """
     by_limit: dict[CoreLimit, list[RankReport]] = {}
     by_cores: dict[tuple[int, ...], list[RankReport]] = {}
     for report in reports:
         if report.cores and report.core_limit is not None:
             by_limit.setdefault(report.core_limit, []).append(report)
-    crowds = (_crowd_of(ranks, num_cores=num_cores_of(ranks)) for ranks in by_limit.values())
-    groups = [crowd for crowd in crowds if crowd is not None]
+    of_limits = (_core_group_of(ranks, num_cores=num_cores_of(ranks)) for ranks in by_limit.values())
+    groups = [group for group in of_limits if group is not None]
     limited = {local for group in groups for local in group.locals}
     for report in reports:
         if report.cores and report.local_rank not in limited:
             by_cores.setdefault(report.cores, []).append(report)
     for cores, ranks in sorted(by_cores.items()):
-        crowd = None if _fit_on(len(cores), ranks) else _crowd_of(ranks, num_cores=len(cores))
-        groups += [] if crowd is None else [crowd]
+        group = None if _fit_on(len(cores), ranks) else _core_group_of(ranks, num_cores=len(cores))
+        groups += [] if group is None else [group]
     return tuple(groups) or None
 
 
-def _crowd_of(ranks: Sequence[RankReport], *, num_cores: int) -> CoreGroup | None:
+def _core_group_of(ranks: Sequence[RankReport], *, num_cores: int) -> CoreGroup | None:
     if len(ranks) <= num_cores:
         return None
     return CoreGroup(locals=tuple(sorted(rank.local_rank for rank in ranks)), num_cores=num_cores)

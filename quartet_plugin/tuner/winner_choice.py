@@ -28,10 +28,10 @@ _RULE = (
     "the fastest of the plans proven faster than your command, by the median of their speed ratios in the "
     "same rounds"
 )
-_RULE_OF_RUNTIME = (
+_RULE_OF_CUSTOM = (
     "; one whose schedule or tensor partition the plugin's runtime executes wins only if it is faster, with "
-    f"a probability of at least {100 * CLEAR_CHANCE:.0f} %, than every plan of the same model that the "
-    "framework's own runtime executes and that stayed in the rounds"
+    f"a probability of at least {100 * CLEAR_CHANCE:.0f} %, than every proven plan of the same model that "
+    "the framework's own runtime executes and that stayed until the rounds ended"
 )
 _RULE_OF_OTHER_MODELS = (
     f"; a different model wins only if it is at least {100 * (CLEAR_GAIN - 1):.0f} % faster than your "
@@ -113,9 +113,9 @@ def in_order_of_choice(results: Sequence[FinalistResult], *, seed: int) -> list[
 def rule_of(results: Sequence[FinalistResult]) -> str:
     """The rule by which the winner is chosen among these finalists, in words."""
     has_other_model = any(result.is_other_model for result in results)
-    has_both_runtimes = len({_is_of_runtime(result) for result in results}) == 2
+    has_both_runtimes = len({_is_custom(result) for result in results}) == 2
     return (
-        f"{_RULE}{_RULE_OF_RUNTIME if has_both_runtimes else ''}"
+        f"{_RULE}{_RULE_OF_CUSTOM if has_both_runtimes else ''}"
         f"{_RULE_OF_OTHER_MODELS if has_other_model else ''}"
     )
 
@@ -135,14 +135,14 @@ def choice_of(ordered: Sequence[FinalistResult], *, seed: int) -> FinalChoice | 
         num_rounds=len(_log_ratios(winner, second)),
         is_runner_up_win=second.is_win,
         is_runner_up_other_model=second.is_other_model,
-        is_runner_up_of_runtime=_is_of_runtime(second) and not _is_of_runtime(winner),
+        is_only_runner_up_custom=_is_custom(second) and not _is_custom(winner),
         proof_level=None if second.proven_after is not None else level(len(second.rounds)),
     )
 
 
-def _is_of_runtime(result: FinalistResult) -> bool:
+def _is_custom(result: FinalistResult) -> bool:
     """Whether the plugin's runtime executes its plan."""
-    return bool(result.departure % 2)
+    return needs_receipt(result.trial.plan)
 
 
 def log_gain(first: FinalistResult, second: FinalistResult) -> float:

@@ -38,13 +38,13 @@ OTHER_MODEL = replace(
     split=Split(transformer_layers_per_stage=(2, 2)),
 )
 ZB_H1 = named("zb-h1", num_devices=2, num_microbatches=PLAN.num_microbatches)
-OF_RUNTIME = ScheduleChoice(name="custom", custom=choice_of_order(ZB_H1, unit_costs(ZB_H1)))
+CUSTOM = ScheduleChoice(name="custom", custom=choice_of_order(ZB_H1, unit_costs(ZB_H1)))
 
 
-def finished(number: int, *, is_other_model: bool = False, is_of_runtime: bool = False) -> FinishedTrial:
+def finished(number: int, *, is_other_model: bool = False, is_custom: bool = False) -> FinishedTrial:
     made = trial(number, value=1.0)
     plan = OTHER_MODEL if is_other_model else made.plan
-    return replace(made, plan=replace(plan, schedule=OF_RUNTIME) if is_of_runtime else plan)
+    return replace(made, plan=replace(plan, schedule=CUSTOM) if is_custom else plan)
 
 
 def after_rounds(
@@ -52,7 +52,7 @@ def after_rounds(
     times_s: Mapping[int, Sequence[float]],
     *,
     other_models: tuple[int, ...] = (),
-    of_runtime: tuple[int, ...] = (),
+    custom: tuple[int, ...] = (),
     lost: tuple[tuple[int, int], ...] = (),
 ) -> list[FinalistResult]:
     """The finalists after rounds of these seconds; `lost` launches by trial and round."""
@@ -60,7 +60,7 @@ def after_rounds(
     times: Mapping[int, Sequence[float]] = {0: baseline_s, **times_s}
     return rank(
         [
-            finished(number, is_other_model=number in other_models, is_of_runtime=number in of_runtime)
+            finished(number, is_other_model=number in other_models, is_custom=number in custom)
             for number in times_s
         ],
         baseline=baseline,
@@ -79,7 +79,7 @@ def results_of(
     rows: Mapping[int, Sequence[float]],
     *,
     other_models: tuple[int, ...] = (),
-    of_runtime: tuple[int, ...] = (),
+    custom: tuple[int, ...] = (),
     dropped: tuple[int, ...] = (),
 ) -> list[FinalistResult]:
     """Finalists with these speedups, round by round; proven where the lower end says so."""
@@ -90,7 +90,7 @@ def results_of(
     return [
         replace(
             measured,
-            trial=finished(number, is_other_model=number in other_models, is_of_runtime=number in of_runtime),
+            trial=finished(number, is_other_model=number in other_models, is_custom=number in custom),
             comparison=replace(
                 measured.comparison,
                 speedup=bootstrap_median(ratios, seed=0, num_resamples=40),
@@ -164,20 +164,20 @@ def test_a_schedule_of_the_plugin_wins_over_the_frameworks_own_where_it_is_likel
 ) -> None:
     num_rounds = len(runtime_s)
     stock_s = [1.0, 1.003, 0.997, 1.002, 0.998][:num_rounds]
-    results = after_rounds([2.0] * num_rounds, {1: stock_s, 2: runtime_s}, of_runtime=(2,))
+    results = after_rounds([2.0] * num_rounds, {1: stock_s, 2: runtime_s}, custom=(2,))
     assert [one.trial.number for one in results] == ([1, 2] if chosen == 1 else [2, 1])
     choice = choice_of(results, seed=0)
     assert choice is not None
     assert "the plugin's runtime executes wins only if it is faster" in choice.rule
-    assert choice.is_runner_up_of_runtime == (chosen == 1)
+    assert choice.is_only_runner_up_custom == (chosen == 1)
     if choice.chance_better is not None:
         assert (choice.chance_better >= CLEAR_CHANCE) == (chosen == 2)
-    alike = after_rounds([2.0] * num_rounds, {1: stock_s, 2: runtime_s}, of_runtime=(1, 2))
+    alike = after_rounds([2.0] * num_rounds, {1: stock_s, 2: runtime_s}, custom=(1, 2))
     assert alike[0].trial.number == (1 if statistics.median(runtime_s) >= 0.998 else 2)
     choice = choice_of(alike, seed=0)
     assert choice is not None
     assert "the plugin's runtime" not in choice.rule
-    assert not choice.is_runner_up_of_runtime
+    assert not choice.is_only_runner_up_custom
 
 
 @pytest.mark.parametrize(("dropped", "winner"), [((), 1), ((1,), 3)])
@@ -186,7 +186,7 @@ def test_a_plan_that_left_the_rounds_does_not_keep_another_from_winning(
 ) -> None:
     """A new finalist of a resumed run shares no round with one that left in an earlier session."""
     rounds = {1: [1.2, 1.21, 1.22], 2: [1.25, 1.26, 1.24], 3: [1.8, 1.82, 1.81]}
-    results = results_of(rounds, of_runtime=(2, 3), dropped=dropped)
+    results = results_of(rounds, custom=(2, 3), dropped=dropped)
     unsure = replace(results[0].effects, covariance=results[0].effects.covariance * 1e4)
     apart = [replace(one, effects=unsure) for one in results]
     assert in_order_of_choice(apart, seed=0)[0].trial.number == winner
@@ -269,7 +269,7 @@ def results_of_rows(rows: list[tuple[list[float], bool, bool]]) -> list[Finalist
     return results_of(
         {number: ratios for number, (ratios, _, _) in numbered.items()},
         other_models=tuple(number for number, (_, is_other, _) in numbered.items() if is_other),
-        of_runtime=tuple(number for number, (_, _, is_of_runtime) in numbered.items() if is_of_runtime),
+        custom=tuple(number for number, (_, _, is_custom) in numbered.items() if is_custom),
     )
 
 

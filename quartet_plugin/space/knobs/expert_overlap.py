@@ -121,7 +121,7 @@ SHARED_EXPERT_OVERLAP = SettingKnob(
     kind="switch",
     axis=Axis.OPTIONS,
     change_class="B",
-    rule="a shared expert, dispatcher alltoall or from 0.18 on flex; not with "
+    rule="a shared expert, dispatcher alltoall, or flex from Megatron 0.18 on; not with "
     "overlap_moe_expert_parallel_comm or recompute of shared_experts "
     "(megatron/core/transformer/transformer_config.py); needs a GPU "
     "(megatron/core/transformer/moe/shared_experts.py)",

@@ -6,7 +6,7 @@ from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.expert_tensor_parallel import expert_devices
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
-from quartet_plugin.space.knobs.token_dispatcher import lacks_peers, stays_flex
+from quartet_plugin.space.knobs.token_dispatcher import has_only_flex, lacks_peers
 
 
 def _offers(context: KnobContext) -> list[int]:
@@ -22,7 +22,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return kept
     if size == 1 and "overlap_moe" in job.features:
         return "overlap of expert communication needs EP above 1"
-    if size == 1 and lacks_peers(context) and stays_flex(context.rules):
+    if size == 1 and lacks_peers(context) and has_only_flex(context.rules):
         return "the flex dispatcher needs EP above 1"
     if job.experts is not None and job.experts.num_experts % size:
         return f"must divide the {job.experts.num_experts} experts"

@@ -14,7 +14,7 @@ from quartet_plugin.space.knobs.knob import (
     kept_fault,
     reason_among,
 )
-from quartet_plugin.space.knobs.token_dispatcher import keeps_flex
+from quartet_plugin.space.knobs.token_dispatcher import may_keep_flex
 
 AS_LAYERS, WHOLE = 0, 1
 NAME = "expert_tensor_parallel"
@@ -29,7 +29,7 @@ def shares_biased_experts(rules: KnobRules) -> bool:
 
 
 def expert_devices(layout: Layout, rules: KnobRules) -> tuple[int, str]:
-    """The devices of a stage over which some plan spreads its experts, and their number in words.
+    """The number of a stage's devices over which some plan spreads its experts, and its formula in words.
 
     They are the copies of a tensor-parallel rank, and the ranks themselves where each may hold whole experts.
     """
@@ -63,7 +63,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     layout, command = context.layout, context.rules.job.setting(NAME)
     if kept := kept_fault(value, command or AS_LAYERS, _kept(context.rules)):
         return kept
-    if value == WHOLE and layout.expert_parallel == 1 and keeps_flex(context.rules):
+    if value == WHOLE and layout.expert_parallel == 1 and may_keep_flex(context.rules):
         return "must be 0: the flex dispatcher needs devices to exchange tokens with, and EP is 1"
     if value == AS_LAYERS and BIASED in context.rules.job.features:
         return f"must be 1: {BIASES_FAULT}"
@@ -102,8 +102,8 @@ EXPERT_TENSOR_PARALLEL = SettingKnob(
     words=(AS_LAYERS, WHOLE),
     axis=Axis.OPTIONS,
     change_class="B",
-    rule="TP above 1, and 0 where EP divides DP x CP (megatron/core/parallel_state.py), or where EP is 1 "
-    "with flex (megatron/core/transformer/moe/token_dispatcher.py); 1 with linear biases "
+    rule="TP above 1; 0 only where EP divides DP x CP (megatron/core/parallel_state.py); 1 not with flex "
+    "where EP is 1 (megatron/core/transformer/moe/token_dispatcher.py); 1 with linear biases "
     "(megatron/core/transformer/transformer_config.py); kept with blockwise Muon or SOAP "
     "(megatron/core/optimizer/emerging_optimizers.py)",
     flag="--expert-tensor-parallel-size",

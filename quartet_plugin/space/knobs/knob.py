@@ -302,7 +302,7 @@ class SettingKnob(LayoutKnob):
         return {self.destination: self.write(value)}
 
     def is_for_gpus(self, value: Value) -> bool:
-        """Whether no processor runs a value."""
+        """Whether a value runs on GPUs only."""
         return self.needs_gpu and value != self.without_flag
 
 

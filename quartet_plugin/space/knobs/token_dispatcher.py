@@ -29,7 +29,7 @@ _BOUND = ("moe_capacity", "cuda_graphs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DispatcherKnob(SettingKnob):
-    """A setting of two arguments: Megatron's dispatcher, and the back end of `flex`."""
+    """Megatron's dispatcher with the back end of flex: two arguments, and the older switch of DeepEP."""
 
     def choices(self, context: KnobContext) -> tuple[Value | None, ...]:
         """The legal values; where a device has all experts, one that is asked replaces the command's flex."""
@@ -44,7 +44,11 @@ class _DispatcherKnob(SettingKnob):
         return _with_backend(SettingKnob.read(self, args), args)
 
     def arguments(self, value: Value) -> dict[str, Any]:
-        """Both arguments; without flex Megatron refuses some back ends, and the older switch of DeepEP."""
+        """Megatron's arguments for a value, by name; plain `flex` leaves the back end as the command has it.
+
+        For the others the older switch of DeepEP is left out, and so is a back end without flex: Megatron
+        refuses some of these pairs.
+        """
         kind, _, backend = str(value).partition("-")
         if value == FLEX:
             return {self.destination: kind}
@@ -74,13 +78,13 @@ def may_have_flex(rules: KnobRules) -> bool:
     return any(is_flex(value, rules) for value in _asked(rules))
 
 
-def stays_flex(rules: KnobRules) -> bool:
+def has_only_flex(rules: KnobRules) -> bool:
     """Whether every plan of the job has the flex dispatcher."""
     return all(is_flex(value, rules) for value in _asked(rules))
 
 
-def keeps_flex(rules: KnobRules) -> bool:
-    """Whether a plan of the job may have the flex dispatcher of the command."""
+def may_keep_flex(rules: KnobRules) -> bool:
+    """Whether the command has the flex dispatcher and a plan of the job may have it, with either back end."""
     return may_have_flex(rules) and is_flex(rules.job.setting(NAME), rules)
 
 
@@ -92,8 +96,8 @@ def refuses_shared_overlap(value: Value | None, rules: KnobRules) -> bool:
 def lacks_peers(context: KnobContext) -> bool:
     """Whether a command's flex dispatcher, with EP 1, would have no device to exchange tokens with.
 
-    Its DeepEP asserts one (megatron/core/transformer/moe/token_dispatcher.py), which may be a tensor-parallel
-    one. Whether these share experts is not known of a command that spreads its experts.
+    DeepEP asserts a peer (megatron/core/transformer/moe/token_dispatcher.py). A tensor-parallel device is one
+    only if the command has EP 1, too: a command with EP above 1 does not show whether these share experts.
     """
     return context.layout.tensor_parallel == 1 or context.rules.job.layout.expert_parallel > 1
 
@@ -168,13 +172,13 @@ def _exchanges(layout: Layout) -> bool:
 TOKEN_DISPATCHER = _DispatcherKnob(
     name=NAME,
     label="dispatcher",
-    meaning="how tokens reach the devices of their experts; flex-deepep, flex-hybridep by name alone",
+    meaning="how tokens reach the devices of their experts; flex-deepep, flex-hybridep only if named",
     kind="word",
     words=(ALLGATHER, ALLTOALL, FLEX, *WITH_BACKENDS),
     axis=Axis.OPTIONS,
     change_class="B",
-    rule="several devices with experts; allgather not with overlap of expert communication or of the shared "
-    "expert, or a padded router, all kept with capacity or CUDA graphs "
+    rule="several devices with experts; no allgather with overlap of expert communication or of the shared "
+    "expert, or with a padded router; kept with capacity or CUDA graphs "
     "(megatron/core/transformer/transformer_config.py); flex with EP above 1, bf16 and no fp64 router "
     "(megatron/core/transformer/moe/token_dispatcher.py), with --moe-flex-dispatcher-backend; needs a GPU "
     "and the package deep_ep (megatron/core/transformer/moe/fused_a2a.py)",
