@@ -6,8 +6,9 @@ Run from the repository root:
 
 A GPT of 96 layers on H100 nodes; the baseline and every proposal are "measured" by the iteration model under
 other coefficients. One line a proposal: wall and CPU seconds, candidates, and what limits cut off. The first
-holds the listing of the plans and the loading of compiled kernels. Other work on the machine lengthens the
-wall time, the CPU time less.
+holds the listing of the plans, the search of custom schedules by FLOPs, and the loading of compiled kernels
+(before them their compilation, once after an installation or a change of a kernel's file). Other work on the
+machine lengthens the wall time, the CPU time less.
 """
 
 import argparse

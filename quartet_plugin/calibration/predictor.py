@@ -40,7 +40,7 @@ DEPTH_PROXY_NOISE = 0.03
 ACTION_NOISE = 0.06
 # Finished trials whose times are used: the baseline and the latest.
 MAX_MEASURED = 200
-# Plans whose iteration model is kept.
+# Split models that are kept.
 MAX_KEPT = 20_000
 
 # Where the search for the coefficients starts: at what is assumed, and where head, links or actions are far
@@ -130,7 +130,6 @@ class PlanPredictor:
         self._num_iterations = num_iterations
         self._folder_of = folder_of
         self._model_cache = IterationModelCache(machine_model)
-        self._models: dict[object, IterationModel] = {}
         self._split_models: dict[object, SplitModel] = {}
         self._assumed_s: dict[object, float | None] = {}
         self._residuals = Residuals()
@@ -186,7 +185,7 @@ class PlanPredictor:
             log_s=math.log(proxy.iteration_s),
             noise=math.hypot(LEAST_NOISE, proxy.spread),
             extra=DEPTH_PROXY_NOISE,
-            iteration_model=self._model_of(proxy.small),
+            iteration_model=self._model_cache.of(proxy.small),
         )
         self._depth_proxies[proxy.number] = (proxy.plan, time)
         self._num_learned += 1
@@ -214,7 +213,7 @@ class PlanPredictor:
             self._assumed_s[key] = None
             with suppress(QuartetError):
                 assumed = np.zeros(self.machine_model.num_coefficients)
-                seconds, _ = self._model_of(plan).evaluate(assumed)
+                seconds, _ = self._model_cache.of(plan).evaluate(assumed)
                 self._assumed_s[key] = seconds if seconds > 0.0 else None
         return self._assumed_s[key]
 
@@ -262,7 +261,7 @@ class PlanPredictor:
         They are those of the most likely coefficients; the term `residual_s` has what is left to the seconds
         of `predict`, so that they sum to these.
         """
-        model = self._model_of(plan).predict(self.posterior_samples()[0].point)
+        model = self._model_cache.of(plan).predict(self.posterior_samples()[0].point)
         seconds = self.predict([plan])[0].iteration_s
         residual_s = model.terms.get("residual_s", 0.0) + seconds - model.iter_time_s
         return replace(model, iter_time_s=seconds, terms={**model.terms, "residual_s": residual_s})
@@ -279,7 +278,7 @@ class PlanPredictor:
         seconds = self._seconds[1]
         if key not in seconds:
             points = np.array([sample.point for sample in samples])
-            seconds[key] = self._model_of(plan).seconds(points) * math.exp(self._log_drift)
+            seconds[key] = self._model_cache.of(plan).seconds(points) * math.exp(self._log_drift)
         return seconds[key]
 
     def split_model(self, plan: Plan) -> CalibratedSplits | None:
@@ -322,7 +321,7 @@ class PlanPredictor:
     def _times_of(self, trial: FinishedTrial) -> list[_Time]:
         record, plan = trial.record, trial.plan
         assert record.iteration_s is not None
-        model = self._model_of(plan)
+        model = self._model_cache.of(plan)
         is_cut = record.is_cut or (
             record.num_iterations is not None and record.num_iterations < self._num_iterations
         )
@@ -343,14 +342,6 @@ class PlanPredictor:
                 log_s = math.log(action.seconds)
                 times.append(replace(time, log_s=log_s, noise=ACTION_NOISE, extra=0.0, action=action))
         return times
-
-    def _model_of(self, plan: Plan) -> IterationModel:
-        key = plan.identity
-        if key not in self._models:
-            if len(self._models) >= MAX_KEPT:
-                self._models.clear()
-            self._models[key] = self._model_cache.of(plan)
-        return self._models[key]
 
     def _fit(self) -> list[PosteriorSample]:
         numbers = sorted(self._trials)

@@ -67,14 +67,14 @@ class CoreSharing:
 
 def core_sharing_of(plan: Plan, nodes: Sequence[NodeInfo]) -> CoreSharing | None:
     """The core sharing under the plan's mapping; None where no processes share cores."""
+    if not any(node.crowds for node in nodes):
+        return None
     group_of_slot = {
         Slot(node=node_index, local=local): (node_index, group_index)
         for node_index, node in enumerate(nodes)
         for group_index, group in enumerate(node.crowds or ())
         for local in group.locals
     }
-    if not group_of_slot:
-        return None
     ranks = plan.layout.pipeline_parallel
     # Megatron numbers pipeline ranks slowest.
     size = len(slots_of(nodes)) // ranks

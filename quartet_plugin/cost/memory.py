@@ -137,28 +137,34 @@ def weights_of_stages(run: TrainingRun) -> list[Weights]:
     further_layer = layer_weights(further, experts=further.experts)
     positions = shape.max_position_embeddings * (shape.position_embedding == "learned_absolute")
     vocabulary = shape.vocab_size * h / tp
-    kinds: dict[tuple[tuple[int, ...], bool, bool, bool], Weights] = {}
-    stages: list[Weights] = []
     last = len(run.layers_per_stage) - 1
     mtp_stage = last - run.is_mtp_before_last
+
+    def weights_of(stage: int, counts: tuple[int, ...]) -> Weights:
+        held = list(zip(counts, layers, strict=True))
+        total = sum(count * layer.num_dense for count, layer in held)
+        if stage == 0:
+            total += vocabulary + h * positions
+        if stage == last and not (stage == 0 and shape.tied_embeddings):
+            total += vocabulary
+        mtp = run.mtp_layers if stage == mtp_stage else 0
+        if mtp and stage > 0 and not (stage == last and shape.tied_embeddings):
+            # A second copy of the embedding, of the further tokens.
+            total += vocabulary
+        total += mtp * (2.0 * h * h / tp + num_further * further_layer.num_dense)
+        routed = sum(count * layer.num_expert for count, layer in held)
+        routed += mtp * num_further * further_layer.num_expert
+        return Weights(num_dense=total, num_expert=routed)
+
+    inner: dict[tuple[int, ...], Weights] = {}
+    stages: list[Weights] = []
     for stage, counts in enumerate(run.layer_counts):
-        kind = (counts, stage == 0, stage == mtp_stage, stage == last)
-        if kind not in kinds:
-            held = list(zip(counts, layers, strict=True))
-            total = sum(count * layer.num_dense for count, layer in held)
-            if stage == 0:
-                total += vocabulary + h * positions
-            if stage == last and not (stage == 0 and shape.tied_embeddings):
-                total += vocabulary
-            mtp = run.mtp_layers if stage == mtp_stage else 0
-            if mtp and stage > 0 and not (stage == last and shape.tied_embeddings):
-                # A second copy of the embedding, of the further tokens.
-                total += vocabulary
-            total += mtp * (2.0 * h * h / tp + num_further * further_layer.num_dense)
-            routed = sum(count * layer.num_expert for count, layer in held)
-            routed += mtp * num_further * further_layer.num_expert
-            kinds[kind] = Weights(num_dense=total, num_expert=routed)
-        stages.append(kinds[kind])
+        if stage in (0, mtp_stage, last):
+            stages.append(weights_of(stage, counts))
+            continue
+        if counts not in inner:
+            inner[counts] = weights_of(stage, counts)
+        stages.append(inner[counts])
     return stages
 
 

@@ -37,10 +37,29 @@ def slots_of(nodes: Sequence[NodeInfo]) -> tuple[Slot, ...]:
 
 
 def slot_indices(nodes: Sequence[NodeInfo], mapping: Mapping) -> IntArray:
-    """The index of each rank's slot in the launcher's order [world size]."""
-    indices = mapping.indices(tuple(node.num_slots for node in nodes))
-    assert indices is not None, "slots of other nodes"
-    return np.array(indices, dtype=np.int64)
+    """The index of each rank's slot in the launcher's order [world size]; not to be written to."""
+    counts = tuple(node.num_slots for node in nodes)
+
+    def indices() -> IntArray:
+        known = mapping.indices(counts)
+        assert known is not None, "slots of other nodes"
+        return np.array(known, dtype=np.int64)
+
+    return mapping.remembered(("slot_indices", counts), indices)
+
+
+def node_indices(mapping: Mapping) -> IntArray:
+    """The index of each rank's node [world size]; not to be written to."""
+    return mapping.remembered(
+        "node_indices", lambda: np.array([slot.node for slot in mapping.slots], dtype=np.int64)
+    )
+
+
+@lru_cache(maxsize=512)
+def _mapping_of(counts: tuple[int, ...], order: bytes) -> Mapping:
+    """The mapping of an order of the slots' indices, made once for all layouts that have it."""
+    slots = _slots_of_counts(counts)
+    return Mapping(slots=tuple(slots[index] for index in np.frombuffer(order, dtype=np.int64).tolist()))
 
 
 @lru_cache(maxsize=64)
@@ -64,14 +83,19 @@ def legal_orders(
     slots = slots_of(nodes)
     if len(slots) != layout.world_size:
         raise PlanError(f"mapping: {len(slots)} slots for {layout.world_size} processes; one each is needed")
-    if len({node.num_slots for node in nodes}) > 1:
+    counts = tuple(node.num_slots for node in nodes)
+    if len(set(counts)) > 1:
         return (_order(STOCK, slots),)
-    named = _permutations(slots) if len(slots) <= EXHAUSTIVE_RANKS else _named(layout, slots=slots)
-    by_arrangement: dict[tuple[Slot, ...], RankOrder] = {}
-    for name, candidate in named:
-        if is_legal(candidate, layout=layout, rules=rules):
-            arrangement = first_equal(candidate, layout=layout)
-            by_arrangement.setdefault(arrangement, _order(name, candidate))
+    named = _permutations(len(slots)) if len(slots) <= EXHAUSTIVE_RANKS else _named(layout)
+    node_of_slot = np.repeat(np.arange(len(nodes)), counts[0])
+    by_arrangement: dict[bytes, RankOrder] = {}
+    for name, order in named:
+        arrangement = _first_equal(order, layout).tobytes()
+        if arrangement in by_arrangement or not _keeps_groups(node_of_slot[order], layout):
+            continue
+        mapping = _mapping_of(counts, order.tobytes())
+        if rules.fault(mapping.slots, layout=layout) is None:
+            by_arrangement[arrangement] = _named_order(name, mapping)
     return tuple(by_arrangement.values())
 
 
@@ -93,7 +117,7 @@ def order_named(
     if name[:1].isdigit():
         candidate = listed_slots(name, nodes=nodes)
     elif name in _RULES:
-        candidate = _by_rule(name, layout=layout, slots=slots)
+        candidate = tuple(slots[index] for index in _by_rule(name, layout).tolist())
     else:
         raise PlanError(f"mapping: {name!r}; not the name of an order; known: {', '.join(ORDER_NAMES)}")
     if not is_legal(candidate, layout=layout):
@@ -120,16 +144,22 @@ def first_equal(slots: Sequence[Slot], *, layout: Layout) -> tuple[Slot, ...]:
     An arrangement is a set of replicas, each a list of stages of CP lists of TP sets. Replicas that share
     experts differ by the part of these that each holds.
     """
-    width = layout.tensor_parallel * layout.context_parallel
-    groups = [sorted(group) for group in itertools.batched(slots, layout.tensor_parallel)]
-    parts = list(itertools.batched(itertools.chain(*groups), width))
-    replicas = [parts[dp :: layout.data_parallel] for dp in range(layout.data_parallel)]
-    renumbered = _renumbered(replicas, num_sharing=_num_sharing_experts(layout))
-    return tuple(itertools.chain(*itertools.chain(*zip(*renumbered, strict=True))))
+    known = sorted(slots)
+    index = {slot: number for number, slot in enumerate(known)}
+    order = np.array([index[slot] for slot in slots], dtype=np.int64)
+    return tuple(known[number] for number in _first_equal(order, layout).tolist())
 
 
-# The slots of each stage of a replica.
-type _Replica = list[tuple[Slot, ...]]
+def _first_equal(order: IntArray, layout: Layout) -> IntArray:
+    """`first_equal` of an order of the slots' indices [world size]."""
+    groups = np.sort(order.reshape(-1, layout.tensor_parallel), axis=1)
+    num_sharing = _num_sharing_experts(layout)
+    if num_sharing is None:
+        return groups.ravel()
+    # The slots of each stage of each replica.
+    parts = groups.reshape(layout.pipeline_parallel, layout.data_parallel, -1)
+    renumbered: IntArray = parts[:, _renumbered(parts[0, :, 0], num_sharing=num_sharing)].ravel()
+    return renumbered
 
 
 def _num_sharing_experts(layout: Layout) -> int | None:
@@ -148,26 +178,29 @@ def _num_sharing_experts(layout: Layout) -> int | None:
     return None if experts % context or layout.data_parallel % (experts // context) else experts // context
 
 
-def _renumbered(replicas: list[_Replica], *, num_sharing: int | None) -> list[_Replica]:
+def _renumbered(first_slots: IntArray, *, num_sharing: int) -> IntArray:
     """The first of the numberings that leave every expert-parallel group, and its copies, what they are.
 
     Groups are rows of `num_sharing` replicas. A column holds the same experts in every row, so that rows may
-    be exchanged, and columns as a whole.
+    be exchanged, and columns as a whole. No two replicas share their first slot, so these put them in order.
     """
-    if num_sharing is None:
-        return replicas
-    rows = list(itertools.batched(replicas, num_sharing))
-    first = min(rows, key=lambda row: min(row))
-    columns = sorted(range(num_sharing), key=lambda column: first[column])
-    rows = sorted(tuple(row[column] for column in columns) for row in rows)
-    return list(itertools.chain(*rows))
+    by_row = first_slots.reshape(-1, num_sharing)
+    columns = by_row[by_row.min(axis=1).argmin()].argsort()
+    rows = by_row[:, columns[0]].argsort()
+    numbers: IntArray = np.arange(by_row.size).reshape(by_row.shape)[rows][:, columns].ravel()
+    return numbers
 
 
 def is_legal(slots: Sequence[Slot], *, layout: Layout, rules: OrderRules = NO_RULES) -> bool:
     """Whether RANK 0 is on node 0 and every TP group on one node, and the job's rules are kept."""
-    groups = itertools.batched(slots, layout.tensor_parallel)
-    is_kept = slots[0].node == 0 and all(len({slot.node for slot in group}) == 1 for group in groups)
-    return is_kept and rules.fault(slots, layout=layout) is None
+    node_of_rank = np.array([slot.node for slot in slots], dtype=np.int64)
+    return _keeps_groups(node_of_rank, layout) and rules.fault(slots, layout=layout) is None
+
+
+def _keeps_groups(node_of_rank: IntArray, layout: Layout) -> bool:
+    """Whether RANK 0 is on node 0 and every TP group on one node; `node_of_rank` [world size] are indices."""
+    groups = node_of_rank.reshape(-1, layout.tensor_parallel)
+    return bool(node_of_rank[0] == 0 and (groups == groups[:, :1]).all())
 
 
 def coordinates[R: (int, IntArray)](rank: R, *, layout: Layout) -> tuple[R, R, R, R]:
@@ -186,29 +219,34 @@ def rank_of[R: (int, IntArray)](tp: R, *, cp: R, dp: R, pp: R, layout: Layout) -
 
 
 def _order(name: str, slots: Sequence[Slot]) -> RankOrder:
-    mapping = Mapping(slots=tuple(slots))
+    return _named_order(name, Mapping(slots=tuple(slots)))
+
+
+def _named_order(name: str, mapping: Mapping) -> RankOrder:
     return RankOrder(name=STOCK if mapping.is_stock else name, mapping=mapping)
 
 
-type _Named = tuple[str, tuple[Slot, ...]]
+# A name, and the index of each rank's slot.
+type _Named = tuple[str, IntArray]
 
 
-def _permutations(slots: Sequence[Slot]) -> list[_Named]:
+def _permutations(num_slots: int) -> list[_Named]:
     return [
-        (",".join(str(index) for index in indices), tuple(slots[index] for index in indices))
-        for indices in itertools.permutations(range(len(slots)))
+        (",".join(map(str, indices)), np.array(indices, dtype=np.int64))
+        for indices in itertools.permutations(range(num_slots))
     ]
 
 
-def _named(layout: Layout, *, slots: Sequence[Slot]) -> list[_Named]:
+def _named(layout: Layout) -> list[_Named]:
     """The named orders; the slot of a rank is the stock slot of the rank that `rule` names."""
-    named = ((name, _by_rule(name, layout=layout, slots=slots)) for name in _RULES)
-    return [(STOCK, tuple(slots)), *named]
+    stock = np.arange(layout.world_size, dtype=np.int64)
+    return [(STOCK, stock), *((name, _by_rule(name, layout)) for name in _RULES)]
 
 
-def _by_rule(name: str, *, layout: Layout, slots: Sequence[Slot]) -> tuple[Slot, ...]:
-    ranks = coordinates(np.arange(layout.world_size), layout=layout)
-    return tuple(slots[index] for index in _RULES[name](layout, *ranks).tolist())
+def _by_rule(name: str, layout: Layout) -> IntArray:
+    """The index of each rank's slot."""
+    ranks = coordinates(np.arange(layout.world_size, dtype=np.int64), layout=layout)
+    return _RULES[name](layout, *ranks)
 
 
 # The rank whose stock slot each rank takes, by the ranks' coordinates.

@@ -115,7 +115,11 @@ class Layout:
 
     def setting(self, name: str) -> SettingValue | None:
         """The value of a setting that the plan changes; None where it stays as the command has it."""
-        return next((setting.value for setting in self.settings or () if setting.name == name), None)
+        # Asked for every knob of every plan: most plans have no settings.
+        for setting in self.settings or ():
+            if setting.name == name:
+                return setting.value
+        return None
 
     def with_setting(self, name: str, value: SettingValue | None) -> "Layout":
         """The layout with one setting changed; None leaves it to the command."""

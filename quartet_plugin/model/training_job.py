@@ -89,7 +89,11 @@ class TrainingJob:
 
     def setting(self, name: str) -> SettingValue | None:
         """The command's value of a setting; None where it was not read."""
-        return next((setting.value for setting in self.settings or () if setting.name == name), None)
+        # Asked for every knob of every plan: most plans have no settings.
+        for setting in self.settings or ():
+            if setting.name == name:
+                return setting.value
+        return None
 
 
 def parse_training_job(job: Mapping[str, Any], *, where: str = "job") -> TrainingJob:

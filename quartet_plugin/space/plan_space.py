@@ -106,7 +106,9 @@ class Space:
     is_planned: bool = False
     scale_up_devices: int | None = None
     _orders: dict[object, tuple[RankOrder, ...]] = field(default_factory=dict)
+    _schedules: dict[tuple[Layout, ModelShape], tuple[str, ...]] = field(default_factory=dict)
     _groups: dict[ModelShape, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    _by_degrees: dict[ModelShape, dict[str, list[Layout]]] = field(default_factory=dict)
 
     def decode(self, source: ParamSource, *, trial: int) -> Plan:
         """The plan of the source's choices. Always legal."""
@@ -166,6 +168,12 @@ class Space:
 
         Where splits are fixed, the split of a file's schedule must be one of them.
         """
+        key = (layout, shape)
+        if key not in self._schedules:
+            self._schedules[key] = self._schedules_of(layout, shape=shape)
+        return self._schedules[key]
+
+    def _schedules_of(self, layout: Layout, *, shape: ModelShape) -> tuple[str, ...]:
         names = schedules_of(layout, shape=shape, rules=self.rules())
         if self._expert_layers:
             names = tuple(name for name in names if self._may_have_experts(name, layout, shape))
@@ -261,7 +269,7 @@ class Space:
     def _layout(self, source: ParamSource, shape: ModelShape) -> Layout:
         name, choices = self.layout_groups(shape)
         degrees = choose(source, name, choices)
-        candidates = [layout for layout in self.layouts[shape] if degree_label(layout) == degrees]
+        candidates = self._layouts_with(shape, degrees)
         for knob in BEFORE_SCHEDULE:
             if knob is VIRTUAL_STAGES or not knob.is_of(self.job.framework):
                 continue  # the former is one of the degrees
@@ -272,14 +280,28 @@ class Space:
         (layout,) = candidates
         return layout
 
+    def _layouts_with(self, shape: ModelShape, degrees: str) -> list[Layout]:
+        """The layouts of `shape` whose degrees have this label, in their order."""
+        if not self._by_degrees:
+            for other, layouts in self.layouts.items():
+                labelled = self._by_degrees.setdefault(other, {})
+                for layout in layouts:
+                    labelled.setdefault(degree_label(layout), []).append(layout)
+        return self._by_degrees[shape].get(degrees, [])
+
     def _with_options(
         self, source: ParamSource, shape: ModelShape, layout: Layout, *, is_custom: bool
     ) -> Layout:
         rules = self.rules()
         for knob in OPTIONS:
             values = knob.choices(KnobContext(layout=layout, shape=shape, rules=rules, is_custom=is_custom))
-            texts = [knob.text(value) for value in values]
-            layout = knob.put(layout, values[texts.index(choose(source, param_name(knob, texts), texts))])
+            if len(values) == 1:
+                value = values[0]
+            else:
+                texts = [knob.text(value) for value in values]
+                value = values[texts.index(choose(source, param_name(knob, texts), texts))]
+            if value != knob.in_layout(layout):
+                layout = knob.put(layout, value)
         return layout
 
     def _split(self, source: ParamSource, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
@@ -530,7 +552,7 @@ def build_space(
     unused = unused or _unused_order(draft, layouts)
     if unused is not None:
         raise ConfigError(unused)
-    return replace(draft, shapes=tuple(layouts), layouts=layouts, _groups={})
+    return replace(draft, shapes=tuple(layouts), layouts=layouts, _groups={}, _by_degrees={})
 
 
 def check_written(space: Space, layouts: MappingABC[ModelShape, Sequence[Layout]]) -> None:

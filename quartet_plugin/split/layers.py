@@ -128,7 +128,16 @@ def split_for_end_loads(
     Only the first and the last stage may end up empty. `num_layers` must fill the inner stages.
     """
     num_stages = num_devices * num_chunks
-    device = [stage % num_devices for stage in range(num_stages)] if placement is None else placement
+    device = (stage % num_devices for stage in range(num_stages)) if placement is None else placement
+    return _split_for_end_loads(num_layers, num_devices, end_loads, tuple(device))
+
+
+@lru_cache(maxsize=4096)
+def _split_for_end_loads(
+    num_layers: int, num_devices: int, end_loads: EndLoads, device: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The split for stages on `device` [num_stages]."""
+    num_stages = len(device)
     inner = range(1, num_stages - 1)
     assert num_layers >= len(inner), "fewer layers than inner stages"
     counts = [0] * num_stages

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -187,3 +188,38 @@ def test_nodes_of_unequal_size_keep_the_launchers_order(name: str) -> None:
     assert order_named("stock", layout=layout, nodes=nodes).mapping.is_stock
     with pytest.raises(PlanError, match="nodes with 2 and with 4 slots"):
         order_named(name, layout=layout, nodes=nodes)
+
+
+def listed_first_equal(slots: Sequence[Slot], layout: Layout) -> tuple[Slot, ...]:
+    """The first equal order by sorting: TP groups, then columns and rows of replicas that share experts."""
+    groups = [sorted(group) for group in itertools.batched(slots, layout.tensor_parallel)]
+    width = layout.tensor_parallel * layout.context_parallel
+    parts = list(itertools.batched(itertools.chain(*groups), width))
+    replicas = [parts[dp :: layout.data_parallel] for dp in range(layout.data_parallel)]
+    sharing = max(1, layout.expert_parallel // layout.context_parallel)
+    rows = list(itertools.batched(replicas, sharing))
+    first = min(rows, key=min)
+    columns = sorted(range(sharing), key=lambda column: first[column])
+    ordered = itertools.chain(*sorted(tuple(row[column] for column in columns) for row in rows))
+    return tuple(itertools.chain(*itertools.chain(*zip(*ordered, strict=True))))
+
+
+@settings(max_examples=100, deadline=None)
+@given(jobs(), st.sampled_from([1, 2, 4]), st.randoms(use_true_random=False))
+def test_the_first_equal_order_is_the_sorted_one(
+    job: tuple[Layout, tuple[NodeInfo, ...]], experts: int, draw: random.Random
+) -> None:
+    layout, nodes = job
+    slots = list(slots_of(nodes))
+    draw.shuffle(slots)
+    sharing, rest = divmod(experts, layout.context_parallel)
+    if (rest == 0 and layout.data_parallel % sharing == 0) or layout.context_parallel % experts == 0:
+        layout = replace(layout, expert_parallel=experts)
+    assert first_equal(slots, layout=layout) == listed_first_equal(slots, layout)
+
+
+def test_layouts_with_one_order_share_its_mapping() -> None:
+    """What is derived from an order of a thousand slots is derived once."""
+    nodes = make_nodes(8, 8)
+    first, second = (legal_orders(layout, nodes=nodes) for layout in (layout_of(1, 2, 8), layout_of(2, 2, 4)))
+    assert first[0].mapping is second[0].mapping

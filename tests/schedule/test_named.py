@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.schedule.action import ActionKind
-from quartet_plugin.schedule.named import NAMED, blocks, named, refusal_of
+from quartet_plugin.schedule.named import NAMED, blocks, named, refusal_of, rules
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import Simulation, simulate
 from tests.schedule.sample_costs import uniform
@@ -282,3 +284,55 @@ def test_kinds_match_the_registry() -> None:
 def test_refuses_impossible_sizes(name: str, extra: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         named(name, **({"num_devices": 4, "num_microbatches": 8} | extra))
+
+
+def plain_order(slots: list[int], stages: list[int], spans: list[tuple[int, int]], m: int) -> list[int]:
+    """The codes of one device's slots, step by step as the rules say them."""
+    splits = any(slot >= 0 and slot & 3 == ActionKind.I for slot in slots)
+    done: dict[tuple[int, str], int] = {}
+    body: list[int | None] = []
+
+    def code(chunk: int, number: int, kind: int) -> int:
+        return (stages[chunk] * m + spans[chunk][0] + number) * 4 + kind
+
+    for slot in slots:
+        chunk, kind = slot >> 2, slot & 3
+        place = (chunk, "f" if kind == ActionKind.F else "w" if kind == ActionKind.W else "b")
+        if slot < 0:
+            body.append(None)
+        elif done.get(place, 0) < spans[chunk][1]:
+            body.append(code(chunk, done.get(place, 0), kind))
+            done[place] = done.get(place, 0) + 1
+    for chunk, (_, count) in enumerate(spans):
+        backward = ActionKind.I if splits else ActionKind.B
+        body += [code(chunk, n, ActionKind.F) for n in range(done.get((chunk, "f"), 0), count)]
+        body += [code(chunk, n, backward) for n in range(done.get((chunk, "b"), 0), count)]
+    weights = [
+        entry + ActionKind.W - ActionKind.I
+        for entry in body
+        if entry is not None and entry & 3 == ActionKind.I
+    ]
+    if None in body:
+        oldest = iter(weights)
+        body = [next(oldest, None) if entry is None else entry for entry in body]
+    kept = [entry for entry in body if entry is not None]
+    return kept + [weight for weight in weights if weight not in kept]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 5), st.booleans(), st.booleans(), st.data())
+def test_slots_become_the_actions_that_the_rules_say(
+    num_chunks: int, m: int, has_oldest: bool, splits: bool, data: st.DataObject
+) -> None:
+    kinds = [ActionKind.F, *((ActionKind.I, ActionKind.W) if splits else (ActionKind.B,))]
+    letters = [chunk * 4 + kind for chunk in range(num_chunks) for kind in kinds]
+    if has_oldest and splits:
+        letters = [slot for slot in letters if slot & 3 != ActionKind.W] + [rules.OLDEST_W]
+    slots = data.draw(st.lists(st.sampled_from(letters), min_size=1, max_size=30))
+    stages = data.draw(st.permutations(range(num_chunks + 2)))[:num_chunks]
+    half = m if data.draw(st.booleans()) else (m + 1) // 2
+    spans = [(0, half) if chunk % 2 == 0 else (m - half, half) for chunk in range(num_chunks)]
+    order = rules.order_of_slots(
+        np.array(slots, dtype=np.int64), stages=stages, num_microbatches=m, ranges=spans
+    )
+    assert order.tolist() == plain_order(slots, stages, spans, m)

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.space import plan_space
 from quartet_plugin.space.config import ScalingConfig, SearchConfig
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.layouts import is_legal_group, legal_groups, legal_layouts
@@ -310,3 +312,24 @@ def test_overlap_of_tensor_parallel_transfers_keeps_what_it_needs() -> None:
     offered = space.layouts[space.job.shape]
     assert {one.tensor_parallel for one in offered} == {2, 4}
     assert all(one.sequence_parallel for one in offered)
+
+
+def test_a_layout_is_looked_up_by_its_degrees_and_not_among_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With some ten thousand layouts a look at all of them would take most of the time of a proposal."""
+    nodes = make_nodes(8, 8)
+    layout = make_layout(data_parallel=8)
+    space = build_space(make_job(layout=layout), nodes=nodes, search=SearchConfig(), run="r", seed=0)
+    asked: list[Layout] = []
+
+    def counted(layout: Layout) -> str:
+        asked.append(layout)
+        return degree_label(layout)
+
+    monkeypatch.setattr(plan_space, "degree_label", counted)
+    plans = [space.decode(RandomParams(random.Random(seed)), trial=0) for seed in range(10)]
+    num_layouts = sum(len(layouts) for layouts in space.layouts.values())
+    # Each layout once for the choices, once for the look-up, and each plan's own for its order of ranks.
+    assert len(asked) <= 2 * num_layouts + len(plans)
+    assert all(
+        plan.layout.degrees in {known.degrees for known in space.layouts[plan.shape]} for plan in plans
+    )

@@ -17,6 +17,9 @@ from quartet_plugin.cost.iteration.plan_terms import (
     group_sizes,
     groups_apart,
     run_of_plan,
+    stage_seconds,
+    step_seconds,
+    step_terms_of,
     unit_arrays,
 )
 from quartet_plugin.cost.iteration.replay import blocks_on_sends
@@ -28,9 +31,13 @@ from quartet_plugin.cost.run import (
     TrainingRun,
 )
 from quartet_plugin.mapping.orders import slots_of
+from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan import Plan, PlanIdentity
 from quartet_plugin.model.shape import ModelShape
+
+# Plans whose iteration model is kept.
+MAX_KEPT = 20_000
 
 
 class IterationModelCache:
@@ -38,11 +45,20 @@ class IterationModelCache:
 
     def __init__(self, machine_model: MachineModel) -> None:
         self.machine_model = machine_model
+        self._models: dict[PlanIdentity, IterationModel] = {}
         self._units: dict[object, UnitArrays] = {}
         self._links: dict[tuple[ModelShape, Layout], tuple[float, float, float]] = {}
 
     def of(self, plan: Plan) -> IterationModel:
-        """The plan's iteration model."""
+        """The plan's iteration model; the one made before, where it is kept."""
+        key = plan.identity
+        if key not in self._models:
+            if len(self._models) >= MAX_KEPT:
+                self._models.clear()
+            self._models[key] = self._made(plan)
+        return self._models[key]
+
+    def _made(self, plan: Plan) -> IterationModel:
         run = run_of_plan(plan, self.machine_model)
         return IterationModel(
             plan,
@@ -72,7 +88,8 @@ class IterationModelCache:
         the dense ones before them take otherwise counts on the first stage, where a stage's share of the
         layers holds them; else layers of both kinds count as alike.
         """
-        model, run = self.of(plan), run_of_plan(plan, self.machine_model)
+        model = self.of(plan)
+        run = model.run
         num_stages, sharing = plan.layout.num_stages, core_sharing_of(plan, self.machine_model.nodes)
         held = np.zeros((2, num_stages))
         held[0, 0] = held[1, -1] = 1.0
@@ -135,8 +152,18 @@ class IterationModelCache:
             domain_of_slot=self.machine_model.domain_of_node[
                 [slot.node for slot in slots_of(self.machine_model.nodes)]
             ],
-            step_terms_of=lambda other: self.of(other).step_seconds,
+            step_terms_of=self._step_seconds_of,
         )
+
+    def _step_seconds_of(self, plan: Plan) -> FloatArray:
+        """`IterationModel.step_seconds` of a plan, of which nothing else may be needed."""
+        known = self._models.get(plan.identity)
+        if known is not None:
+            return known.step_seconds
+        run = run_of_plan(plan, self.machine_model)
+        compute, unslowed = stage_seconds(run, self._units_of(plan, run))
+        terms = step_terms_of(plan, run, self.machine_model, compute.sum(axis=0) + unslowed.sum(axis=0))
+        return step_seconds(terms, self.machine_model)
 
     def _dense_layers(self, plan: Plan) -> tuple[float, int]:
         """The share of dense layers in each, and how many dense layers the first stage has beside."""

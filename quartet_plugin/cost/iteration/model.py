@@ -32,6 +32,8 @@ from quartet_plugin.cost.iteration.plan_terms import (
     UnitArrays,
     sends_of,
     slowdown_indices,
+    stage_seconds,
+    step_seconds,
     step_terms_of,
 )
 from quartet_plugin.cost.iteration.replay import DEADLOCK, blocks_on_sends, both_ways, makespans, with_sends
@@ -74,16 +76,7 @@ class IterationModel:
         self._is_blocking = blocks_on_sends(run)
         ranks, num_stages = plan.layout.pipeline_parallel, plan.layout.num_stages
         self._placement = np.array(device_of_stages(run), dtype=np.int64)
-        # The units of each stage: layers of each kind, the embedding, the head.
-        held = np.zeros((len(units.compute), num_stages))
-        held[:-2] = np.array(run.layer_counts, dtype=np.float64).T
-        held[-2, 0] = held[-1, -1] = 1.0
-        self._compute = np.einsum("ucd,us->cds", units.compute, held)
-        self._unslowed = np.einsum("urd,us->rds", units.unslowed, held)
-        if run.is_mtp_before_last:
-            self._compute[:, :, -2] += units.further_compute
-            self._unslowed[:, :, -2] += units.further_unslowed
-        self._unslowed[-1] += units.action[:, None]
+        self._compute, self._unslowed = stage_seconds(run, units)
         self._core_sharing = core_sharing_of(plan, machine_model.nodes)
         self._no_core_slowdown = np.ones(ranks)
         self._last_core_slowdown: tuple[bytes, FloatArray] | None = None
@@ -94,9 +87,7 @@ class IterationModel:
             plan, run, machine_model, self._compute.sum(axis=0) + self._unslowed.sum(axis=0)
         )
         constants = machine_model.constants
-        self._step = np.zeros(machine_model.num_coefficients)
-        for coefficient, terms in self._step_terms.items():
-            self._step[INDEX[coefficient]] += sum(terms.values())
+        self._step = step_seconds(self._step_terms, machine_model)
         self._counts = np.full((3, num_stages), float(plan.num_microbatches))
         self._share = 1.0 + straggler_share(run, constants)
         if isinstance(constants, ClusterConstants):

@@ -89,6 +89,7 @@ def stages_of_devices(run: TrainingRun) -> tuple[tuple[int, ...], ...]:
     return _stages(run.layout.pipeline_parallel, device_of_stages(run))
 
 
+@functools.cache
 def _has_snake_placement(kind: ScheduleKind) -> bool:
     """Whether the stages of one chunk after the other run to and fro over the devices."""
     return kind.spec is not None and kind.spec.placement in (PlacementKind.V, PlacementKind.SNAKE)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +15,12 @@ from quartet_plugin.cost.iteration.orders import (
 )
 from quartet_plugin.cost.iteration.step import (
     busiest_rank,
+    fullest_rank,
     step_terms,
 )
 from quartet_plugin.cost.iteration.terms import UnitParts
 from quartet_plugin.cost.layer_kinds import priced_layers
+from quartet_plugin.cost.memory import weights_of_stages
 from quartet_plugin.cost.run import (
     ON_CPU,
     Software,
@@ -36,10 +39,10 @@ from quartet_plugin.cost.software import (
     with_settings,
 )
 from quartet_plugin.cost.times import Times
-from quartet_plugin.mapping.orders import slot_indices
+from quartet_plugin.mapping.orders import node_indices, slot_indices
 from quartet_plugin.mapping.topology import expert_blocks
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.model.layout import SettingValue
+from quartet_plugin.model.layout import Setting, SettingValue
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.recompute_modules import modules_of
 from quartet_plugin.model.training_job import TrainingJob
@@ -127,6 +130,7 @@ def run_of_job(
     """
     settings = (*(job.settings or ()), *(source.layout.settings or ()))
     known = {setting.name: setting.value for setting in settings}
+    software = _software(on_cpu, job.features, settings)
     layers = priced_layers(source.shape, job.experts, job.latent)
     run = run_of(
         layers.shape,
@@ -138,7 +142,7 @@ def run_of_job(
         group=schedule_group(source.schedule),
         custom=source.schedule.custom,
         precision=job.precision,
-        software=with_settings(with_features(ON_CPU if on_cpu else Software(), job.features), known),
+        software=software,
     )
     run = replace(
         with_recompute(run, known),
@@ -156,6 +160,12 @@ def run_of_job(
         has_whole_experts=known.get("expert_tensor_parallel") == 1,
         imbalance=imbalance_of(job.features),
     )
+
+
+@lru_cache(maxsize=512)
+def _software(on_cpu: bool, features: tuple[str, ...], settings: tuple[Setting, ...]) -> Software:
+    known = {setting.name: setting.value for setting in settings}
+    return with_settings(with_features(ON_CPU if on_cpu else Software(), features), known)
 
 
 def with_recompute(run: TrainingRun, settings: Mapping[str, SettingValue]) -> TrainingRun:
@@ -191,18 +201,46 @@ def sends_of(
     """Seconds of the transfer from each stage to the next: intra-node, inter-node, latency [3, S]."""
     intra_node_s, inter_node_s, latency_s = links
     domains = domains_of(plan, machine_model)
-    sends = np.zeros((3, len(placement)))
-    for stage in range(len(placement) - 1):
-        sender, receiver = int(placement[stage]), int(placement[stage + 1])
-        if sender == receiver:
-            continue
-        if (domains[sender] == domains[receiver]).all():
-            sends[:, stage] = intra_node_s, 0.0, latency_s
-        else:
-            sends[:, stage] = 0.0, inter_node_s, latency_s
+    by_crossing = np.array([[0.0, intra_node_s, 0.0], [0.0, 0.0, inter_node_s], [0.0, latency_s, latency_s]])
+    sends: FloatArray = by_crossing[:, crossings_of(domains, placement)]
     if run.is_mtp_before_last:
         sends[:2, -2] *= run.num_sent_tensors(len(placement) - 2)
     return sends
+
+
+def crossings_of(domains: IntArray, placement: IntArray) -> IntArray:
+    """The level of each stage's transfer to the next [S]: 0 none, 1 inside domains, 2 between domains.
+
+    `domains` [pp, copies * tp] are the ranks'.
+    """
+    sender, receiver = placement[:-1], placement[1:]
+    crossings = np.zeros(len(placement), dtype=np.int64)
+    crossings[:-1] = np.where((domains[sender] == domains[receiver]).all(axis=1), 1, 2)
+    crossings[:-1][sender == receiver] = 0
+    return crossings
+
+
+def stage_seconds(run: TrainingRun, units: UnitArrays) -> tuple[FloatArray, FloatArray]:
+    """The seconds of each stage: by cause [num_causes, 3, S], and by what no slowdown touches [4, 3, S]."""
+    # The units of each stage: layers of each kind, the embedding, the head.
+    held = np.zeros((len(units.compute), len(run.layers_per_stage)))
+    held[:-2] = np.array(run.layer_counts, dtype=np.float64).T
+    held[-2, 0] = held[-1, -1] = 1.0
+    compute = np.einsum("ucd,us->cds", units.compute, held)
+    unslowed = np.einsum("urd,us->rds", units.unslowed, held)
+    if run.is_mtp_before_last:
+        compute[:, :, -2] += units.further_compute
+        unslowed[:, :, -2] += units.further_unslowed
+    unslowed[-1] += units.action[:, None]
+    return compute, unslowed
+
+
+def step_seconds(terms: Mapping[Coefficient, Mapping[str, float]], machine_model: MachineModel) -> FloatArray:
+    """Seconds once an iteration under coefficients of 1 [num_coefficients], from the terms of a step."""
+    seconds = np.zeros(machine_model.num_coefficients)
+    for coefficient, by_cause in terms.items():
+        seconds[INDEX[coefficient]] += sum(by_cause.values())
+    return seconds
 
 
 def step_terms_of(
@@ -220,10 +258,19 @@ def step_terms_of(
     is_inter_node = are_copies_apart(domains, tensor_parallel=plan.layout.tensor_parallel)
     ends_apart = bool((domains[placement[0]] != domains[placement[run.embedding_stage]]).any())
 
+    forward_s, backward_s = float(passes[0]), float(passes[1:].sum())
+    weights = weights_of_stages(run)
+    fullest = fullest_rank(run, weights)
+
     def terms_on(cluster: UniformCluster) -> dict[str, float]:
-        here = run if cluster is run.cluster else replace(run, cluster=cluster)
-        forward_s, backward_s = float(passes[0]), float(passes[1:].sum())
-        return step_terms(here, constants, forward_s=forward_s, backward_s=backward_s)
+        return step_terms(
+            run if cluster is run.cluster else replace(run, cluster=cluster),
+            constants,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            weights=weights,
+            fullest=fullest,
+        )
 
     intra_node = terms_on(machine_model.intra_node)
     inter_node = terms_on(machine_model.inter_node) if is_inter_node or ends_apart else intra_node
@@ -244,8 +291,7 @@ def domains_of(plan: Plan, machine_model: MachineModel) -> IntArray:
 
     Megatron numbers pipeline ranks slowest.
     """
-    domains = machine_model.domain_of_node[[slot.node for slot in plan.mapping.slots]]
-    return domains.reshape(plan.layout.pipeline_parallel, -1)
+    return machine_model.domain_of_node[node_indices(plan.mapping)].reshape(plan.layout.pipeline_parallel, -1)
 
 
 def group_sizes(run: TrainingRun) -> tuple[int, ...]:

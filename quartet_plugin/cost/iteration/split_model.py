@@ -14,7 +14,13 @@ import numpy as np
 from quartet_plugin.cost.coefficients import CAUSES, INDEX, Coefficient
 from quartet_plugin.cost.iteration.kernel import UNSLOWED
 from quartet_plugin.cost.iteration.orders import WeightedOrders
-from quartet_plugin.cost.iteration.plan_terms import GroupsApart, are_apart, are_copies_apart, groups_apart
+from quartet_plugin.cost.iteration.plan_terms import (
+    GroupsApart,
+    are_apart,
+    are_copies_apart,
+    crossings_of,
+    groups_apart,
+)
 from quartet_plugin.cost.iteration.split_kernel import counts_by_kind
 from quartet_plugin.cost.layer_kinds import layers_before, letters_of
 from quartet_plugin.cost.run import TrainingRun
@@ -160,7 +166,7 @@ class SplitModel:
         domains = self.domain_of_slot[by_rank]
         return (
             tuple(slowdowns[by_rank].max(axis=1).tolist()),
-            tuple(self._crossings(domains).tolist()),
+            tuple(crossings_of(domains, self._raw.placement).tolist()),
             self._step_class(domains),
             self._groups_apart(domains),
         )
@@ -251,15 +257,6 @@ class SplitModel:
             index, unit_s = INDEX[Coefficient.GRADIENTS], intra_s
         return float(scale[index] * terms[index]) / max(unit_s, 1e-30)
 
-    def _crossings(self, domains: IntArray) -> IntArray:
-        """The level of each stage's transfer to the next [S]: 0 none, 1 inside domains, 2 between domains."""
-        placement = self._raw.placement
-        sender, receiver = placement[:-1], placement[1:]
-        is_inside = (domains[sender] == domains[receiver]).all(axis=1)
-        crossing = np.where(sender == receiver, 0, np.where(is_inside, 1, 2))
-        crossings: IntArray = np.append(crossing, 0)
-        return crossings
-
     def _groups_apart(self, domains: IntArray) -> GroupsApart:
         return groups_apart(domains, self._group_sizes, tensor_parallel=self._plan.layout.tensor_parallel)
 
@@ -294,32 +291,39 @@ class SplitModel:
             last=self._weights_of_layers.last / self._layer_weights,
         )
 
-    def _fullest(self, plan: Plan) -> tuple[float, IntArray]:
-        """The weights of the pipeline rank with the most, in layers, and its layers of each kind."""
-        weights = self._weights(plan)
-        fullest = int(np.argmax(weights))
-        counts = self._counts(plan)[:, self._raw.placement == fullest].sum(axis=1)
-        return float(weights[fullest] / self._layer_weights), counts
-
-    def _counts(self, plan: Plan) -> IntArray:
-        """The layers of each kind on each stage [num_kinds, S]."""
-        split = np.array(plan.split.transformer_layers_per_stage, dtype=np.int64)
-        return counts_by_kind(split, self._before)
-
     @functools.cached_property
     def _fullest_of_both(self) -> tuple[tuple[float, IntArray], tuple[float, IntArray]]:
-        """`_fullest` of the plan and of its other split."""
-        return self._fullest(self._plan), self._fullest(self._other_split)
-
-    def _weights(self, plan: Plan) -> FloatArray:
-        stages = np.zeros(plan.layout.num_stages)
-        for counts, weights in zip(self._counts(plan), self._weights_of_layers.layers, strict=True):
-            stages += counts * weights
-        stages[0] += self._weights_of_layers.first
-        stages[-1] += self._weights_of_layers.last
-        held: FloatArray = np.bincount(
-            self._raw.placement, weights=stages, minlength=plan.layout.pipeline_parallel
+        """The weights in layers, and the layers of each kind, of the fullest rank under both splits."""
+        plans = self._plan, self._other_split
+        splits = np.array([plan.split.transformer_layers_per_stage for plan in plans])
+        counts = self._counts(splits)
+        first, other = (
+            (
+                float(held.max() / self._layer_weights),
+                counts[:, index, self._raw.placement == held.argmax()].sum(axis=1),
+            )
+            for index, held in enumerate(self._weights(splits))
         )
+        return first, other
+
+    def _counts(self, splits: IntArray) -> IntArray:
+        """The layers of each kind on each stage [num_kinds, num, S] under each of the `splits` [num, S]."""
+        if not self._run.kinds:
+            return splits[None]
+        ends = splits.cumsum(axis=1)
+        counts: IntArray = self._before[:, ends] - self._before[:, ends - splits]
+        return counts
+
+    def _weights(self, splits: IntArray) -> FloatArray:
+        """The weights of each pipeline rank [num, pp] under each of the `splits` [num, S]."""
+        stages = np.zeros(splits.shape)
+        for counts, weights in zip(self._counts(splits), self._weights_of_layers.layers, strict=True):
+            stages += counts * weights
+        stages[:, 0] += self._weights_of_layers.first
+        stages[:, -1] += self._weights_of_layers.last
+        held = np.zeros((len(splits), self._plan.layout.pipeline_parallel))
+        for stage, rank in enumerate(self._raw.placement.tolist()):
+            held[:, rank] += stages[:, stage]
         return held
 
     @functools.cached_property
@@ -331,25 +335,41 @@ class SplitModel:
         """
         if self._run.is_mtp_before_last:
             return self._plan  # its split is the command's, and stays
-        counts = list(self._plan.split.transformer_layers_per_stage)
-        fullest = int(np.argmax(self._weights(self._plan)))
+        counts = np.array(self._plan.split.transformer_layers_per_stage)
+        weights = self._weights(counts[None])[0]
+        fullest = weights.argmax()
         target = int(np.flatnonzero(self._raw.placement == fullest)[0])
-        others = [s for s in range(len(counts)) if self._raw.placement[s] != fullest and counts[s] > 1]
-        if others:
-            return self._moved(max(others, key=lambda stage: counts[stage]), target)
-        ends = (0, len(counts) - 1)
-        givers = [s for s, count in enumerate(counts) if count > (0 if s in ends else 1)]
-        plans = [self._moved(giver, s) for giver in givers for s in range(len(counts)) if s != giver]
-        held, _ = self._fullest(self._plan)
-        return max(plans, key=lambda plan: abs(self._fullest(plan)[0] - held), default=self._plan)
+        others = np.flatnonzero((self._raw.placement != fullest) & (counts > 1))
+        if len(others):
+            return self._with_counts(_moved(counts, int(others[counts[others].argmax()]), target))
+        num_stages = len(counts)
+        least = np.ones(num_stages)
+        least[[0, -1]] = 0
+        pairs = [
+            (giver, taker)
+            for giver in np.flatnonzero(counts > least).tolist()
+            for taker in range(num_stages)
+            if giver != taker
+        ]
+        if not pairs:
+            return self._plan
+        splits = np.array([_moved(counts, giver, taker) for giver, taker in pairs])
+        fullest_held = self._weights(splits).max(axis=1) / self._layer_weights
+        differences = np.abs(fullest_held - weights.max() / self._layer_weights)
+        return self._with_counts(splits[differences.argmax()])
 
-    def _moved(self, source: int, target: int) -> Plan:
-        """The plan with one layer of stage `source` in stage `target`."""
-        counts = list(self._plan.split.transformer_layers_per_stage)
-        counts[source] -= 1
-        counts[target] += 1
-        split = replace(self._plan.split, transformer_layers_per_stage=tuple(counts))
+    def _with_counts(self, counts: IntArray) -> Plan:
+        """The plan with these layers of each stage."""
+        split = replace(self._plan.split, transformer_layers_per_stage=tuple(counts.tolist()))
         return replace(self._plan, split=split)
+
+
+def _moved(counts: IntArray, source: int, target: int) -> IntArray:
+    """The layers of each stage with one layer of stage `source` in stage `target`."""
+    moved = counts.copy()
+    moved[source] -= 1
+    moved[target] += 1
+    return moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -97,8 +97,8 @@ def pipeline_terms(
 
 def busiest_rank(run: TrainingRun, seconds: Sequence[float]) -> int:
     """The pipeline rank whose stages take the most of `seconds` [num_stages]."""
-    stages = stages_of_devices(run)
-    return max(range(len(stages)), key=lambda rank: sum(seconds[k] for k in stages[rank]))
+    totals = [sum([seconds[k] for k in held]) for held in stages_of_devices(run)]
+    return totals.index(max(totals))
 
 
 def transfers_s(run: TrainingRun, constants: Constants) -> tuple[FloatArray, FloatArray]:
@@ -126,15 +126,18 @@ def step_terms(
     backward_s: float,
     gradients_s: float | None = None,
     slowdown: float = 1.0,
+    weights: Sequence[Weights] | None = None,
+    fullest: int | None = None,
 ) -> dict[str, float]:
     """Seconds once an iteration, by cause.
 
     `forward_s` and `backward_s` are those of the busiest rank's passes for a microbatch. `gradients_s` is the
     exposed gradient traffic where it is not that of the fullest rank on the run's links; `slowdown` that of
-    the slowest rank.
+    the slowest rank. `weights` are those of the stages and `fullest` is the rank that holds the most of them,
+    where the caller has them.
     """
-    weights = weights_of_stages(run)
-    fullest = fullest_rank(run, weights)
+    weights = weights or weights_of_stages(run)
+    fullest = fullest_rank(run, weights) if fullest is None else fullest
     held = held_weights(run, fullest, weights)
     if gradients_s is None:
         gradients_s = communication.data_parallel_s(

@@ -181,7 +181,7 @@ class _Device:
         now = slots[i]
         if after + 1 >= now:
             return
-        taken = {slot for other in range(_KINDS + with_w) for slot in self.slots[other]}
+        taken = {slot for other in self.slots[: _KINDS + with_w] for slot in other if after < slot < now}
         for slot in range(after + 1, now):
             if slot in taken:
                 continue

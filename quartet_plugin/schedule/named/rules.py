@@ -8,6 +8,7 @@ and two actions where it is not. Each rule gives the phases, or the slots, of de
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -24,19 +25,22 @@ _LETTERS = {
     for letter in letters
 }
 _LETTERS["x"] = OLDEST_W
-# Forwards, backwards and weight gradients by the kind of an action: I and B are the same backward.
-_COUNTED = np.array([0, 1, 2, 1], dtype=np.int64)
 
 
 def slots_of(phases: Sequence[Phase]) -> IntArray:
     """`chunk * 4 + kind` of every letter, or OLDEST_W."""
-    parts = [
-        np.tile(
-            np.array([_LETTERS[letter] for letter in pattern if letter != "+"], dtype=np.int64), max(0, times)
-        )
-        for pattern, times in phases
-    ]
+    parts = []
+    for pattern, times in phases:
+        slots = _slots_of_pattern(pattern)
+        part = np.empty((max(0, times), len(slots)), dtype=np.int64)
+        part[:] = slots
+        parts.append(part.ravel())
     return np.concatenate(parts)
+
+
+@lru_cache(maxsize=256)
+def _slots_of_pattern(pattern: str) -> IntArray:
+    return np.array([_LETTERS[letter] for letter in pattern if letter != "+"], dtype=np.int64)
 
 
 def pairs_of(phases: Sequence[Phase]) -> IntArray:
@@ -60,47 +64,16 @@ def order_of_slots(
     `stages[chunk]` is the stage of a chunk; `ranges[chunk]` its (first, number of) microbatches where the
     chunks are of different copies of the model.
     """
-    spans = [(0, num_microbatches)] * len(stages) if ranges is None else ranges
-    first, count = (np.array(column, dtype=np.int64) for column in zip(*spans, strict=True))
-    base = (np.array(stages, dtype=np.int64) * num_microbatches + first) * 4
-    codes = np.full(len(slots), -1, dtype=np.int64)
-    # An OLDEST_W belongs to no chunk: its bits give -1.
-    kinds, chunks = slots & 3, slots >> 2
-    split = bool(np.any(kinds == ActionKind.I))
-    numbered = np.flatnonzero(chunks >= 0)
-    # Microbatches are counted apart for the forwards, the backwards and the weight gradients of each chunk.
-    counted = _COUNTED[kinds[numbered]] * len(stages) + chunks[numbered]
-    number = _number_among_equals(counted)
-    kept = number < count[chunks[numbered]]
-    numbered, counted, number = numbered[kept], counted[kept], number[kept]
-    codes[numbered] = base[chunks[numbered]] + 4 * number + kinds[numbered]
-    forwards, backwards, _ = np.bincount(counted, minlength=3 * len(stages)).reshape(3, -1)
-    tails: list[IntArray] = []
-    for chunk in np.flatnonzero((forwards < count) | (backwards < count)).tolist():
-        units = base[chunk] + 4 * np.arange(count[chunk])
-        tails += [
-            units[forwards[chunk] :] + ActionKind.F,
-            units[backwards[chunk] :] + (ActionKind.I if split else ActionKind.B),
-        ]
-    body = np.concatenate([codes, *tails])
-    oldest = np.flatnonzero(slots == OLDEST_W)
-    inputs = body[(body >= 0) & (body & 3 == ActionKind.I)] + (ActionKind.W - ActionKind.I)
-    if len(oldest):
-        oldest = oldest[: len(inputs)]
-        body[oldest] = inputs[: len(oldest)]
-        left = inputs[len(oldest) :]
-    else:
-        left = np.setdiff1d(inputs, body[body & 3 == ActionKind.W], assume_unique=True)
-    return np.concatenate((body[body >= 0], left))
+    # Compiled: who needs the names of schedules alone does not wait for numba.
+    from quartet_plugin.schedule.named.slot_kernel import numbered_slots
 
-
-def _number_among_equals(values: IntArray) -> IntArray:
-    """How many earlier entries are equal to each entry."""
-    order = np.argsort(values, kind="stable")
-    starts = np.flatnonzero(np.diff(values[order], prepend=-1))
-    number = np.empty_like(order)
-    number[order] = np.arange(len(values)) - np.repeat(starts, np.diff(starts, append=len(values)))
-    return number
+    base = np.array(stages, dtype=np.int64) * (4 * num_microbatches)
+    count = np.full(len(stages), num_microbatches, dtype=np.int64)
+    if ranges is not None:
+        first, count = (np.array(column, dtype=np.int64) for column in zip(*ranges, strict=True))
+        base = base + 4 * first
+    order: IntArray = numbered_slots(slots, base, count)
+    return order
 
 
 def gpipe(p: int, m: int, d: int) -> list[Phase]:  # noqa: ARG001 - all rules take the same arguments
@@ -160,6 +133,13 @@ def dual_phases(p: int, m: int, d: int) -> list[Phase]:
     ]
 
 
+@lru_cache(maxsize=64)
+def _interleaved_slots(m: int, v: int, group: int) -> tuple[IntArray, IntArray]:
+    """The forwards and the full backwards of Megatron's interleaved order, alike on all devices."""
+    chunks = interleaved_chunks(m, v, group)
+    return chunks * 4 + ActionKind.F, (v - 1 - chunks) * 4 + ActionKind.B
+
+
 def interleaved_chunks(m: int, v: int, group: int) -> IntArray:
     """The chunk of every forward in Megatron's interleaved order: `group` microbatches a chunk in turn."""
     parts = [np.repeat(np.arange(v), min(group, m - first)) for first in range(0, m, group)]
@@ -171,10 +151,8 @@ def interleaved(p: int, m: int, d: int, v: int, group: int) -> IntArray:
 
     With group p: bubble (p-1)(F+I+W)/v, memory p + (p-1)/v.
     """
-    chunks = interleaved_chunks(m, v, group)
-    return _alternate(
-        chunks * 4 + ActionKind.F, (v - 1 - chunks) * 4 + ActionKind.B, 2 * (p - d - 1) + (v - 1) * group
-    )
+    forward, backward = _interleaved_slots(m, v, group)
+    return _alternate(forward, backward, 2 * (p - d - 1) + (v - 1) * group)
 
 
 def interleaved_pairs(p: int, m: int, d: int, v: int, group: int) -> tuple[IntArray, IntArray]:
@@ -182,10 +160,9 @@ def interleaved_pairs(p: int, m: int, d: int, v: int, group: int) -> tuple[IntAr
 
     The forward more makes both parts of every pair independent. Memory p + p/v.
     """
-    chunks = interleaved_chunks(m, v, group)
-    warm = min(2 * (p - d - 1) + (v - 1) * group + 1, len(chunks))
-    slots = _alternate(chunks * 4 + ActionKind.F, (v - 1 - chunks) * 4 + ActionKind.B, warm)
-    return slots, warm + 2 * np.arange(len(chunks) - warm)
+    forward, backward = _interleaved_slots(m, v, group)
+    warm = min(2 * (p - d - 1) + (v - 1) * group + 1, len(forward))
+    return _alternate(forward, backward, warm), warm + 2 * np.arange(len(forward) - warm)
 
 
 def _alternate(forward: IntArray, backward: IntArray, warm: int) -> IntArray:
