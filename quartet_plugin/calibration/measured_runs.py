@@ -14,7 +14,7 @@ from quartet_plugin.model.training_job import TrainingJob
 
 # Features of a job that has no price, by name, and the reason.
 UNPRICED = {
-    "hybrid": "its layers are of several kinds, of which the cost model knows some in part",
+    "hybrid": "the cost model counts its state-space layers by their projections alone",
     "heterogeneous": "its layers have several sizes, which the cost model takes for like ones",
     "attention_variant": "some of its layers have an attention that the cost model does not know",
     "sliding_window": "the window of its attention is not in the report",

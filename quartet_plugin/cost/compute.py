@@ -204,7 +204,7 @@ def layer_times(
     back = ELEMENTWISE_BACKWARD * rates.ratios.elementwise_backward
     elementwise = Times(memory + cast / 2, memory * back + cast / 2, add)
     kernels = FUSED_KERNELS if run.software.fused_elementwise else PLAIN_KERNELS
-    start = kernels * run.num_launches(has_experts=experts is not None) * rates.launch_s
+    start = kernels * run.kernel_ratio(has_experts=experts is not None) * rates.launch_s
     launch = Times(
         start,
         start * rates.ratios.launch_input,
@@ -412,7 +412,7 @@ def _modules_s(
         passes = permuted * constants.elementwise / rates.memory
         product_s = sum(part.forward_s for part in products_of_experts)
         # A layer's launches count its experts' as much as those of attention and an FFN together.
-        launch_s = times.launch.forward_s / run.num_launches(has_experts=True)
+        launch_s = times.launch.forward_s / run.kernel_ratio(has_experts=True)
         return seconds + product_s + _activation(run) * width * byte_s + passes + launch_s
     if run.recomputes("moe_act"):
         seconds += _activation(run) * _routed_width(run, experts) * byte_s + rates.launch_s

@@ -51,7 +51,7 @@ def operations(run: TrainingRun, experts: Experts) -> Counts:
             NUM_BLOCK_SCALE_OPERATIONS if run.has_block_scales else NUM_TENSOR_SCALE_OPERATIONS
         )
     # Experts alone have their part of the operations of a layer with attention.
-    share = run.num_launches(has_experts=True) / 2
+    share = run.kernel_ratio(has_experts=True) / 2
     layer = NUM_LAYER_OPERATIONS.scaled((1.0 - run.software.graphed_share) * share)
     if run.software.expert_overlap:
         layer = layer.plus(NUM_OVERLAP_OPERATIONS)

@@ -27,7 +27,7 @@ class Sublayers(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerKind:
+class PricedKind:
     """A hybrid model's layers of one letter: the sizes of a layer, and what it has."""
 
     letter: str
@@ -46,7 +46,7 @@ class PricedLayers:
     shape: ModelShape
     experts: Experts | None
     latent: LatentAttention | None
-    kinds: tuple[LayerKind, ...] = ()
+    kinds: tuple[PricedKind, ...] = ()
     pattern: str = ""
 
 
@@ -68,7 +68,7 @@ def priced_layers(shape: ModelShape, experts: Experts | None, latent: LatentAtte
 
 
 @lru_cache(maxsize=64)
-def _kinds_of(shape: ModelShape, experts: Experts | None) -> tuple[LayerKind, ...]:
+def _kinds_of(shape: ModelShape, experts: Experts | None) -> tuple[PricedKind, ...]:
     """The kinds that the pattern has; a state-space layer is the FFN with the weights of its projections."""
     layers, alone = shape.layer_kinds, replace(shape, layer_kinds=None)
     assert layers is not None, "only a hybrid model's layers have kinds"
@@ -76,15 +76,21 @@ def _kinds_of(shape: ModelShape, experts: Experts | None) -> tuple[LayerKind, ..
     width = max(1, round(layers.projected_size / (3 if shape.gated_ffn else 2)))
     state_space = replace(alone, ffn_hidden_size=width)
     kinds = (
-        LayerKind(letter=LETTERS["attention"], shape=alone, sublayers=Sublayers.ATTENTION),
-        LayerKind(letter=MLP, shape=alone, sublayers=Sublayers.FFN),
-        LayerKind(letter=EXPERTS, shape=alone, sublayers=Sublayers.FFN, experts=routed),
-        LayerKind(letter=LETTERS["state_space"], shape=state_space, sublayers=Sublayers.FFN),
+        PricedKind(letter=LETTERS["attention"], shape=alone, sublayers=Sublayers.ATTENTION),
+        PricedKind(letter=MLP, shape=alone, sublayers=Sublayers.FFN),
+        PricedKind(letter=EXPERTS, shape=alone, sublayers=Sublayers.FFN, experts=routed),
+        PricedKind(letter=LETTERS["state_space"], shape=state_space, sublayers=Sublayers.FFN),
     )
-    return tuple(kind for kind in kinds if kind.letter in (layers.pattern or ""))
+    by_letter = {kind.letter: kind for kind in kinds}
+    return tuple(by_letter[letter] for letter in letters_in(layers.pattern or ""))
 
 
-def letters_of(experts: Experts | None, kinds: tuple[LayerKind, ...]) -> str:
+def letters_in(pattern: str) -> str:
+    """The letters of a pattern, each once, in the order in which the layers of their kinds are counted."""
+    return "".join(letter for letter in LETTERS.values() if letter in pattern)
+
+
+def letters_of(experts: Experts | None, kinds: tuple[PricedKind, ...]) -> str:
     """The letters of the kinds of a run's layers, each once, in the order in which they are counted."""
     if kinds:
         return "".join(kind.letter for kind in kinds)

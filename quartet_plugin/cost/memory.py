@@ -132,7 +132,7 @@ def layer_weights(run: TrainingRun, *, experts: Experts | None) -> Weights:
 def weights_of_stages(run: TrainingRun) -> list[Weights]:
     """The parameters of each stage on one rank, tensor and expert parallel shards taken."""
     shape, tp, h = run.shape, run.layout.tensor_parallel, run.shape.hidden_size
-    layers = [layer_weights(alike, experts=experts) for alike, experts in run.kinds_of_layers]
+    layers = [layer_weights(kind_run, experts=experts) for kind_run, experts in run.runs_by_kind]
     further, num_further = run.further_layers
     further_layer = layer_weights(further, experts=further.experts)
     positions = shape.max_position_embeddings * (shape.position_embedding == "learned_absolute")
@@ -253,9 +253,9 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
     layout = run.layout
     split = layout.tensor_parallel if layout.sequence_parallel else 1
     boundary = run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size / split
-    kinds = run.kinds_of_layers
-    kept = [_layer_kept_bytes(alike, boundary, experts=experts) for alike, experts in kinds]
-    waiting = [held_bytes.layer_bytes(alike, experts=experts) for alike, experts in kinds]
+    kinds = run.runs_by_kind
+    kept = [_layer_kept_bytes(kind_run, boundary, experts=experts) for kind_run, experts in kinds]
+    waiting = [held_bytes.layer_bytes(kind_run, experts=experts) for kind_run, experts in kinds]
     further, further_held = kept[-1], waiting[-1]
     if run.mtp_depth is not None:
         further, further_held = _bytes_of_depth(run, boundary)
@@ -278,7 +278,7 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
         saved = run.tokens_per_microbatch * plain_operations.norm_bytes(run) / split
         # Of the last norm the input is counted as the stage's output.
         stages[norm_stage] += saved - boundary
-        mask, has_mask = plain_operations.mask_bytes(run), [alike.has_attention for alike, _ in kinds]
+        mask, has_mask = plain_operations.mask_bytes(run), [kind_run.has_attention for kind_run, _ in kinds]
         stages = [
             num_bytes + mask * any(count > 0 for count in compress(counts, has_mask))
             for num_bytes, counts in zip(stages, run.layer_counts, strict=True)
@@ -460,7 +460,7 @@ def _temporary(run: TrainingRun, *, has_embedding: bool, is_last: bool) -> float
     """Bytes of buffers: weight gradients or placeholders, a layer's gradients, logits, buckets."""
     shape, tp, t = run.shape, run.layout.tensor_parallel, run.tokens_per_microbatch
     sizes = _product_sizes(run)
-    width = max(alike.shape.ffn_hidden_size for alike, _ in run.kinds_of_layers) / tp
+    width = max(kind_run.shape.ffn_hidden_size for kind_run, _ in run.runs_by_kind) / tp
     element = float(run.element_bytes)
     gradients = 0.0
     if run.software.gradient_placeholders:
@@ -475,7 +475,7 @@ def _temporary(run: TrainingRun, *, has_embedding: bool, is_last: bool) -> float
     backward = element * t * (2 * width * (2 if shape.gated_ffn else 1))
     if run.layout.recompute == "full":
         backward += run.recomputed_together * max(
-            layer_activation_bytes(alike, experts=experts) for alike, experts in run.kinds_of_layers
+            layer_activation_bytes(kind_run, experts=experts) for kind_run, experts in run.runs_by_kind
         )
     elif run.recomputes("moe") and run.experts is not None:
         backward += _ffn_module_bytes(run, experts=run.experts)
@@ -486,12 +486,12 @@ def _temporary(run: TrainingRun, *, has_embedding: bool, is_last: bool) -> float
 
 
 def _product_sizes(run: TrainingRun) -> list[tuple[float, float]]:
-    """(out, in) sizes of a layer's products with a dense FFN; of a hybrid model's kinds each once."""
+    """(out, in) sizes of a layer's products with a dense FFN; of a hybrid model each size once."""
     if not run.kinds:
         width = run.shape.ffn_hidden_size / run.layout.tensor_parallel
         ffn = compute.ffn_products(run.shape.hidden_size, width, is_gated=run.shape.gated_ffn)
         return [*compute.products(run), *(ffn if run.has_ffn else [])]
-    return list(dict.fromkeys(size for alike, _ in run.kinds_of_layers for size in _product_sizes(alike)))
+    return list(dict.fromkeys(size for kind_run, _ in run.runs_by_kind for size in _product_sizes(kind_run)))
 
 
 def _gathered_bytes(run: TrainingRun) -> float:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.cost.layer_kinds import (
-    LayerKind,
+    PricedKind,
     PricedLayers,
     Sublayers,
     layers_before,
@@ -298,7 +298,7 @@ class TrainingRun:
     """Tokens of the fullest device of an expert group, over the mean."""
     normalization: str | None = None
     """The norms by Megatron's name; None where it is not known."""
-    kinds: tuple[LayerKind, ...] = ()
+    kinds: tuple[PricedKind, ...] = ()
     """The kinds of a hybrid model's layers; none where layers are alike but for experts."""
     pattern: str = ""
     """The letter of each layer of a hybrid model, by `kinds`."""
@@ -320,35 +320,39 @@ class TrainingRun:
         """The parts of a layer, each with a norm, a residual sum and tensor-parallel collectives."""
         return self.has_attention + self.has_ffn
 
-    def num_launches(self, *, has_experts: bool) -> float:
-        """The kernels of a layer, in those of attention and a dense FFN together, which have half each.
+    def kernel_ratio(self, *, has_experts: bool) -> float:
+        """A layer's kernels over those of a transformer layer with a dense FFN.
 
-        Experts have as many as both.
+        Attention and a dense FFN have half of these each; experts add as many as a whole such layer.
         """
         return self.num_sublayers / 2 + has_experts
 
     @property
-    def kinds_of_layers(self) -> tuple[tuple["TrainingRun", Experts | None], ...]:
-        """A run whose layers are all of one kind, and their experts, for each kind of layers."""
+    def runs_by_kind(self) -> tuple[tuple["TrainingRun", Experts | None], ...]:
+        """For each kind of layers, the run to price a layer of it with, and that layer's experts or None.
+
+        Of a hybrid model all layers of such a run are of the kind. Of experts behind dense layers both are
+        this run itself, so only the second item tells the kinds apart: pass it on as `experts`.
+        """
         if self.kinds:
             return tuple((self._of_kind(kind), kind.experts) for kind in self.kinds)
         if self.experts is not None and self.experts.num_dense_layers:
             return (self, None), (self, self.experts)
         return ((self, self.experts),)
 
-    def _of_kind(self, kind: LayerKind) -> "TrainingRun":
+    def _of_kind(self, kind: PricedKind) -> "TrainingRun":
         return replace(
             self, shape=kind.shape, experts=kind.experts, sublayers=kind.sublayers, kinds=(), pattern=""
         )
 
     @property
     def layer_counts(self) -> list[tuple[int, ...]]:
-        """The layers of each of the `kinds_of_layers` on each stage."""
+        """The layers of each of the `runs_by_kind` on each stage."""
         edges = [0, *accumulate(self.layers_per_stage)]
         return self.layers_between(edges[:-1], edges[1:])
 
     def layers_between(self, firsts: list[int], ends: list[int]) -> list[tuple[int, ...]]:
-        """The layers of each of the `kinds_of_layers` from each of `firsts` on, before each of `ends`."""
+        """The layers of each of the `runs_by_kind` from each of `firsts` on, before each of `ends`."""
         letters = letters_of(self.experts, self.kinds)
         if len(letters) == 1:
             return [(end - first,) for first, end in zip(firsts, ends, strict=True)]

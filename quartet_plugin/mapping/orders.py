@@ -165,8 +165,8 @@ def _first_equal(order: IntArray, layout: Layout) -> IntArray:
 def _num_sharing_experts(layout: Layout) -> int | None:
     """The number of replicas that hold the experts together; None where a group ends inside a replica.
 
-    An expert-parallel group has this number of consecutive copies of a tensor-parallel rank, CP before
-    DP. One over tensor-parallel ranks has every rank of fewer copies, or some ranks of a single one.
+    An expert-parallel group has EP consecutive copies of a tensor-parallel rank, CP before DP. One that also
+    spans tensor-parallel ranks has all ranks of EP / TP copies, or some ranks of a single copy.
     """
     experts, context, tensor = layout.expert_parallel, layout.context_parallel, layout.tensor_parallel
     if layout.needs_whole_experts:

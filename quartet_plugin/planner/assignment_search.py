@@ -496,7 +496,7 @@ def _balanced_by_kinds(
 ) -> tuple[int, ...]:
     """The balanced split of a hybrid model's pattern, whose stages are `slowdowns` [S] times slower."""
     jobs = list(jobs_of_kinds(job, shape))
-    seconds = [_layer_seconds(*alike, layout, constants) for alike in jobs]
+    seconds = [_layer_seconds(*kind_job, layout, constants) for kind_job in jobs]
     fixed = np.zeros(len(placement))
     fixed[0] += seconds[0][0]
     fixed[-1] += seconds[0][2]

@@ -199,7 +199,7 @@ def unit_rows(job: PlanRequest, shape: ModelShape, layouts: LayoutTable, constan
         rows = [_unit(job, shape, key, layouts.partitions[cut], constants) for *key, cut in keys.tolist()]
         return np.array(rows).reshape(-1, 17)
 
-    tables = [table(*alike) for alike in jobs_of_kinds(job, shape)]
+    tables = [table(*kind_job) for kind_job in jobs_of_kinds(job, shape)]
     kinds = tuple(_of_rows(job, columns, each[inverse]) for each in tables)
     least = kinds[0] if len(kinds) == 1 else _of_rows(job, columns, np.minimum.reduce(tables)[inverse])
     return UnitRows(
@@ -210,7 +210,7 @@ def unit_rows(job: PlanRequest, shape: ModelShape, layouts: LayoutTable, constan
 def jobs_of_kinds(job: PlanRequest, shape: ModelShape) -> Iterator[tuple[PlanRequest, ModelShape]]:
     """Jobs and shapes whose layers are all of one kind, for each kind of layers."""
     if shape.pattern:
-        # Without their kinds, layers of multi-token prediction are mean ones of the whole pattern.
+        # MTP layers without kinds are mean ones of the whole pattern, which no run of one kind has: left out.
         job = job if job.mtp_kinds is not None else replace(job, mtp_layers=0)
         for kind in priced_layers(shape, job.experts, job.latent).kinds:
             yield job, shape.with_pattern(kind.letter * _SMALL_STAGES)
@@ -266,9 +266,9 @@ def _unit(
     run = small_run(job, shape, layout)
     # A stage's time beside its layers is left out, multi-token prediction before the last stage, too.
     unit = unit_parts(replace(run, is_mtp_before_last=job.is_mtp_before_last), constants)
-    (parts,), ((alike, experts),) = unit.layers, run.kinds_of_layers
+    (parts,), ((kind_run, experts),) = unit.layers, run.runs_by_kind
     layer, *ends = (_both_ways(Times.sum_of(part.values())) for part in (parts, unit.embedding, unit.head))
-    whole = layer_activation_bytes(alike, experts=experts)
+    whole = layer_activation_bytes(kind_run, experts=experts)
     boundary = HALF * run.tokens_per_microbatch * shape.hidden_size / tp
     bare = [
         sum(part[name].total_s for name in COMPUTE if name in part)
@@ -277,7 +277,7 @@ def _unit(
     weights = weights_of_stages(run)
     sizes = [weights[1].num_total, weights[0].num_total - weights[1].num_total]
     repeated = [parts[name].forward_s for name in ("attention", "gemm", "elementwise", "launch")]
-    repeated.append(_repeated_collectives_s(alike, constants))
+    repeated.append(_repeated_collectives_s(kind_run, constants))
     return [
         *layer,
         *ends[0],
@@ -291,7 +291,7 @@ def _unit(
         weights[1].num_expert,
         bare[0],
         bare[1] + bare[2],
-        whole - attention_bytes_again(alike),
+        whole - attention_bytes_again(kind_run),
     ]
 
 
@@ -347,7 +347,7 @@ def once_s(
     units: UnitRows,
     constants: Constants,
 ) -> FloatArray:
-    """Exposed data-parallel traffic and the optimizer's step, of the most weights one device must hold."""
+    """Least seconds once an iteration [rows]: exposed data-parallel traffic and the optimizer's step."""
     keys, index, inverse = unique_rows(columns[:, [TP, CP, PP, DP, SHARDED, EP]])
     memory = job.machines.device.memory_bandwidth_bytes_per_s * MEMORY_RATE
     seconds = []
@@ -361,10 +361,10 @@ def once_s(
 
 
 def _fullest_weights(units: UnitRows, row: int, num_layers: int, pp: int) -> list[tuple[float, float]]:
-    """Dense and expert weights, of which the fullest device has some at least.
+    """Pairs of dense and expert weights; the fullest device holds at least as many as one of the pairs.
 
-    It has a share of all weights. Of a hybrid model's experts that says little: it has the half of the share
-    in dense weights or in those of experts.
+    A model without a pattern has one pair, of the layers that some device must hold. A hybrid model's fullest
+    device holds 1 / `pp` of all weights at least: half of that in dense weights, or half of it in experts'.
     """
     if not units.is_hybrid:
         most = -(-num_layers // pp)

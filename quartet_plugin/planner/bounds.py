@@ -24,10 +24,10 @@ from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import FULL_ROUNDS
 from quartet_plugin.cost.iteration.replay import kind_blocks_on_sends
 from quartet_plugin.cost.iteration.step import contention_gain
-from quartet_plugin.cost.layer_kinds import layers_before
+from quartet_plugin.cost.layer_kinds import layers_before, letters_in
 from quartet_plugin.cost.run import ScheduleKind, Software
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.model.shape import LETTERS, ModelShape
+from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.bound_units import SplitUnits, UnitRows, row_inputs
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import (
@@ -194,7 +194,7 @@ def _split_of_pattern(
     layers = KindLoads(
         fixed=fixed,
         layer=np.repeat(np.array(kinds, dtype=np.float64)[:, None], num_stages, axis=1),
-        before=layers_before(pattern, "".join(letter for letter in LETTERS.values() if letter in pattern)),
+        before=layers_before(pattern, letters_in(pattern)),
         placement=places.v_shape(pp) if is_v_placement else places.loop(pp, virtual),
     )
     return balanced_by_kinds(layers, least_by_stage(num_stages, len(pattern)))

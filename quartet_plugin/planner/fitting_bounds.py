@@ -111,7 +111,7 @@ class _Pipeline:
         return len(self.inputs.units.kinds) == 1
 
     def _num_layers_by_parts(self, part: FloatArray) -> FloatArray:
-        """All layers in those of the last kind [rows], by the `part` of one that each kind counts as."""
+        """The model's layers in those of the last kind [rows]; each counts as `part` [rows, num_kinds]."""
         *others, last = self.inputs.units.totals
         num: FloatArray = last + (part[:, :-1] * np.array(others)).sum(axis=1)
         return num
@@ -125,10 +125,10 @@ class _Pipeline:
         return np.maximum(0, least)
 
     def _memory(self, limit_bytes: float) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """The least peak [rows], the layers that ranks hold at most [rows, pp], and the parts of the kinds.
+        """The least peak in bytes [rows], the most layers of ranks [rows, pp], and the parts of the kinds.
 
-        Layers are of the last kind; a part [rows, num_kinds] is the least of its bytes that one of a kind
-        has.
+        Layers are counted in those of the last kind. A part [rows, num_kinds] is the bytes of a layer of the
+        kind over those of one of the last kind, the least of all ranks.
         """
         units, rows, ranks = self.inputs.units, self.rows, np.arange(self.pp)
         each, total = in_flight_at_least(self.schedule, self.virtual, self.pp, self.inputs.microbatches[rows])

@@ -50,12 +50,16 @@ def _layer_bytes(
     total_bytes: FloatArray,
     run_of: Callable[[tuple[int, ...]], TrainingRun],
 ) -> FloatArray:
-    """The bytes of each pipeline rank for one layer more in each of its stages, a hybrid model's mean one."""
-    first = 1
+    """Bytes that one layer more in each of its stages adds to each pipeline rank [pp].
+
+    `total_bytes` [pp] are those of `run`, which has `split`. Of a hybrid model the layer is the mean one.
+    """
+    num_added = 1
     if run.kinds:
-        first = 2
+        # A run with more layers than the pattern has mean layers: only two of these can be compared.
+        num_added = 2
         total_bytes, _ = _rank_bytes(run_of(tuple(count + 1 for count in split)))
-    more_bytes, _ = _rank_bytes(run_of(tuple(count + first for count in split)))
+    more_bytes, _ = _rank_bytes(run_of(tuple(count + num_added for count in split)))
     more: FloatArray = more_bytes - total_bytes
     return more
 

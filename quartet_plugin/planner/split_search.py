@@ -128,7 +128,7 @@ def least_layers(times: SplitTimes, least_of_end_stages: tuple[int, int]) -> Int
 def balanced_split(
     times: SplitTimes, num_layers: int, *, least_of_end_stages: tuple[int, int] = (0, 0)
 ) -> tuple[int, ...]:
-    """The split whose busiest device has the least to do in a microbatch: of like layers for any placement.
+    """The split whose busiest device has the least work a microbatch: exact for one kind, in any placement.
 
     Layers go one by one to the device that then has the least to do, there to its stage with the least to do.
     Of layers of several kinds see `balanced_by_kinds`.

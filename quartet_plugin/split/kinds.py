@@ -45,7 +45,7 @@ class KindLoads:
 
 
 def balanced_by_kinds(loads: KindLoads, least: Sequence[int]) -> tuple[int, ...]:
-    """The split with the least busiest device; every stage holds its `least` layers at least.
+    """The split whose busiest device has the least load; each stage holds its `least` layers or more.
 
     It is exact with one stage a device. With several the busiest stage is made least, and single layers are
     moved while that relieves the busiest device.

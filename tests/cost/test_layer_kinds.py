@@ -134,7 +134,7 @@ def test_experts_are_on_the_stages_of_their_letters() -> None:
 def test_block_recompute_repeats_the_first_letters_of_a_stage() -> None:
     """The letters behind them keep everything."""
     made = run(job("*---*---"), 4, 4)
-    attention, mlp = (layer_activation_bytes(alike, experts=None) for alike, _ in made.kinds_of_layers)
+    attention, mlp = (layer_activation_bytes(kind_run, experts=None) for kind_run, _ in made.runs_by_kind)
     kept = [
         stage_activations(replace(run(job(pattern), 4, 4, recompute="full"), recomputed_layers=1))[0][0]
         for pattern in ("*---*---", "---*---*")

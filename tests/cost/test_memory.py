@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.cost.constants import Constants
-from quartet_plugin.cost.iteration.step import clearing_s, optimizer_s
+from quartet_plugin.cost.iteration.step import clearing_s, held_layers, optimizer_s
 from quartet_plugin.cost.memory import (
     Weights,
     layer_activation_bytes,
@@ -122,10 +122,12 @@ def test_an_optimizer_on_the_host_leaves_the_device_and_takes_longer() -> None:
     held, constants = Weights(num_dense=8e10, num_expert=0.0), Constants(optimizer=1.0)
     device = replace(base.cluster.device, host_link_bytes_per_s=6e10, host_memory_bytes_per_s=7e10)
     host = replace(host, cluster=replace(host.cluster, device=device))
-    added_s = optimizer_s(host, constants, held) - clearing_s(host, constants, held)
+    counts = held_layers(host, 0)
+    added_s = optimizer_s(host, constants, held, counts=counts) - clearing_s(host, constants, held)
     norms_s = 8e10 * 2.0 / (device.memory_bandwidth_bytes_per_s * 0.85)
     assert added_s - norms_s == pytest.approx(1e10 * (6 / 6e10 + 28 / 7e10))
-    assert optimizer_s(host, constants, held) > 3 * optimizer_s(base, constants, held)
+    on_host, on_device = (optimizer_s(each, constants, held, counts=counts) for each in (host, base))
+    assert on_host > 3 * on_device
 
 
 def test_modules_that_are_recomputed_are_not_kept() -> None:

@@ -93,18 +93,18 @@ class IterationModelCache:
         num_stages, sharing = plan.layout.num_stages, core_sharing_of(plan, self.machine_model.nodes)
         held = np.zeros((2, num_stages))
         held[0, 0] = held[1, -1] = 1.0
-        is_of_kinds = bool(run.kinds)
-        share, num_first = (0.0, 0) if is_of_kinds else self._dense_layers(plan)
+        is_hybrid = bool(run.kinds)
+        share, num_first = (0.0, 0) if is_hybrid else self._dense_layers(plan)
         intra_s, inter_s, latency_s = self._links_of(plan, run)
 
         placement, orders = np.array(device_of_stages(run), dtype=np.int64), orders_of(run)
         constants = self.machine_model.constants
-        # Of dense layers before those with experts none has starts of its own.
-        alike = run.kinds_of_layers if is_of_kinds else run.kinds_of_layers[-1:]
+        # Dense layers before those with experts are counted with the starts of the layers with experts.
+        kind_runs = run.runs_by_kind if is_hybrid else run.runs_by_kind[-1:]
         start_s = tensor_start_s(run, constants)
         layer_start_s = [
             tensors_of_layer(each) * start_s + experts_start_s(each, constants, experts)
-            for each, experts in alike
+            for each, experts in kind_runs
         ]
         core_slowdown = (
             np.ones(plan.layout.pipeline_parallel) if sharing is None else sharing.greatest_slowdown
@@ -123,7 +123,7 @@ class IterationModelCache:
                 other_fixed[:, :, -2] += units.further_unslowed
                 compute_fixed[:, :, -2] += units.further_compute
             compute_fixed[:, :, 0] += num_first * (first[0] - last[0])
-            if not is_of_kinds:
+            if not is_hybrid:
                 compute_layer = (share * first[0] + (1 - share) * last[0])[None]
                 other_layer = (share * first[1] + (1 - share) * last[1])[None]
             return RawTimes(
@@ -238,7 +238,7 @@ def _layer_weights(run: TrainingRun) -> LayerWeights:
     weights = [held.num_total for held in weights_of_stages(run)]
     if run.kinds:
         layers = np.array(
-            [layer_weights(each, experts=experts).num_total for each, experts in run.kinds_of_layers]
+            [layer_weights(each, experts=experts).num_total for each, experts in run.runs_by_kind]
         )
         ends = [weights[end] - float(layers @ run.layer_counts[end]) for end in (0, -1)]
         return LayerWeights(layers=layers, first=ends[0], last=ends[1])

@@ -42,8 +42,8 @@ def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
     weights = weights_of_stages(run)
     held = held_weights(run, fullest_rank(run, weights), weights)
     layers = [
-        (count * num, alike, experts)
-        for num, (alike, experts) in zip(held_layers(run, rank), run.kinds_of_layers, strict=True)
+        (count * num, kind_run, experts)
+        for num, (kind_run, experts) in zip(held_layers(run, rank), run.runs_by_kind, strict=True)
     ]
     forward_s = sum(sums[k].forward_s for k in stages)
     backward_s = sum(sums[k].input_grad_s + sums[k].weight_grad_s for k in stages)
@@ -54,7 +54,7 @@ def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
         "ep_comm_s": (
             _in_pairs_s(run, constants, parts, sums, rank)
             if run.has_pairs
-            else sum(num * _exchange_s(alike, constants, experts) for num, alike, experts in layers)
+            else sum(num * _exchange_s(kind_run, constants, experts) for num, kind_run, experts in layers)
         ),
         "pp_comm_s": 0.0 if blocks_on_sends(run) else count * sent,
         "fsdp_comm_s": count * _sharded_s(run, constants, held, forward_s=forward_s, backward_s=backward_s),
@@ -71,10 +71,10 @@ def _tensor_s(run: TrainingRun, constants: Constants) -> float:
 
 def _num_pairs(layers: Sequence[CountedLayers]) -> float:
     """Tensor-parallel collectives of layers, in those of a dense transformer layer."""
-    dense = sum(num * alike.num_sublayers / 2 for num, alike, _ in layers)
+    dense = sum(num * kind_run.num_sublayers / 2 for num, kind_run, _ in layers)
     return dense + sum(
-        num * ((sum(communication.ffn_pairs(alike, experts)) - 1.0) / 2.0)
-        for num, alike, experts in layers
+        num * ((sum(communication.ffn_pairs(kind_run, experts)) - 1.0) / 2.0)
+        for num, kind_run, experts in layers
         if experts is not None
     )
 
@@ -98,8 +98,8 @@ def _exchange_s(run: TrainingRun, constants: Constants, experts: Experts | None)
 
 def _context_s(layers: Sequence[CountedLayers], constants: Constants) -> float:
     """What attention hides of what ranks that share sequences send each other."""
-    num = sum(num for num, alike, _ in layers if alike.has_attention)
-    run = next((alike for _, alike, _ in layers if alike.has_attention), None)
+    num = sum(num for num, kind_run, _ in layers if kind_run.has_attention)
+    run = next((kind_run for _, kind_run, _ in layers if kind_run.has_attention), None)
     if run is None:
         return 0.0
     layer = compute.layer_times(run, constants, Rates(run, constants), experts=None)

@@ -239,25 +239,22 @@ def optimizer_s(
     constants: Constants,
     held: Weights,
     *,
-    counts: Sequence[int] | None = None,
+    counts: Sequence[int],
 ) -> float:
     """Seconds of the optimizer's step on a rank that holds these parameters, and of clearing its gradients.
 
-    Where weights are stepped one by one, each weight of its layers starts kernels: `counts` of each kind, by
-    default an even share of all layers, without experts.
+    Where weights are stepped one by one, each weight of its layers starts kernels; `counts` are its layers of
+    each kind.
     """
     shards, expert_shards = run.optimizer_shards
     stepped = _stepped_s(run, constants, held.num_dense, shards=shards)
     stepped += _stepped_s(run, constants, held.num_expert, shards=expert_shards)
-    if counts is None:
-        tensors = -(-run.shape.num_layers // run.layout.pipeline_parallel) * tensors_of_layer(run)
-        return stepped + (tensors + END_TENSORS) * tensor_start_s(run, constants)
-    kinds = run.kinds_of_layers
-    tensors = sum(num * tensors_of_layer(alike) for num, (alike, _) in zip(counts, kinds, strict=True))
+    kinds = run.runs_by_kind
+    tensors = sum(num * tensors_of_layer(kind_run) for num, (kind_run, _) in zip(counts, kinds, strict=True))
     stepped += (tensors + END_TENSORS) * tensor_start_s(run, constants)
     return stepped + sum(
-        num * experts_start_s(alike, constants, experts)
-        for num, (alike, experts) in zip(counts, kinds, strict=True)
+        num * experts_start_s(kind_run, constants, experts)
+        for num, (kind_run, experts) in zip(counts, kinds, strict=True)
     )
 
 

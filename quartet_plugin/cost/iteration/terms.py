@@ -35,7 +35,7 @@ def unit_parts(run: TrainingRun, constants: Constants) -> UnitParts:
     """The parts that every stage of the run is made of."""
     rates = Rates(run, constants)
     layers = tuple(
-        layer_parts(alike, constants, rates, experts=experts) for alike, experts in run.kinds_of_layers
+        layer_parts(kind_run, constants, rates, experts=experts) for kind_run, experts in run.runs_by_kind
     )
     embedding_comm, head_comm = communication.tensor_parallel_ends(run, constants)
     head = compute.head_times(run, constants, rates)

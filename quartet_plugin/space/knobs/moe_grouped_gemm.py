@@ -3,7 +3,7 @@
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault, off_and_on
-from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER, is_flex, stays_flex
+from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER, has_only_flex, is_flex
 
 # Features that want grouped products in some of their forms, of which no rule here can tell.
 _BOUND = ("cuda_graphs", "cpu_offload")
@@ -34,7 +34,7 @@ def _kept(rules: KnobRules) -> str | None:
         return "the model has no experts"
     if rules.job.layer_impl == "local":
         return "local layers, as a CPU has them, compute one expert after the other either way"
-    return next((name for name in _BOUND if name in features), _FLEX if stays_flex(rules) else None)
+    return next((name for name in _BOUND if name in features), _FLEX if has_only_flex(rules) else None)
 
 
 MOE_GROUPED_GEMM = SettingKnob(

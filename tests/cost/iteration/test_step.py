@@ -17,7 +17,7 @@ NUM = 1e9
 
 def passes(run: TrainingRun, held: Weights) -> float:
     """Bytes that the step passes through memory, for each of a billion weights."""
-    seconds = optimizer_s(run, NEUTRAL, held)
+    seconds = optimizer_s(run, NEUTRAL, held, counts=held_layers(run, 0))
     memory = run.cluster.device.memory_bandwidth_bytes_per_s * 0.85
     return seconds * memory / NEUTRAL.optimizer / NUM
 
