@@ -193,7 +193,7 @@ class SplitModel:
             np.tensordot(causes, compute, 1)[:, None] * slowed + np.tensordot(others, other, 1)[:, None]
             for compute, other in zip(raw.compute_layer, raw.other_layer, strict=True)
         ]
-        crossing = self._crossings(domains)
+        crossing = crossings_of(domains, self._raw.placement)
         transfer, network = scale[INDEX[Coefficient.TRANSFER]], scale[INDEX[Coefficient.NETWORK]]
         intra = transfer * raw.intra_s + scale[INDEX[Coefficient.LATENCY]] * raw.latency_s
         inter = network * raw.inter_s + scale[INDEX[Coefficient.LATENCY]] * raw.latency_s
