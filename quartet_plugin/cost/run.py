@@ -329,7 +329,7 @@ class TrainingRun:
 
     @property
     def runs_by_kind(self) -> tuple[tuple["TrainingRun", Experts | None], ...]:
-        """For each kind of layers, the run to price a layer of it with, and that layer's experts or None.
+        """The run to price a layer of each kind with, and that layer's experts or None.
 
         Of a hybrid model all layers of such a run are of the kind. Of experts behind dense layers both are
         this run itself, so only the second item tells the kinds apart: pass it on as `experts`.
