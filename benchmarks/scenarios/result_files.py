@@ -27,7 +27,7 @@ SEARCH_FILES = (
 SAME_SEARCHES = {
     # The later one reads limits of control groups, which g-slow-middle alone has, and compares the plugin's
     # runtime with the framework's own in more final rounds. Replayed with that rule, the final rounds of the
-    # earlier searches choose the same plans; those of j-experts-slow-link would have gone on.
+    # earlier searches choose the same plans.
     "3fda55926859": "e42a71ebee38",
 }
 # A commit, and a later one for which its searches over stock flags count too: plain TPE knows no prices, and
