@@ -32,7 +32,7 @@ SAME_SEARCHES = {
 }
 # A commit, and a later one for which its searches over stock flags count too: plain TPE knows no prices, and
 # the spaces and launches of these jobs are the same.
-SAME_STOCK_SEARCHES = {"e16e1a7a88f4": "3fda55926859", "6bc75cc0742c": "3fda55926859"}
+SAME_STOCK_SEARCHES = {"e16e1a7a88f4": "3fda55926859"}
 TURNS = "turns.json"
 CHANGED = " with changes"
 OURS, STOCK, WITHOUT = "ours", "stock", "without"

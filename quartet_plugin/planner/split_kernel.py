@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quartet_plugin.cost.iteration.split_kernel import SplitArrays, counts_by_kind, evaluate
+from quartet_plugin.cost.iteration.split_model import StepLine
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule.compilation import compiled
 
@@ -38,17 +39,6 @@ class Cuts(NamedTuple):
     places: IntArray
 
 
-class StepArrays(NamedTuple):
-    """`StepLine` as kernels take it."""
-
-    fixed_s: float
-    per_layer_s: float
-    start_s: FloatArray
-    weights: FloatArray
-    first: float
-    last: float
-
-
 class Best(NamedTuple):
     """The best splits found, ascending by time, each once: `counts` [k, S] in `seconds` [k], else inf."""
 
@@ -57,7 +47,7 @@ class Best(NamedTuple):
 
 
 @compiled
-def step_s(counts: IntArray, placement: IntArray, num_ranks: int, step: StepArrays) -> float:
+def step_s(counts: IntArray, placement: IntArray, num_ranks: int, step: StepLine) -> float:
     """Seconds once an iteration of a split; `counts` are its layers of each kind [num_kinds, S]."""
     held, layers = np.zeros(num_ranks), np.zeros((len(counts), num_ranks))
     for kind in range(len(counts)):
@@ -187,7 +177,7 @@ def mean_cuts(cuts: Cuts) -> Cuts:
 
 
 @compiled
-def least_step_s(totals: IntArray, num_ranks: int, step: StepArrays) -> float:
+def least_step_s(totals: IntArray, num_ranks: int, step: StepLine) -> float:
     """Seconds once an iteration of the split with the least weights on its fullest rank.
 
     `totals` [num_kinds] are all layers of each kind.
@@ -206,7 +196,7 @@ def descend(
     start: IntArray,
     least: IntArray,
     pipeline: SplitArrays,
-    step: StepArrays,
+    step: StepLine,
     cuts: Cuts,
     best: Best,
     work: int,
@@ -308,7 +298,7 @@ def enumerate_splits(
     least: IntArray,
     incumbent_s: float,
     pipeline: SplitArrays,
-    step: StepArrays,
+    step: StepLine,
     cuts: Cuts,
     means: Cuts,
     best: Best,
@@ -372,7 +362,7 @@ def search(
     incumbent_s: float,
     max_work: int,
     pipeline: SplitArrays,
-    step: StepArrays,
+    step: StepLine,
     best: Best,
 ) -> int:
     """The work done, in simulated actions, negative where the search was cut off at `max_work`.

@@ -167,10 +167,6 @@ class Pipeline:
             times.is_blocking,
             times.before,
         )
-        step = times.step
-        self._step = split_kernel.StepArrays(
-            step.fixed_s, step.per_layer_s, step.start_s, step.weights, step.first, step.last
-        )
         self._placement = times.placement
 
     def seconds(self, split: Sequence[int]) -> float:
@@ -180,7 +176,7 @@ class Pipeline:
         if seconds < 0.0:
             return float("inf")
         num_ranks = int(self._placement.max()) + 1
-        return float(seconds + split_kernel.step_s(counts, self._placement, num_ranks, self._step))
+        return float(seconds + split_kernel.step_s(counts, self._placement, num_ranks, self.times.step))
 
     def search(
         self, start: Sequence[int], least: IntArray, *, incumbent_s: float, max_work: int, num_splits: int
@@ -198,7 +194,7 @@ class Pipeline:
             incumbent_s,
             max_work,
             self._arrays,
-            self._step,
+            self.times.step,
             best,
         )
         if best.seconds[0] >= incumbent_s:

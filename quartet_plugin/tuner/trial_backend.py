@@ -396,4 +396,6 @@ def _core_group_of(ranks: Sequence[RankReport], *, num_cores: int) -> CoreGroup 
 def _fit_on(num_cores: int, ranks: Sequence[RankReport]) -> bool:
     """Whether all of the ranks have limits, which together leave them no more than these cores."""
     limits = {rank.core_limit for rank in ranks}
-    return sum(num_cores + 1 if limit is None else limit.num_cores for limit in limits) <= num_cores + 1e-6
+    # Shares of a core are rounded: three thirds may be a little more than one.
+    most = num_cores + 1e-6
+    return None not in limits and sum(limit.num_cores for limit in limits if limit is not None) <= most

@@ -70,10 +70,10 @@ def busiest_work(times: FloatArray, placement: IntArray, layer_s: FloatArray, sl
 def evaluate(counts: IntArray, pipeline: SplitArrays, slopes: FloatArray) -> tuple[float, float]:
     """Seconds of the pipeline's part of an iteration, and of its longest path; -1 where orders do not run.
 
-    `counts` and `slopes` are [num_kinds, S]; fills the latter with the seconds of one more layer of each kind
-    on each stage along the path. Where the time is
-    extrapolated from two orders, it is at least the busiest rank's work, and the path is the shorter order's
-    with the busiest rank's work of each further microbatch: a difference of two longest paths is no bound.
+    `counts` [num_kinds, S] are the layers. `slopes` [num_kinds, S] becomes the seconds of one more layer of
+    each kind on each stage along the path. Where the time is extrapolated from two orders, it is at least the
+    busiest rank's work, and the path is the shorter order's with the busiest rank's work of each further
+    microbatch: a difference of two longest paths is no bound.
     """
     placement, fixed_s, layer_s = pipeline.placement, pipeline.fixed_s, pipeline.layer_s
     order_starts, order_weights = pipeline.order_starts, pipeline.order_weights

@@ -8,6 +8,7 @@ iteration model itself decides among what a search returns.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,9 +38,8 @@ _LEAST_DIFFERENCE = 0.01
 _OF_ONE_KIND: IntArray = np.zeros((1, 0), dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepLine:
-    """Seconds once an iteration, by what the pipeline rank with the most weights holds.
+class StepLine(NamedTuple):
+    """Seconds once an iteration, by what the pipeline rank with the most weights holds, as kernels take it.
 
     `fixed_s`, plus `per_layer_s` times its weights in layers, plus `start_s` [num_kinds] times its layers. A
     layer of each kind counts as `weights` [num_kinds] of the mean one, embedding and head as `first` and
