@@ -25,14 +25,13 @@ SEARCH_FILES = (
 )
 # A commit, and a later one that counts as having the same search although these files differ:
 SAME_SEARCHES = {
-    # The later one reads limits of control groups, which g-slow-middle alone has, and compares the plugin's
+    # The second reads limits of control groups, which g-slow-middle alone has, and compares the plugin's
     # runtime with the framework's own in more final rounds. Replayed with that rule, the final rounds of the
-    # earlier searches choose the same plans.
-    "3fda55926859": "e42a71ebee38",
+    # first one's searches choose the same plans. The third proposes and predicts the same as the second, bit
+    # by bit, but for hybrid models and the flex dispatcher.
+    "3fda55926859": "921cbc236fe0",
+    "e42a71ebee38": "921cbc236fe0",
 }
-# A commit, and a later one for which its searches over stock flags count too: plain TPE knows no prices, and
-# the spaces and launches of these jobs are the same.
-SAME_STOCK_SEARCHES = {"e16e1a7a88f4": "3fda55926859"}
 TURNS = "turns.json"
 CHANGED = " with changes"
 OURS, STOCK, WITHOUT = "ours", "stock", "without"

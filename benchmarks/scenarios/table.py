@@ -9,7 +9,6 @@ from pathlib import Path
 from benchmarks.scenarios.result_files import (
     OURS,
     RESULTS,
-    SAME_STOCK_SEARCHES,
     STOCK,
     WITHOUT,
     SearchRun,
@@ -136,17 +135,11 @@ def _over(turns: TurnRounds, name: str) -> list[float]:
 
 def odd_runs(runs: Sequence[SearchRun], *, turns: TurnRounds, same: SameSearch = has_same_search) -> str:
     """Why runs of one row and their turns do not compare: several commits, numbers of trials; else empty."""
-    commits = sorted({turns.commit, *(_search_commit(run, turns=turns, same=same) for run in runs)})
+    commits = sorted({turns.commit, *(run.commit for run in runs)})
     if len(_searches(commits, same=same)) > 1:
         return f"runs of several commits: {', '.join(commits)}"
     counts = sorted({run.num_trials for run in runs})
     return f"runs of {counts} trials" if len(counts) > 1 else ""
-
-
-def _search_commit(run: SearchRun, *, turns: TurnRounds, same: SameSearch) -> str:
-    """The commit that a run counts as: that of the launches where its search over stock flags is the same."""
-    later = SAME_STOCK_SEARCHES.get(run.commit) if run.side == STOCK else None
-    return later if later is not None and same(later, turns.commit) else run.commit
 
 
 def _searches(commits: Iterable[str], *, same: SameSearch) -> list[list[str]]:

@@ -108,17 +108,6 @@ def test_a_row_that_lacks_a_file_or_mixes_commits_has_no_figure(tmp_path: Path) 
     assert (alike.missing, alike.over_stock is not None) == ("", True)
 
 
-def test_a_search_over_stock_flags_counts_for_a_later_commit_and_no_other_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(result_files.SAME_STOCK_SEARCHES, "old", "abc")
-    stock = dict.fromkeys(("stock-0", "stock-1", "stock-2"), "old")
-    assert row_of(NAME, "", folder=filled(tmp_path / "a", commits=stock)).missing == ""
-    assert row_of(NAME, "", folder=filled(tmp_path / "b", commits=stock, commit="old")).missing == ""
-    ours = row_of(NAME, "", folder=filled(tmp_path / "c", commits={"ours-0": "old"}))
-    assert ours.missing == "runs of several commits: abc, old"
-
-
 def test_an_axis_has_the_gain_over_the_winner_without_it(tmp_path: Path) -> None:
     folder = filled(tmp_path, more={"without-split-0": 1.0})
     write_result(run_of("without-mapping", 0), folder=folder)
