@@ -14,7 +14,7 @@ from quartet_plugin.model.training_job import TrainingJob
 
 # Features of a job that has no price, by name, and the reason.
 UNPRICED = {
-    "hybrid": "the cost model counts its state-space layers by their projections alone",
+    "hybrid": "the scan of its state-space layers has no constant that its measurements could correct",
     "heterogeneous": "its layers have several sizes, which the cost model takes for like ones",
     "attention_variant": "some of its layers have an attention that the cost model does not know",
     "sliding_window": "the window of its attention is not in the report",
@@ -28,7 +28,7 @@ UNPRICED = {
     "optimizer_offload_part": "the part of the optimizer on the host is not in the report",
     "rampup_batch_size": "its batch changes while it trains",
     "cp_comm_by_layer": "its layers share sequences in several ways, which the cost model takes for one",
-    "moe_capacity": "the limit on an expert's tokens is not in the report",
+    "moe_capacity": "the number of tokens that its experts drop is not in the report",
     "expert_tensor_parallel": "its experts are cut in other shares than the cost model knows",
     "mtp_on_inner_stage": "it predicts further tokens where the cost model does not have them",
     "emerging_optimizer": "the state and the step of its optimizer are not those of Adam",

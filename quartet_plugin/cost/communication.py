@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quartet_plugin.cost import state_space
 from quartet_plugin.cost.compute import LayerTimes
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.iteration.orders import device_of_stages
@@ -249,6 +250,22 @@ def _exchanged_heads(run: TrainingRun, constants: Constants, *, size: int) -> Ti
     return Times(inputs + outputs, inputs + 2 * outputs, 0.0)
 
 
+def scanned_heads(run: TrainingRun, constants: Constants) -> Times:
+    """The time of the all-to-alls of ranks that share sequences around a scan, heads for sequence.
+
+    Gates, values, keys, queries and steps go in one after the other, and outputs come back; their gradients
+    do the reverse (`MambaContextParallel` of Megatron's `mamba_context_parallel.py`).
+    """
+    if run.layout.context_parallel == 1:
+        return Times()
+    ranks = group(run.cluster, constants, size=run.layout.context_parallel, stride=run.layout.tensor_parallel)
+    once = sum(
+        exchange_s(ranks, run.cluster, constants, run.element_bytes * run.tokens_per_microbatch * width)
+        for width in state_space.exchanged_widths(run)
+    )
+    return Times(once, once, 0.0)
+
+
 def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) -> Times:
     """The time of dispatching and combining a layer's tokens, forward and backward."""
     ep = run.layout.expert_parallel
@@ -264,7 +281,9 @@ def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) ->
         * run.shape.hidden_size
         * run.expert_load
     )
-    share = _share_sent(experts, ranks.num_domains) if run.software.sends_once_a_domain else 1.0
+    share = 1.0
+    if run.software.sends_once_a_domain:
+        share = _share_sent(experts.experts_per_token * run.kept_share, ranks.num_domains)
     once = exchange_s(ranks, run.cluster, constants, size / run.layout.tensor_parallel, outside_share=share)
     once += run.software.exchange_start_s
     return Times(2 * once, 2 * once, 0.0)
@@ -287,9 +306,8 @@ def _gathered_tokens(run: TrainingRun, constants: Constants, experts: Experts) -
     return Times(both + choices_s, both, 0.0)
 
 
-def _share_sent(experts: Experts, num_domains: int) -> float:
+def _share_sent(chosen: float, num_domains: int) -> float:
     """The domains that a token is sent to, over its experts, which lie in each domain with equal chance."""
-    chosen = experts.experts_per_token
     return num_domains * (1.0 - (1.0 - 1.0 / num_domains) ** chosen) / chosen
 
 

@@ -8,7 +8,7 @@ and kernel starts.
 import math
 from dataclasses import dataclass, replace
 
-from quartet_plugin.cost import host_operations
+from quartet_plugin.cost import host_operations, state_space
 from quartet_plugin.cost.constants import NEUTRAL, ClusterConstants, Constants
 from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.cost.run import TrainingRun
@@ -25,6 +25,8 @@ POWER_LIMITED = ("hopper", "blackwell", "ada")
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.1))
 # Kernels of a layer's forward: fused (norms, rotary, activation, residuals) and not.
 FUSED_KERNELS, PLAIN_KERNELS = 14, 30
+# The rate of Triton kernels of attention's products as a share of the kernel written for the device.
+TRITON_SHARE = 0.55
 # A fused attention's backward multiplies five matrices where its forward multiplies two, a bit slower.
 FLASH_BACKWARD = 2.5 / 0.85
 ELEMENTWISE_BACKWARD = 1.5
@@ -126,7 +128,7 @@ def flash_share(run: TrainingRun) -> float:
     version 3 on Hopper (Shah et al. 2024).
     """
     if run.software.attention == "flash-1":
-        return 0.55
+        return TRITON_SHARE
     new = run.cluster.device.generation in ("hopper", "blackwell")
     return 0.55 if run.software.attention == "flash-2" and new else 1.0
 
@@ -160,6 +162,14 @@ def products(run: TrainingRun) -> list[tuple[float, float]]:
     return [((heads + 2 * groups) * d, h), (h, heads * d)]
 
 
+def dense_products(run: TrainingRun) -> list[tuple[float, float]]:
+    """(out, in) sizes of a rank's dense FFN, or of the projections of a state-space layer."""
+    if run.scan is not None:
+        return state_space.projections(run)
+    shape, width = run.shape, run.shape.ffn_hidden_size / run.layout.tensor_parallel
+    return ffn_products(shape.hidden_size, width, is_gated=shape.gated_ffn)
+
+
 def ffn_products(hidden: float, ffn: float, *, is_gated: bool) -> list[tuple[float, float]]:
     """(out, in) sizes of an FFN."""
     return [(ffn * (2 if is_gated else 1), hidden), (hidden, ffn)]
@@ -178,29 +188,30 @@ def layer_times(
     `cut` are the products of another tensor partition than the framework's, and the starts that it adds.
     """
     t = run.tokens_per_microbatch
-    shape, tp = run.shape, run.layout.tensor_parallel
     sizes = products(run)
     attention, attention_passes = _attention(run, constants, rates) if run.has_attention else (_NONE, 0.0)
     gemm = _gemms(rates, t, sizes)
     products_of_experts = (_NONE, _NONE, _NONE)
+    hidden_ffn = other_passes = last_width = 0.0
     if not run.has_ffn:
-        hidden_ffn = routed = 0.0
-        num_casts = sizes
+        pass
     elif experts is None:
-        ffn = ffn_products(shape.hidden_size, shape.ffn_hidden_size / tp, is_gated=shape.gated_ffn)
-        gemm = gemm.plus(_gemms(rates, t, ffn))
-        hidden_ffn = shape.ffn_hidden_size / tp
-        routed = 0.0
-        num_casts = sizes + ffn
+        dense = dense_products(run)
+        gemm = gemm.plus(_gemms(rates, t, dense))
+        sizes, last_width = sizes + dense, dense[-1][1]
+        if run.scan is None:
+            hidden_ffn = last_width
+        else:
+            other_passes = state_space.passes_bytes(run)
     else:
-        products_of_experts, hidden_ffn, routed = _experts(run, rates, experts)
+        products_of_experts, hidden_ffn, other_passes = _experts(run, rates, experts)
         gemm = Times.sum_of((gemm, *products_of_experts))
-        num_casts = sizes
-    passes = _elementwise_bytes(run, hidden_ffn * rates.ratios.activation) + attention_passes + routed
+        last_width = hidden_ffn
+    passes = _elementwise_bytes(run, hidden_ffn * rates.ratios.activation) + attention_passes + other_passes
     scale = constants.elementwise / rates.memory
-    cast = rates.cast * sum(t * (size_in + size_out) for size_out, size_in in num_casts) / rates.memory
+    cast = rates.cast * sum(t * (size_in + size_out) for size_out, size_in in sizes) / rates.memory
     memory = passes * scale
-    add = _accumulation_s(run, rates, sizes, hidden_ffn if experts is None else 0.0)
+    add = _accumulation_s(run, rates, sizes)
     back = ELEMENTWISE_BACKWARD * rates.ratios.elementwise_backward
     elementwise = Times(memory + cast / 2, memory * back + cast / 2, add)
     kernels = FUSED_KERNELS if run.software.fused_elementwise else PLAIN_KERNELS
@@ -212,6 +223,9 @@ def layer_times(
     )
     if experts is not None:
         launch = launch.plus(host_operations.kernels_alone(run, experts).scaled(rates.launch_s))
+    if run.scan is not None:
+        elementwise = elementwise.plus(_scan(run, constants, rates))
+        launch = launch.plus(state_space.kernels(run).scaled(rates.launch_s))
     if cut is not None:
         gemm, launch = cut[0], launch.plus(cut[1])
     routed_experts, shared_into, shared_out = products_of_experts
@@ -229,7 +243,7 @@ def layer_times(
         wait = host_operations.exposed_times(host, times.total)
         times = replace(times, launch=launch.plus(wait))
     has_last = run.software.has_early_stop and run.has_ffn
-    last = rates.gemm_s(t, shape.hidden_size, hidden_ffn) if has_last else 0.0
+    last = rates.gemm_s(t, run.shape.hidden_size, last_width) if has_last else 0.0
     if run.layout.recompute == "selective":
         return replace(times, recompute_s=_modules_s(run, constants, rates, times, experts=experts))
     return replace(times, recompute_s=(times.total.forward_s - last) * run.recomputed_share)
@@ -298,8 +312,7 @@ def _attention(run: TrainingRun, constants: Constants, rates: Rates) -> tuple[Ti
         # Causal: half of the scores, in blocks; the diagonal blocks are computed whole.
         share = 0.5 * (1 + FLASH_BLOCK / s)
         flops = 2 * b * heads * query * s * (qk + v) * share
-        # Heads under 128 channels leave the matrix units idle in part.
-        forward = flops / (rates.flash * min(1.0, (qk + v) / 2 / 128) ** 0.5)
+        forward = flops / (rates.flash * _channels_share((qk + v) / 2))
         return Times(forward, forward * FLASH_BACKWARD, 0.0), 0.0
     batch = b * heads
     forward = rates.half_gemm_s(query, s, qk, batch) + rates.half_gemm_s(query, v, s, batch)
@@ -307,6 +320,35 @@ def _attention(run: TrainingRun, constants: Constants, rates: Rates) -> tuple[Ti
     drop = 5.0 if run.software.has_dropout else 0.0
     moves = 2 * rates.element * run.tokens_per_microbatch * heads * (2 * qk + 2 * v)
     return Times(forward + scores * (4 + drop), 2 * forward + scores * (6 + drop), 0.0), moves
+
+
+def _scan(run: TrainingRun, constants: Constants, rates: Rates) -> Times:
+    """The scan of a state-space layer with its convolution.
+
+    Its kernels are written in Triton, as attention's were before each device had its own.
+    """
+    parts = state_space.products(run)
+    if run.software.plain_operations:
+        seconds = [rates.half_gemm_s(part.m, part.n, part.k) for part in parts]
+        moved = 0.0, 0.0
+    else:
+        rate = rates.half * constants.flash_rate * TRITON_SHARE
+        rate *= _channels_share(state_space.mean_channels(run))
+        seconds = [2 * part.m * part.n * part.k / rate for part in parts]
+        moved = state_space.scan_bytes(run)
+    byte_s = constants.elementwise / rates.memory
+    forward = sum(part.forward * each for part, each in zip(parts, seconds, strict=True))
+    backward = sum(part.backward * each for part, each in zip(parts, seconds, strict=True))
+    return Times(
+        _joined(forward, moved[0] * byte_s, units=rates.units),
+        _joined(backward, moved[1] * byte_s, units=rates.units),
+        0.0,
+    )
+
+
+def _channels_share(channels: float) -> float:
+    """The rate of attention's products with heads of `channels`: under 128 matrix units are idle in part."""
+    return min(1.0, channels / 128) ** 0.5
 
 
 def _elementwise_bytes(run: TrainingRun, ffn: float) -> float:
@@ -363,14 +405,13 @@ def _routed_width(run: TrainingRun, experts: Experts) -> float:
     return routed / run.layout.tensor_parallel
 
 
-def _accumulation_s(run: TrainingRun, rates: Rates, sizes: list[tuple[float, float]], ffn: float) -> float:
+def _accumulation_s(run: TrainingRun, rates: Rates, sizes: list[tuple[float, float]]) -> float:
     """Adding a microbatch's weight gradients to the sum, where the product does not do it itself."""
     software = run.software
     once = run.num_microbatches == 1 and not software.eager_gradients
     if software.fused_weight_gradient or once or run.zero_stage == 3:
         return 0.0
-    dense = ffn_products(run.shape.hidden_size, ffn, is_gated=run.shape.gated_ffn)
-    weights = sum(n * k for n, k in [*sizes, *dense])
+    weights = sum(n * k for n, k in sizes)
     return weights * 3.0 * software.main_gradient_bytes / rates.memory * rates.ratios.accumulation
 
 
@@ -405,7 +446,7 @@ def _modules_s(
         return seconds
     if experts is None:
         ffn = run.shape.ffn_hidden_size / tp
-        return seconds + (_ffn_s(run, rates, ffn, byte_s) if run.recomputes("mlp") else 0.0)
+        return seconds + (_ffn_s(run, rates, ffn, byte_s) if run.recomputes_mlp else 0.0)
     shared_ffn = experts.shared_ffn_hidden_size / tp
     if run.recomputes("moe"):
         products_of_experts, width, permuted = _experts(run, rates, experts)

@@ -33,10 +33,13 @@ def layer_products(run: TrainingRun, *, experts: Experts | None) -> list[HeldPro
     held = _attention(run) if run.has_attention else []
     if not run.has_ffn:
         return held
+    if run.scan is not None:
+        first, second = compute.dense_products(run)
+        return [*held, _column(run, "in_proj", *first), _held(run, "out_proj", second[1], second[0])]
     if experts is None:
         return _cut(run, held + _ffn(run, "fc", run.shape.ffn_hidden_size / tp))
     # A token's copies lie on the ranks of its experts, whole on each that shares one.
-    arriving, width = experts.experts_per_token * run.expert_load, h * run.expert_shards / tp
+    arriving, width = experts.experts_per_token * run.held_expert_load, h * run.expert_shards / tp
     up, down = compute.ffn_products(h, experts.ffn_hidden_size / tp, is_gated=run.shape.gated_ffn)
     routed = [
         _held(run, name, arriving * size_in, arriving * size_out)

@@ -13,7 +13,14 @@ import numpy as np
 
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.job_description import Experts, LatentAttention, mean_layers
-from quartet_plugin.model.shape import LETTERS, ModelShape
+from quartet_plugin.model.shape import (
+    DEFAULT_GROUPS,
+    DEFAULT_HEAD,
+    DEFAULT_STATE,
+    LETTERS,
+    LayerKinds,
+    ModelShape,
+)
 
 MLP, EXPERTS = LETTERS["mlp"], LETTERS["experts"]
 
@@ -27,13 +34,27 @@ class Sublayers(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """The scan of a state-space layer: heads of `head_size` channels, in groups with a state each."""
+
+    heads: int
+    groups: int
+    head_size: float
+    state_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PricedKind:
-    """A hybrid model's layers of one letter: the sizes of a layer, and what it has."""
+    """A hybrid model's layers of one letter: the sizes of a layer, and what it has.
+
+    A layer with a `scan` has its projections and it in the place of an FFN that has as many weights.
+    """
 
     letter: str
     shape: ModelShape
     sublayers: Sublayers
     experts: Experts | None = None
+    scan: Scan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +90,7 @@ def priced_layers(shape: ModelShape, experts: Experts | None, latent: LatentAtte
 
 @lru_cache(maxsize=64)
 def _kinds_of(shape: ModelShape, experts: Experts | None) -> tuple[PricedKind, ...]:
-    """The kinds that the pattern has; a state-space layer is the FFN with the weights of its projections."""
+    """The kinds that the pattern has; a state-space layer has the weights of an FFN."""
     layers, alone = shape.layer_kinds, replace(shape, layer_kinds=None)
     assert layers is not None, "only a hybrid model's layers have kinds"
     routed = None if experts is None else replace(experts, num_dense_layers=0)
@@ -79,10 +100,28 @@ def _kinds_of(shape: ModelShape, experts: Experts | None) -> tuple[PricedKind, .
         PricedKind(letter=LETTERS["attention"], shape=alone, sublayers=Sublayers.ATTENTION),
         PricedKind(letter=MLP, shape=alone, sublayers=Sublayers.FFN),
         PricedKind(letter=EXPERTS, shape=alone, sublayers=Sublayers.FFN, experts=routed),
-        PricedKind(letter=LETTERS["state_space"], shape=state_space, sublayers=Sublayers.FFN),
+        PricedKind(
+            letter=LETTERS["state_space"], shape=state_space, sublayers=Sublayers.FFN, scan=scan_of(layers)
+        ),
     )
     by_letter = {kind.letter: kind for kind in kinds}
     return tuple(by_letter[letter] for letter in letters_in(layers.pattern or ""))
+
+
+def scan_of(kinds: LayerKinds) -> Scan:
+    """The scan of a hybrid model's state-space layers; sizes that are not known are Megatron's defaults.
+
+    The projections have three values of each channel, two of each group's state and one a head.
+    """
+    state, groups = kinds.state_size or DEFAULT_STATE, kinds.state_space_groups or DEFAULT_GROUPS
+    others = kinds.projected_size - 2 * groups * state
+    heads = kinds.state_space_heads or max(1, others // (3 * DEFAULT_HEAD + 1))
+    return Scan(
+        heads=heads,
+        groups=groups,
+        head_size=max(1.0, (others - heads) / (3 * heads)),
+        state_size=state,
+    )
 
 
 def letters_in(pattern: str) -> str:

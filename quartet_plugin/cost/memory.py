@@ -12,7 +12,7 @@ from itertools import accumulate, compress
 
 import numpy as np
 
-from quartet_plugin.cost import compute, held_bytes, layer_partition, plain_operations
+from quartet_plugin.cost import compute, held_bytes, layer_partition, plain_operations, state_space
 from quartet_plugin.cost.iteration.orders import activation_peak, stages_of_devices
 from quartet_plugin.cost.plain_operations import SINGLE
 from quartet_plugin.cost.run import HalfPrecision, Software, TrainingRun
@@ -307,9 +307,11 @@ def _layers_behind(run: TrainingRun, num_repeated: Sequence[int]) -> list[tuple[
 def _layer_kept_bytes(run: TrainingRun, boundary: float, *, experts: Experts | None) -> float:
     """Bytes that one layer keeps of one microbatch where full recompute repeats it not."""
     layer = layer_activation_bytes(run, experts=experts)
+    # A static input of the layer's graph, whatever its kernels read (`get_layer_static_inputs`).
+    mask = plain_operations.mask_bytes(run) if run.has_graph_masks else 0.0
     if run.layout.recompute != "selective":
-        return layer
-    return _kept_bytes(run, layer, boundary, experts=experts)
+        return layer + mask
+    return _kept_bytes(run, layer, boundary, experts=experts) + mask
 
 
 def _bytes_of_depth(run: TrainingRun, boundary: float) -> tuple[float, float]:
@@ -368,11 +370,12 @@ def _recomputed_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
         mla = run.latent
         wide = mla.qk_head_dim + mla.qk_pos_emb_head_dim
         again += t * size * run.shape.num_attention_heads / tp * (2 * wide + mla.v_head_dim)
-    if run.recomputes("moe") or (experts is None and run.recomputes("mlp")):
+    is_moe = run.recomputes("moe") and run.scan is None
+    if is_moe or (experts is None and run.recomputes_mlp):
         return again + _ffn_module_bytes(run, experts=experts)
     if experts is not None and run.recomputes("moe_act"):
         results = 3.0 if run.shape.gated_ffn and run.software.plain_operations else 1.0
-        results *= run.expert_load
+        results *= run.held_expert_load
         again += t * size * results * experts.experts_per_token * experts.ffn_hidden_size / tp
     if experts is not None and run.recomputes("shared_experts"):
         again += t * _ffn_bytes(run, experts.shared_ffn_hidden_size / tp)
@@ -392,20 +395,41 @@ def attention_bytes_again(run: TrainingRun) -> float:
 
 def _ffn_module_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
     """Bytes that a layer's dense FFN keeps of one microbatch beside its input, or its `experts`."""
-    tp, size = run.layout.tensor_parallel, float(run.element_bytes)
+    tp = run.layout.tensor_parallel
     if not run.has_ffn:
         return 0.0
+    if run.scan is not None:
+        return state_space.saved_bytes(run)
     if experts is None:
         return run.tokens_per_microbatch * _ffn_bytes(run, run.shape.ffn_hidden_size / tp)
+    shared = _ffn_bytes(run, experts.shared_ffn_hidden_size / tp)
+    routed = experts.experts_per_token * run.held_expert_load * _routed_bytes(run, experts)
+    return run.tokens_per_microbatch * (routed + shared + 8.0 * experts.num_experts)
+
+
+def _routed_bytes(run: TrainingRun, experts: Experts) -> float:
+    """Bytes that the experts of a layer keep of a token for each of those that it chooses."""
+    tp, size = run.layout.tensor_parallel, float(run.element_bytes)
     # Devices that share an expert hold its tokens whole, each of them.
     arriving = size * run.shape.hidden_size * run.expert_shards / tp
     each = arriving + _ffn_bytes(run, experts.ffn_hidden_size / tp)
     if run.software.plain_operations:
         # The result is multiplied by the router's weight, and saved before and after.
         each += size * experts.ffn_hidden_size / tp
-    shared = _ffn_bytes(run, experts.shared_ffn_hidden_size / tp)
-    tokens = experts.experts_per_token * run.expert_load * each + shared + 8.0 * experts.num_experts
-    return run.tokens_per_microbatch * tokens
+    return each
+
+
+def _stashed_bytes(run: TrainingRun) -> float:
+    """Bytes of the buffers of two layers between experts and their stash.
+
+    Behind a forward its layer's are copied into pages, while those of the next backward are filled out of
+    them, in the size of a rank's limit (megatron/core/transformer/moe/paged_stash.py).
+    """
+    experts = run.experts
+    if experts is None or experts.capacity is None or run.stash_factor is None:
+        return 0.0
+    chosen = run.tokens_per_microbatch * experts.experts_per_token
+    return 2.0 * chosen * (experts.capacity.rank_factor or 1.0) * _routed_bytes(run, experts)
 
 
 def _scores_bytes(run: TrainingRun) -> float:
@@ -473,6 +497,8 @@ def _temporary(run: TrainingRun, *, has_embedding: bool, is_last: bool) -> float
     if is_last:
         logits = loss_bytes(run) / SINGLE * run.software.logit_bytes
     backward = element * t * (2 * width * (2 if shape.gated_ffn else 1))
+    scans = [state_space.backward_bytes(kind_run) for kind_run, _ in run.runs_by_kind if kind_run.scan]
+    backward = max([backward, *scans])
     if run.layout.recompute == "full":
         backward += run.recomputed_together * max(
             layer_activation_bytes(kind_run, experts=experts) for kind_run, experts in run.runs_by_kind
@@ -482,15 +508,14 @@ def _temporary(run: TrainingRun, *, has_embedding: bool, is_last: bool) -> float
     elif run.recomputes("mlp"):
         backward += _ffn_module_bytes(run, experts=None)
     backward += layer_partition.buffer_bytes(run)
-    return gradients + max(backward, logits) + run.software.bucket_bytes + _gathered_bytes(run)
+    held = gradients + max(backward, logits) + run.software.bucket_bytes
+    return held + _gathered_bytes(run) + _stashed_bytes(run)
 
 
 def _product_sizes(run: TrainingRun) -> list[tuple[float, float]]:
     """(out, in) sizes of a layer's products with a dense FFN; of a hybrid model each size once."""
     if not run.kinds:
-        width = run.shape.ffn_hidden_size / run.layout.tensor_parallel
-        ffn = compute.ffn_products(run.shape.hidden_size, width, is_gated=run.shape.gated_ffn)
-        return [*compute.products(run), *(ffn if run.has_ffn else [])]
+        return [*compute.products(run), *(compute.dense_products(run) if run.has_ffn else [])]
     return list(dict.fromkeys(size for kind_run, _ in run.runs_by_kind for size in _product_sizes(kind_run)))
 
 

@@ -24,7 +24,7 @@ from quartet_plugin.model.files import field_path
 from quartet_plugin.model.huggingface import model_section
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Layout, Recompute
-from quartet_plugin.model.megatron_arguments import stages_of_layout
+from quartet_plugin.model.megatron_arguments import expert_capacity_of, stages_of_layout
 from quartet_plugin.model.recompute_modules import modules_of, modules_text
 from quartet_plugin.model.schema import Bounds, Length, parse, record, unknown_key
 from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS, ModelShape
@@ -98,7 +98,14 @@ READ_KNOBS = frozenset(
         "cuda_graph_scope",
         "expert_tensor_parallel_size",
         "moe_a2a_overlap",
+        "moe_expert_capacity_factor",
+        "moe_expert_rank_capacity_factor",
         "moe_flex_dispatcher_backend",
+        "moe_pad_expert_input_to_capacity",
+        "moe_paged_stash",
+        "moe_paged_stash_buffer_size_factor_cuda",
+        # Which tokens are dropped, not how many.
+        "moe_token_drop_policy",
         "pp_layout",
         "recompute_modules",
         "recompute_num_layers",
@@ -290,6 +297,8 @@ def _features(row: Row) -> list[str]:
     scopes = knobs.get("cuda_graph_scope") if knobs.get("cuda_graph_impl") not in (None, "none") else None
     parts = ["iteration"] if scopes == "full_iteration" else scopes
     features = [f"graphed_{part}" for part in ([] if isinstance(parts, str) else parts or [])]
+    if features and knobs.get("cuda_graph_impl") == "transformer_engine":
+        features.append("graphed_by_te")
     if knobs.get("moe_a2a_overlap") is True:
         features.append("overlap_moe")
     backend = knobs.get("moe_flex_dispatcher_backend")
@@ -333,6 +342,7 @@ def _shape(row: Row, assumed: dict[str, Any]) -> tuple[ModelShape, Experts | Non
         if row.shared_ffn is None
         else row.shared_ffn,
         num_dense_layers=int(latent is not None) if row.dense_layers is None else row.dense_layers,
+        capacity=expert_capacity_of(row.knobs or {}),
     )
     if latent:
         dense = "" if row.dense_layers is not None else ", one dense layer"

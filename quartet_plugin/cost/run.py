@@ -4,6 +4,7 @@ Rows of published runs (`rows.resolve`), plans and measured runs all become a `T
 field.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
@@ -13,6 +14,7 @@ from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.cost.layer_kinds import (
     PricedKind,
     PricedLayers,
+    Scan,
     Sublayers,
     layers_before,
     letters_of,
@@ -20,7 +22,7 @@ from quartet_plugin.cost.layer_kinds import (
 )
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.custom_schedule import CustomSchedule
-from quartet_plugin.model.job_description import Experts, LatentAttention, mean_layers
+from quartet_plugin.model.job_description import ExpertCapacity, Experts, LatentAttention, mean_layers
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import ScheduleChoice
 from quartet_plugin.model.shape import LayerKinds, ModelShape
@@ -188,6 +190,10 @@ class Software:
     """Ranks that exchange heads for sequence under `a2a+p2p`; rings join them."""
     graphed_share: float = 0.0
     """The share of a layer's kernels that are replayed from graphs of its parts."""
+    graphed_attention: bool = False
+    """Whether attention is among what is replayed from graphs of layers or their parts."""
+    has_static_inputs: bool = False
+    """Whether each graph of a layer has inputs of its own, as those that Transformer Engine makes."""
     gathers_narrow: bool = True
     """Whether sequence parallelism gathers the narrow operands of products in 8 or 4 bits."""
     plain_operations: bool = False
@@ -304,6 +310,8 @@ class TrainingRun:
     """The letter of each layer of a hybrid model, by `kinds`."""
     sublayers: Sublayers = Sublayers.BOTH
     """What every layer has where there are no kinds."""
+    scan: Scan | None = None
+    """The scan that every layer has in place of an FFN where there are no kinds; None for an FFN."""
 
     @property
     def has_attention(self) -> bool:
@@ -342,7 +350,13 @@ class TrainingRun:
 
     def _of_kind(self, kind: PricedKind) -> "TrainingRun":
         return replace(
-            self, shape=kind.shape, experts=kind.experts, sublayers=kind.sublayers, kinds=(), pattern=""
+            self,
+            shape=kind.shape,
+            experts=kind.experts,
+            sublayers=kind.sublayers,
+            scan=kind.scan,
+            kinds=(),
+            pattern="",
         )
 
     @property
@@ -371,8 +385,58 @@ class TrainingRun:
 
     @property
     def expert_load(self) -> float:
-        """Tokens of the fullest device of its expert group over the mean; a device alone has them all."""
-        return self.imbalance if self.layout.expert_parallel > 1 else 1.0
+        """Tokens of the fullest device of its expert group over the mean; a device alone has them all.
+
+        Under a capacity they are as many as it pads up to, or at most as many as it leaves.
+        """
+        load = self.imbalance if self.layout.expert_parallel > 1 else 1.0
+        capacity = self._capacity
+        return load if capacity is None else self._load_under(capacity, load)
+
+    @property
+    def held_expert_load(self) -> float:
+        """Rows that a layer keeps for the tokens of its experts, over the tokens of the mean device.
+
+        Buffers of a rank's limit have its size, whatever arrives; a stash has pages for its part of them.
+        """
+        capacity = self._capacity
+        if capacity is None or capacity.rank_factor is None:
+            return self.expert_load
+        stash = self.stash_factor
+        if stash is None:
+            return capacity.rank_factor
+        return stash if stash >= 0 else -stash * self.expert_load
+
+    @property
+    def stash_factor(self) -> float | None:
+        """The pages of the paged stash over the mean tokens; None without it.
+
+        It takes Transformer Engine's quantized tensors alone, so that it does nothing beside wide products.
+        """
+        capacity = self._capacity
+        return None if capacity is None or not self.has_narrow_products else capacity.stash_factor
+
+    @property
+    def kept_share(self) -> float:
+        """The experts that a token is sent to, over those that it chooses, in the mean."""
+        capacity = self._capacity
+        return 1.0 if capacity is None else self._load_under(capacity, 1.0)
+
+    @property
+    def _capacity(self) -> ExpertCapacity | None:
+        return None if self.experts is None else self.experts.capacity
+
+    def _load_under(self, capacity: ExpertCapacity, load: float) -> float:
+        """A load under a capacity: each rank's router counts the tokens that it has (`get_capacity`)."""
+        assert self.experts is not None, "only experts have a capacity"
+        if capacity.rank_factor is not None:
+            load = min(load, capacity.rank_factor)
+        if capacity.factor is None:
+            return load
+        chosen = self.tokens_per_microbatch / self.layout.tensor_parallel * self.experts.experts_per_token
+        tokens = math.ceil(chosen / self.experts.num_experts * capacity.factor)
+        most = tokens * self.experts.num_experts / chosen
+        return most if capacity.is_padded else min(load, most)
 
     @property
     def exchanging_ranks(self) -> int:
@@ -437,6 +501,17 @@ class TrainingRun:
     def recomputes(self, module: str) -> bool:
         """Whether selective recompute repeats a module."""
         return self.layout.recompute == "selective" and module in self.recomputed_modules
+
+    @property
+    def recomputes_mlp(self) -> bool:
+        """Whether selective recompute repeats a layer's dense FFN; a state-space layer is none."""
+        return self.scan is None and self.recomputes("mlp")
+
+    @property
+    def has_graph_masks(self) -> bool:
+        """Whether each layer with attention keeps a mask for each microbatch, an input of its graph."""
+        software = self.software
+        return self.has_attention and software.graphed_attention and software.has_static_inputs
 
     def num_norm_modules(self, *, has_experts: bool) -> int:
         """The norms of a layer that are modules of their own, which recompute can repeat.

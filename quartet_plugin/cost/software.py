@@ -90,6 +90,8 @@ def with_features(software: Software, features: Iterable[str]) -> Software:
         software,
         is_graphed=software.is_graphed or "graphed_iteration" in names,
         graphed_share=_graphed_share(names),
+        graphed_attention=not names.isdisjoint(("graphed_attn", "graphed_layer")),
+        has_static_inputs="graphed_by_te" in names,
         expert_overlap="overlap_moe" in names,
         shared_expert_overlap="moe_shared_expert_overlap" in names,
         sends_once_a_domain=bool(_SENDS_ONCE & names),
@@ -133,6 +135,9 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
         graphed_share=_graphed_share(f"graphed_{part}" for part in parts.split("+"))
         if isinstance(parts, str)
         else software.graphed_share,
+        graphed_attention="attn" in parts.split("+")
+        if isinstance(parts, str)
+        else software.graphed_attention,
         has_data_overlap=software.has_data_overlap and reduces,
         gather_overlap=software.gather_overlap
         and reduces

@@ -5,7 +5,12 @@ beside it, so all of them are written out.
 """
 
 from quartet_plugin.model.hierarchical_context import SIZES, sizes_of
-from quartet_plugin.model.job_description import Experts, JobDescription, LatentAttention
+from quartet_plugin.model.job_description import (
+    ExpertCapacity,
+    Experts,
+    JobDescription,
+    LatentAttention,
+)
 from quartet_plugin.model.layout import SettingValue
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import ModelShape
@@ -92,10 +97,26 @@ def _flags_of_experts(experts: Experts, *, num_layers: int, has_biases: bool) ->
     }
     if experts.shared_ffn_hidden_size:
         flags["--moe-shared-expert-intermediate-size"] = experts.shared_ffn_hidden_size
+    if experts.capacity is not None:
+        flags |= _flags_of_capacity(experts.capacity)
     if experts.num_dense_layers:
         num_dense = experts.num_dense_layers
         flags["--moe-layer-freq"] = f"([0]*{num_dense}+[1]*{num_layers - num_dense})"
     return flags
+
+
+def _flags_of_capacity(capacity: ExpertCapacity) -> FlagValues:
+    factors = {
+        "--moe-expert-capacity-factor": capacity.factor,
+        "--moe-expert-rank-capacity-factor": capacity.rank_factor,
+        "--moe-paged-stash-buffer-size-factor-cuda": capacity.stash_factor,
+    }
+    switches = {
+        "--moe-pad-expert-input-to-capacity": capacity.is_padded,
+        "--moe-paged-stash": capacity.stash_factor is not None,
+    }
+    texts: FlagValues = {flag: str(value) for flag, value in factors.items() if value is not None}
+    return texts | {flag: True for flag, is_on in switches.items() if is_on}
 
 
 def _flags_of_latent_attention(attention: LatentAttention) -> FlagValues:

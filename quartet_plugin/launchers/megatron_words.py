@@ -57,6 +57,12 @@ NUMBERS: dict[str, int | None] = {
     "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128,
 }
+# The same of numbers that need not be whole, nor above 0.
+FRACTIONS: dict[str, float | None] = {
+    "moe_expert_capacity_factor": None,
+    "moe_expert_rank_capacity_factor": None,
+    "moe_paged_stash_buffer_size_factor_cuda": 1.1,
+}
 # Those of which 0 is a value: nothing of the kind, or a first or last stage without layers.
 MAY_BE_ZERO = frozenset(
     {
@@ -116,6 +122,8 @@ SWITCHES = (
     "moe_router_force_load_balancing",
     "moe_enable_deepep",
     "moe_grouped_gemm",
+    "moe_pad_expert_input_to_capacity",
+    "moe_paged_stash",
     "moe_router_padding_for_fp8",
     "moe_router_padding_for_quantization",
     "overlap_grad_reduce",
@@ -187,7 +195,7 @@ def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
     Raises ConfigError, naming the flag, for a value that is none and for a job that no plan describes.
     """
     switches = {**dict.fromkeys(SWITCHES, False), **dict.fromkeys(NEGATED.values(), True)}
-    values: dict[str, Any] = {**NUMBERS, **TEXTS, **LISTS, **switches}
+    values: dict[str, Any] = {**NUMBERS, **FRACTIONS, **TEXTS, **LISTS, **switches}
     unread: list[str] = []
     for flag, given in flags_among(words):
         dest = _DESTS.get(flag, flag[2:].replace("-", "_"))
@@ -203,6 +211,8 @@ def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
             values[dest] = True
         elif dest in NUMBERS:
             values[dest] = _number(flag, given, least=0 if dest in MAY_BE_ZERO else 1)
+        elif dest in FRACTIONS:
+            values[dest] = _fraction(flag, given)
         elif dest in TEXTS:
             values[dest] = _value(flag, given)
         elif dest in LISTS:
@@ -241,6 +251,13 @@ def _number(flag: str, given: Sequence[str], *, least: int) -> int:
         above = " above 0" if least else ""
         raise ConfigError(f"{flag}: {text[:60]!r}; must be a whole number{above}")
     return int(text)
+
+
+def _fraction(flag: str, given: Sequence[str]) -> float:
+    text = _value(flag, given)
+    if not re.fullmatch(r"-?[0-9]{1,15}(\.[0-9]{0,15})?", text, re.ASCII):
+        raise ConfigError(f"{flag}: {text[:60]!r}; must be a number")
+    return float(text)
 
 
 def layer_pattern(text: str) -> int | list[int]:

@@ -15,6 +15,23 @@ from quartet_plugin.model.shape import ModelShape
 
 JobPrecision = Literal["bf16", "fp16", "fp8", "fp32"]
 _Size = Annotated[int, Bounds(ge=1, le=2**31)]
+_Factor = Annotated[float, Bounds(gt=0, le=1e6)]
+
+
+@record
+class ExpertCapacity:
+    """Limits on the tokens of experts, over those of the mean; None where there is none of the kind.
+
+    `factor` limits the tokens that a rank sends to an expert: more are dropped, and with `is_padded` it sends
+    exactly as many. `rank_factor` limits those of all experts of a rank, whose buffers have that size.
+    `stash_factor` is the size of the pages into which Megatron copies what experts keep for the backward:
+    over that of the mean tokens, or, below 0, over that of the tokens that arrive.
+    """
+
+    factor: _Factor | None = None
+    is_padded: bool = False
+    rank_factor: _Factor | None = None
+    stash_factor: Annotated[float, Bounds(ge=-1e6, le=1e6)] | None = None
 
 
 @record
@@ -22,7 +39,7 @@ class Experts:
     """A mixture of experts in every layer but the first `num_dense_layers`.
 
     A token goes to `experts_per_token` of `num_experts` experts with an FFN of `ffn_hidden_size` each, and to
-    a shared one of `shared_ffn_hidden_size` where that is not 0.
+    a shared one of `shared_ffn_hidden_size` where that is not 0. `capacity` limits the tokens of experts.
     """
 
     num_experts: Annotated[int, Bounds(ge=1, le=65_536)]
@@ -30,6 +47,7 @@ class Experts:
     ffn_hidden_size: _Size
     shared_ffn_hidden_size: Annotated[int, Bounds(ge=0, le=2**31)] = 0
     num_dense_layers: Annotated[int, Bounds(ge=0, le=2**20)] = 0
+    capacity: ExpertCapacity | None = field(default=None, metadata=ADDED)
 
     @property
     def label(self) -> str:
@@ -141,6 +159,7 @@ def mean_layers(shape: ModelShape, experts: Experts | None) -> tuple[ModelShape,
         experts_per_token=per_token,
         ffn_hidden_size=width,
         shared_ffn_hidden_size=others.ffn_hidden_size + round(share * experts.shared_ffn_hidden_size),
+        capacity=experts.capacity,
     )
 
 

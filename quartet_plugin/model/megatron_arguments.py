@@ -9,15 +9,32 @@ import itertools
 import math
 import re
 from argparse import Namespace
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
-from quartet_plugin.model.job_description import Experts, LatentAttention, words_of_model
+from quartet_plugin.model.job_description import (
+    ExpertCapacity,
+    Experts,
+    LatentAttention,
+    words_of_model,
+)
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.plan import ScheduleChoice, ScheduleName, Split
-from quartet_plugin.model.shape import LETTERS, MAX_LAYERS, LayerKinds, ModelShape, PositionEmbedding
+from quartet_plugin.model.shape import (
+    DEFAULT_GROUPS,
+    DEFAULT_HEAD,
+    DEFAULT_STATE,
+    LETTERS,
+    MAX_LAYERS,
+    LayerKinds,
+    ModelShape,
+    PositionEmbedding,
+)
 
+# Megatron's default of the pages of a stash, over the mean tokens.
+STASH_FACTOR = 1.1
 # Far more than the layers and stages of any model, written out.
 _MAX_LAYOUT = 8 * MAX_LAYERS
 
@@ -220,10 +237,10 @@ def _kinds_of(layers: str, args: Namespace) -> LayerKinds:
     attention, experts, state_space = (sum(map(layers.count, letters)) for letters in _LETTERS_OF.values())
     head_size, groups = (
         int(_optional(args, f"mamba_{name}") or usual)
-        for name, usual in (("head_dim", 64), ("num_groups", 8))
+        for name, usual in (("head_dim", DEFAULT_HEAD), ("num_groups", DEFAULT_GROUPS))
     )
     heads = int(_optional(args, "mamba_num_heads") or 2 * args.hidden_size // head_size)
-    state_size = int(_optional(args, "mamba_state_dim") or 128)
+    state_size = int(_optional(args, "mamba_state_dim") or DEFAULT_STATE)
     return LayerKinds(
         attention=attention,
         mlp=len(layers) - attention - state_space - experts,
@@ -232,6 +249,7 @@ def _kinds_of(layers: str, args: Namespace) -> LayerKinds:
         state_space_heads=heads if state_space else 0,
         state_space_groups=groups if state_space else 0,
         projected_size=(3 * heads * head_size + 2 * groups * state_size + heads) if state_space else 0,
+        state_size=state_size if state_space and state_size != DEFAULT_STATE else None,
     )
 
 
@@ -277,7 +295,34 @@ def experts_of(args: Namespace) -> Experts | None:
         ffn_hidden_size=args.moe_ffn_hidden_size or _ffn_hidden_size(args),
         shared_ffn_hidden_size=args.moe_shared_expert_intermediate_size or 0,
         num_dense_layers=num_dense,
+        capacity=expert_capacity_of(vars(args)),
     )
+
+
+def expert_capacity_of(values: Mapping[str, Any]) -> ExpertCapacity | None:
+    """The limits on the tokens of experts by Megatron's names; None without any.
+
+    A limit of an expert that is below 0 is none (transformer_config.py).
+    """
+    factor, rank_factor = (
+        _positive(values.get(f"moe_expert_{name}capacity_factor")) for name in ("", "rank_")
+    )
+    if factor is None and rank_factor is None:
+        return None
+    is_stashed = rank_factor is not None and bool(values.get("moe_paged_stash"))
+    stash_factor = values.get("moe_paged_stash_buffer_size_factor_cuda")
+    return ExpertCapacity(
+        factor=factor,
+        is_padded=factor is not None and bool(values.get("moe_pad_expert_input_to_capacity")),
+        rank_factor=rank_factor,
+        stash_factor=float(STASH_FACTOR if stash_factor is None else stash_factor) if is_stashed else None,
+    )
+
+
+def _positive(value: Any) -> float | None:
+    """A number above 0; None for any other value."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and value > 0 else None
 
 
 def expert_degrees_of(args: Namespace) -> tuple[int, int]:
@@ -673,7 +718,7 @@ def _weighing_router_kinds(args: Namespace) -> list[str]:
 
 
 def _graphed_features(args: Namespace) -> list[str]:
-    """What is replayed from CUDA graphs: parts of a layer, whole layers or the iteration."""
+    """What is replayed from CUDA graphs: parts of a layer, whole layers or the iteration; and by what."""
     impl = _optional(args, "cuda_graph_impl")
     if impl in (None, "none"):
         return []
@@ -682,9 +727,10 @@ def _graphed_features(args: Namespace) -> list[str]:
     parts = [str(value_in_words(part)) for name in names for part in _listed(_optional(args, name))]
     if impl == "full_iteration" or "full_iteration" in parts:
         return ["graphed_iteration"]
-    return [f"graphed_{part}" for part in parts if part in GRAPHED_PARTS] or (
+    features = [f"graphed_{part}" for part in parts if part in GRAPHED_PARTS] or (
         [] if set(parts) - {"full"} else ["graphed_layer"]
     )
+    return [*features, "graphed_by_te"] if impl == "transformer_engine" else features
 
 
 def _is_last_layer_dense(args: Namespace) -> bool:

@@ -30,9 +30,13 @@ _FFN_MULTIPLE = 256
 # The letters of a hybrid model's pattern, by the names of `LayerKinds`.
 LETTERS = {"attention": "*", "mlp": "-", "experts": "E", "state_space": "M"}
 
+# The sizes of state-space layers by Megatron's defaults: channels of a state and of a head, and groups.
+DEFAULT_STATE, DEFAULT_HEAD, DEFAULT_GROUPS = 128, 64, 8
+
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 _Count = Annotated[int, Bounds(ge=0, le=MAX_LAYERS)]
 _Size = Annotated[int, Bounds(ge=0, le=2**40)]
+_State = Annotated[int, Bounds(ge=1, le=2**20)]
 
 
 @record
@@ -40,8 +44,9 @@ class LayerKinds:
     """How many of a hybrid model's layers are of each kind; attention and MLP make one transformer layer.
 
     The state-space layers have heads and groups of them, and projections that read or write `projected_size`
-    values a token together, beside those of the hidden size. `pattern` has the layers in their order, by
-    `LETTERS`; None where the order is not known. Raises ConfigError for a pattern of other counts.
+    values a token together, beside those of the hidden size. `state_size` are the channels of a state; None
+    is Megatron's default, `DEFAULT_STATE`. `pattern` has the layers in their order, by `LETTERS`; None where
+    the order is not known. Raises ConfigError for a pattern of other counts.
     """
 
     attention: _Count
@@ -51,6 +56,7 @@ class LayerKinds:
     state_space_heads: _Size = 0
     state_space_groups: _Size = 0
     projected_size: _Size = 0
+    state_size: _State | None = field(default=None, metadata=ADDED)
     pattern: Annotated[str, Length(most=MAX_LAYERS)] | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:

@@ -184,6 +184,7 @@ def job_of_command(
             request,
             shape=shape,
             vocab_size=None,
+            experts=experts_of(args),
             search=kept,
             features=_features(args, kept, every=features),
             settings=_settings(args, kept),

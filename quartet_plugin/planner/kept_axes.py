@@ -38,8 +38,6 @@ READ_FOR_KEPT_AXES = (
     "eval_micro_batch_size",
     "eod_mask_loss",
     "moe_aux_loss_coeff",
-    "moe_expert_capacity_factor",
-    "moe_expert_rank_capacity_factor",
     "moe_router_load_balancing_type",
     "muon_tp_mode",
     "overlap_param_gather_with_optimizer_step",

@@ -93,7 +93,7 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     **dict.fromkeys(("precision_aware_optimizer", "optimizer_offload_part", "fp8_param_gather"), _NONE),
     # Read for predictions alone: the flex dispatcher's kernels, random routing, what graphs replay.
     **dict.fromkeys(("moe_deepep", "moe_hybridep", "moe_forced_balance"), _NONE),
-    **dict.fromkeys((f"graphed_{part}" for part in (*GRAPHED_PARTS, "layer", "iteration")), _NONE),
+    **dict.fromkeys((f"graphed_{part}" for part in (*GRAPHED_PARTS, "layer", "iteration", "by_te")), _NONE),
     # It needs virtual stages where there is a pipeline, and a degree of experts: rules of these knobs.
     "overlap_moe": _SCALING,
     # No shape scales the layers of multi-token prediction. They lie on the last stage, before the head, or

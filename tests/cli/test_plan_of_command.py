@@ -168,9 +168,15 @@ EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --sequence-parallel --
         ("--moe-token-dispatcher-type alltoall --moe-router-force-load-balancing", {"imbalance": 1.02}),
         ("--moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1", {"expert_shards": 1}),
         (
+            "--moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1.5 "
+            "--moe-pad-expert-input-to-capacity",
+            {"expert_load": 1.5},
+        ),
+        ("--moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 0.5", {"expert_load": 0.5}),
+        (
             "--moe-token-dispatcher-type alltoall --cuda-graph-impl transformer_engine "
             "--cuda-graph-modules attn mamba",
-            {"graphed_share": 0.3},
+            {"graphed_share": 0.3, "graphed_attention": True, "has_static_inputs": True},
         ),
         (
             "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm",
@@ -185,12 +191,14 @@ def test_settings_of_experts_reach_predictions(more: str, expected: dict[str, An
         "gathers_tokens": False,
         "sends_once_a_domain": False,
         "graphed_share": 0.0,
+        "graphed_attention": False,
+        "has_static_inputs": False,
         "expert_overlap": False,
-        "imbalance": 1.1,
-        "expert_shards": 2,
     }
-    seen = {name: getattr(run.software, name, None) for name in list(usual)[:4]}
-    assert seen | {"imbalance": run.imbalance, "expert_shards": run.expert_shards} == usual | expected
+    others = {"imbalance": 1.1, "expert_shards": 2, "expert_load": expected.get("imbalance", 1.1)}
+    seen = {name: getattr(run.software, name) for name in usual}
+    seen |= {name: getattr(run, name) for name in others}
+    assert seen == usual | others | expected
     # Orders of the plugin's runtime are no choice where the framework overlaps exchanges or captures graphs.
     refuses = {"graphed_share", "expert_overlap"} & set(expected)
     assert (rules_of(read.request).no_custom_schedules is not None) == bool(refuses)

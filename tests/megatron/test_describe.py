@@ -167,6 +167,7 @@ def test_a_pattern_says_the_layers_and_their_kinds() -> None:
     assert shape.num_layers == 2
     assert shape.layer_kinds is not None
     assert shape.layer_kinds.projected_size == 3 * 64 + 2 * 2 * 32 + 4
+    assert (kinds.state_size, shape.layer_kinds.state_size) == (None, 32)
 
 
 def test_a_depth_of_multi_token_prediction_has_the_kinds_of_its_pattern() -> None:
@@ -446,7 +447,7 @@ def test_gated_delta_nets_have_heads_of_keys_and_of_values() -> None:
                 "moe_router",
                 "mamba",
             ],
-            ["cuda_graphs", "graphed_attn", "graphed_moe_router"],
+            ["cuda_graphs", "graphed_attn", "graphed_by_te", "graphed_moe_router"],
         ),
         (["--cuda-graph-impl", "local", "--cuda-graph-scope", "mamba"], ["cuda_graphs"]),
         (

@@ -44,6 +44,7 @@ MODEL = replace(
         state_space_heads=8,
         state_space_groups=2,
         projected_size=3 * 64 + 2 * 2 * 16 + 8,
+        state_size=16,
     ),
 )
 

@@ -4,6 +4,7 @@ import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.megatron_words import (
+    FRACTIONS,
     LISTS,
     MAY_BE_ZERO,
     NUMBERS,
@@ -20,7 +21,8 @@ from tests.megatron.native import native_flags
 
 def test_the_table_is_megatrons() -> None:
     flags = native_flags()
-    for dest, default in {**NUMBERS, **TEXTS, **LISTS, **dict.fromkeys(SWITCHES, False)}.items():
+    switches = dict.fromkeys(SWITCHES, False)
+    for dest, default in {**NUMBERS, **FRACTIONS, **TEXTS, **LISTS, **switches}.items():
         action = flags._actions[flag_of(dest)]
         assert action.dest == dest
         assert flags.defaults[dest] == default, dest
@@ -37,6 +39,9 @@ def test_the_table_is_megatrons() -> None:
         ["--swiglu", "--group-query-attention", "--num-query-groups=2", "--bf16"],
         ["--num-experts", "4", "--moe-layer-freq", "([0]*2+[1]*4)", "--split", "99,1,0"],
         ["--fp8-format", "hybrid", "--micro-batch-size", "1", "--micro-batch-size", "4", "--lr", "1e-3"],
+        ["--moe-expert-capacity-factor", "1.5", "--moe-pad-expert-input-to-capacity"],
+        ["--moe-expert-rank-capacity-factor", "2", "--moe-paged-stash", "--moe-token-drop-policy", "probs"],
+        ["--moe-paged-stash-buffer-size-factor-cuda", "-1.2"],
         ["--microbatch-group-size-per-virtual-pipeline-stage", "4", "--data-path", "a", "b", "--fp16"],
     ],
 )
@@ -69,6 +74,7 @@ def test_another_expression_is_refused(text: str) -> None:
     [
         (["--num-layers", "many"], "--num-layers: 'many'"),
         (["--hidden-size"], "--hidden-size: its value is missing"),
+        (["--moe-expert-capacity-factor", "much"], "--moe-expert-capacity-factor: 'much'; must be a number"),
         *(
             ([flag, "0"], f"{flag}: '0'; must be a whole number above 0")
             for flag in (

@@ -27,6 +27,8 @@ CLEARED_BYTES = 4.0
 GRADIENT_COPY_BYTES = 4.0
 # Weight tensors of a layer with biases and without, and of the ends.
 TENSORS, PLAIN_TENSORS, END_TENSORS = 12, 6, 4
+# Those of a scan: weight and bias of its convolution, the steps' bias, decays, skips, and its norm.
+SCAN_TENSORS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +287,8 @@ def _host_step_s(run: TrainingRun, constants: Constants, parameters: float) -> f
 def tensors_of_layer(run: TrainingRun) -> int:
     """Weight tensors of a layer: attention and an FFN have half of a transformer layer's each."""
     has_biases = run.shape.position_embedding == "learned_absolute"
-    return (TENSORS if has_biases else PLAIN_TENSORS) * run.num_sublayers // 2
+    of_scan = 0 if run.scan is None else SCAN_TENSORS
+    return (TENSORS if has_biases else PLAIN_TENSORS) * run.num_sublayers // 2 + of_scan
 
 
 def tensor_start_s(run: TrainingRun, constants: Constants) -> float:

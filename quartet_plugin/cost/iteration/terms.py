@@ -150,18 +150,26 @@ def layer_parts(
         "launch": layer.launch,
         "recompute": Times(0.0, layer.recompute_s, 0.0),
         "tp_comm": tensor.plus(communication.skew(run, constants, layer)),
-        "cp_comm": Times()
-        if not run.has_attention
-        else with_repeated(run, "core_attn", communication.context_parallel(run, constants, layer.attention)),
+        "cp_comm": _shared_sequences(run, constants, layer),
         "ep_comm": Times() if experts is None else _exchanges(run, constants, experts, layer),
     }
+
+
+def _shared_sequences(run: TrainingRun, constants: Constants, layer: LayerTimes) -> Times:
+    """What ranks that share sequences send each other in a layer, around its attention or its scan."""
+    if run.has_attention:
+        times = communication.context_parallel(run, constants, layer.attention)
+        return with_repeated(run, "core_attn", times)
+    if run.scan is None:
+        return Times()
+    return with_repeated(run, "mamba", communication.scanned_heads(run, constants))
 
 
 def _pairs_again(run: TrainingRun, routed: float, shared: float, *, has_experts: bool) -> float:
     """The tensor-parallel collectives that recompute repeats in a layer, in those of attention."""
     if run.layout.recompute == "full":
         return (float(run.has_attention) + routed + shared) * run.recomputed_share
-    if run.recomputes("moe" if has_experts else "mlp"):
+    if run.recomputes("moe") if has_experts else run.recomputes_mlp:
         return routed + shared
     return shared if run.recomputes("shared_experts") else 0.0
 
