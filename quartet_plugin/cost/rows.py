@@ -104,8 +104,6 @@ READ_KNOBS = frozenset(
         "moe_pad_expert_input_to_capacity",
         "moe_paged_stash",
         "moe_paged_stash_buffer_size_factor_cuda",
-        # Which tokens are dropped, not how many.
-        "moe_token_drop_policy",
         "pp_layout",
         "recompute_modules",
         "recompute_num_layers",
