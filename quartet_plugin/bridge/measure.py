@@ -11,6 +11,7 @@ from quartet_plugin.bridge.fields import (
     vocabulary_of,
 )
 from quartet_plugin.megatron.measure import lm_loss
+from quartet_plugin.megatron.packed_batches import PackedBatches
 from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.module_census import ModuleCensus
@@ -26,6 +27,7 @@ class BridgeMeter(StepMeter):
     def __init__(self, files: RankFileWriter, *, started_at: float) -> None:
         super().__init__(files, neutralised=[], started_at=started_at)
         self._modules = ModuleCensus()
+        self._packed = PackedBatches()
         self._context: Any = None
         self._as_written = Namespace()
 
@@ -42,9 +44,9 @@ class BridgeMeter(StepMeter):
         class Measure(Callback):  # type: ignore[misc]
             """Hands the Bridge's events to the meter."""
 
-            def on_train_step_start(self, _context: Any) -> None:
+            def on_train_step_start(self, context: Any) -> None:
                 """Begin the first step's clock."""
-                meter.step_begins()
+                meter.step_begins(context)
 
             def on_train_step_end(self, context: Any) -> None:
                 """Take over a step's result."""
@@ -52,9 +54,10 @@ class BridgeMeter(StepMeter):
 
         return Measure()
 
-    def step_begins(self) -> None:
-        """Begin the measurement before the first training step."""
+    def step_begins(self, context: Any) -> None:
+        """Begin the measurement before the first training step; `context` has the model."""
         if not self.num_steps:
+            self._packed.begin(getattr(context, "model", None))
             self.begin()
             self._modules.__enter__()
 
@@ -70,6 +73,7 @@ class BridgeMeter(StepMeter):
             loss=lm_loss(results.loss_dict),
             skipped=bool(results.skipped_iter),
             grad_norm=results.grad_norm,
+            packed=self._packed.take(),
         )
 
     def _job(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from quartet_plugin.model.cluster import Cluster
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Setting
+from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.space.plan_space import Space
@@ -154,11 +155,13 @@ def machine_model_of(
     latent: LatentAttention | None = None,
     mtp_kinds: LayerKinds | None = None,
     normalization: str | None = None,
+    packed: PackedLengths | None = None,
 ) -> MachineModel:
     """The machine model of a run on `nodes`; `machine` has what is known beyond the nodes.
 
     `settings` are those of the command, which plans change by name, `features` what it turns on beside them;
-    `experts`, `latent`, `mtp_kinds` and `normalization` are the model's.
+    `experts`, `latent`, `mtp_kinds` and `normalization` are the model's, `packed` the documents in its
+    sequences.
 
     Raises ConfigError where `machine` has other nodes.
     """
@@ -193,6 +196,7 @@ def machine_model_of(
         latent=latent,
         mtp_kinds=mtp_kinds,
         normalization=normalization,
+        packed=packed,
     )
 
 
@@ -209,6 +213,7 @@ def machine_model_of_space(space: Space, machine: KnownMachine | None = None) ->
         latent=job.latent,
         mtp_kinds=job.mtp_kinds,
         normalization=job.normalization,
+        packed=job.packed,
     )
 
 

@@ -73,7 +73,9 @@ def measured_run(
 def _check_priced(job: TrainingJob, *, where: str) -> None:
     """Raises ConfigError for the first feature without a price, and for the first part that is missing."""
     features = frozenset(job.features)
-    unpriced = next((name for name in UNPRICED if name in features), None)
+    # Packed sequences have a price where ranks counted their documents.
+    priced = set() if job.packed is None else {"packing"}
+    unpriced = next((name for name in UNPRICED if name in features - priced), None)
     if unpriced is not None:
         raise ConfigError(
             f"{where}.features: {unpriced}; {UNPRICED[unpriced]}; calibrate with measurements of other jobs"

@@ -10,6 +10,7 @@ and one line says why.
 """
 
 import json
+import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -291,6 +292,8 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool | list[str]]:
         if value is not None:
             # The flag of a switch has no value, also where it turns the switch off.
             flags[flag] = True if isinstance(value, bool) else value
+            if isinstance(value, list):
+                flags[flag] = [str(part) for part in value]
     return flags | flags_of_job(plan)
 
 
@@ -310,6 +313,22 @@ def _settings(layout: "Layout") -> list[tuple[str, Any]]:
 def _states_modules(layout: "Layout") -> bool:
     """Whether a layout has modules of its own for selective recompute."""
     return layout.recompute == "selective" and layout.setting("recompute_modules") is not None
+
+
+def _sharing_left_out(plan: "Plan") -> list[str]:
+    """Flags of shared sequences that Megatron refuses with another degree than the command's."""
+    from quartet_plugin.model.hierarchical_context import SIZES, sizes_of
+    from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE, HIERARCHICAL_SIZES
+
+    degree, command, job = plan.layout.context_parallel, plan.made_for.baseline.layout, plan.made_for.job
+    if job is None:
+        is_other = command.context_parallel not in (1, degree)
+    else:
+        stated = {setting.name: setting.value for setting in job.settings or ()}
+        sizes = sizes_of(stated.get(SIZES))
+        is_other = sizes is not None and math.prod(sizes) != degree
+    flags = [HIERARCHICAL_SIZES.flag, *([CP_COMM_TYPE.flag] if degree == 1 else [])] if is_other else []
+    return [flag for flag in flags if flag not in flags_of(plan)]
 
 
 def left_out(plan: "Plan") -> list[str]:
@@ -341,6 +360,7 @@ def left_out(plan: "Plan") -> list[str]:
     if baseline.layout.distributed_optimizer and not layout.distributed_optimizer:
         flags.append("--use-distributed-optimizer")
     flags += [flag for flag, value in _settings(layout) if value is None]
+    flags += _sharing_left_out(plan)
     user_shape, shape = plan.made_for.shape, plan.shape
     has_groups = user_shape.num_query_groups < user_shape.num_attention_heads
     if has_groups and shape.num_query_groups == shape.num_attention_heads:

@@ -92,6 +92,8 @@ def _stated_value(knob: "Knob", given: Mapping[str, Sequence[str]]) -> str | Non
     if knob.kind == "word":
         # Several words are a set, as plans have it.
         return "+".join(sorted(set(values))) or None
+    if knob.kind == "sizes":
+        return "+".join(values)
     return values[0] or None
 
 

@@ -8,6 +8,7 @@ from quartet_plugin.cost.run import HalfPrecision, UniformCluster
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Setting
+from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.model.shape import LayerKinds
 
@@ -53,8 +54,8 @@ class MachineModel:
     where slots are not distinguished. `is_known`: the library has the device. `memory_limit_bytes` is the
     least that a user gives a device. `settings` and `features`: the command's own. `experts`, `latent`,
     `mtp_kinds` (the layers of a depth of multi-token prediction) and `normalization` are the model's, which
-    no plan changes. `domain_of_node` [num_nodes] is equal for nodes that fast links join: links between them
-    are those inside a node.
+    no plan changes, and `packed` the documents in its sequences. `domain_of_node` [num_nodes] is equal for
+    nodes that fast links join: links between them are those inside a node.
     """
 
     nodes: tuple[NodeInfo, ...]
@@ -74,6 +75,7 @@ class MachineModel:
     latent: LatentAttention | None = None
     mtp_kinds: LayerKinds | None = None
     normalization: str | None = None
+    packed: PackedLengths | None = None
 
     @property
     def num_coefficients(self) -> int:

@@ -303,7 +303,7 @@ def _attention(run: TrainingRun, constants: Constants, rates: Rates) -> tuple[Ti
     """The core of attention, and the bytes of its rearrangements."""
     shape, layout = run.shape, run.layout
     heads = shape.num_attention_heads / layout.tensor_parallel
-    s, b = shape.seq_length, layout.micro_batch_size
+    s, b = run.attended_length, run.documents_per_microbatch
     query = s / layout.context_parallel
     qk = v = float(shape.kv_channels)
     if run.latent is not None:

@@ -439,7 +439,7 @@ def _scores_bytes(run: TrainingRun) -> float:
     heads = run.shape.num_attention_heads / run.layout.tensor_parallel
     size = float(run.element_bytes)
     per_score = 2 * size + 1.0 if run.software.has_dropout else size
-    return per_score * heads * run.tokens_per_microbatch * run.shape.seq_length
+    return per_score * heads * run.tokens_per_microbatch * run.attended_length
 
 
 def _attention_bytes(run: TrainingRun) -> float:

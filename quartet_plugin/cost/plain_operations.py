@@ -41,7 +41,7 @@ def gated_bytes(run: TrainingRun, ffn: float) -> float:
 
 def mask_bytes(run: TrainingRun) -> float:
     """Bytes of a microbatch's causal mask, one a score, which all layers of a stage share."""
-    return run.tokens_per_microbatch * run.shape.seq_length
+    return run.tokens_per_microbatch * run.attended_length
 
 
 def attention_bytes(run: TrainingRun) -> float:

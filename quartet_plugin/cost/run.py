@@ -24,6 +24,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.job_description import ExpertCapacity, Experts, LatentAttention, mean_layers
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.plan import ScheduleChoice
 from quartet_plugin.model.shape import LayerKinds, ModelShape
 from quartet_plugin.schedule.named import NAMED, NamedSchedule, Offer, refusal_of
@@ -304,6 +305,8 @@ class TrainingRun:
     """Tokens of the fullest device of an expert group, over the mean."""
     normalization: str | None = None
     """The norms by Megatron's name; None where it is not known."""
+    packed: PackedLengths | None = None
+    """The documents packed into sequences; None where each sequence is one, or nothing says them."""
     kinds: tuple[PricedKind, ...] = ()
     """The kinds of a hybrid model's layers; none where layers are alike but for experts."""
     pattern: str = ""
@@ -549,6 +552,19 @@ class TrainingRun:
     def tokens_per_microbatch(self) -> float:
         """Tokens of one microbatch on one device: context parallel splits the sequence."""
         return self.layout.micro_batch_size * self.shape.seq_length / self.layout.context_parallel
+
+    @property
+    def attended_length(self) -> float:
+        """Tokens of the document that a token lies in, which alone it attends to: else of the sequence."""
+        return self.shape.seq_length if self.packed is None else self.packed.attended_length
+
+    @property
+    def documents_per_microbatch(self) -> float:
+        """Documents of `attended_length` tokens in a microbatch: else its sequences."""
+        size = self.layout.micro_batch_size
+        if self.packed is None:
+            return size
+        return size * self.packed.tokens_per_sequence / self.packed.attended_length
 
     @property
     def element_bytes(self) -> int:

@@ -14,7 +14,7 @@ from quartet_plugin.model.job_description import (
 from quartet_plugin.model.layout import SettingValue
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.space.knobs.cp_comm_type import A2A_P2P, CP_COMM_TYPE, P2P
+from quartet_plugin.space.knobs.cp_comm_type import A2A_P2P, CP_COMM_TYPE, HIERARCHICAL_SIZES, P2P
 from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL, WHOLE
 
 FlagValues = dict[str, str | int | bool | list[str]]
@@ -50,13 +50,14 @@ def flags_of_job(plan: Plan) -> FlagValues:
 
 
 def _flags_of_shared_sequences(plan: Plan, job: JobDescription) -> FlagValues:
-    """The job's communication where the plan keeps it, and the sizes that `a2a+p2p` needs."""
+    """The job's communication where the plan keeps it, and the sizes of an `a2a+p2p` that keeps them."""
     values = {setting.name: setting.value for setting in job.settings or ()}
     planned, kept = plan.layout.setting(CP_COMM_TYPE.name), values.get(CP_COMM_TYPE.name, P2P)
     flags: FlagValues = {CP_COMM_TYPE.flag: kept} if planned is None and kept != P2P else {}
     sizes = sizes_of(values.get(SIZES))
-    if sizes is not None and (planned or kept) == A2A_P2P:
-        flags["--hierarchical-context-parallel-sizes"] = [str(size) for size in sizes]
+    keeps_sizes = plan.layout.setting(SIZES) is None and (planned or kept) == A2A_P2P
+    if sizes is not None and keeps_sizes:
+        flags[HIERARCHICAL_SIZES.flag] = [str(size) for size in sizes]
     return flags
 
 

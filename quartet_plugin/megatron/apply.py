@@ -3,6 +3,7 @@
 Only flags that differ from the user's are changed, and every flag of the user that is replaced is named.
 """
 
+import math
 import os
 import shlex
 from argparse import Namespace
@@ -17,6 +18,7 @@ from quartet_plugin.megatron.describe import FRAMEWORK
 from quartet_plugin.megatron.device_connections import set_connections
 from quartet_plugin.megatron.seams import Wrapper
 from quartet_plugin.megatron.support import tensor_partition_reason
+from quartet_plugin.model.hierarchical_context import SIZES
 from quartet_plugin.model.megatron_arguments import (
     REFUSED_WITH_PLAN,
     hybrid_pattern,
@@ -39,6 +41,7 @@ from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
 from quartet_plugin.rank.session import print_notes
 from quartet_plugin.schedule.placement import loop
 from quartet_plugin.space.expert_stages import fault_of_plan
+from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE
 from quartet_plugin.space.knobs.recompute import RECOMPUTE_ARGUMENTS
 from quartet_plugin.space.knobs.recompute_layers import RECOMPUTE_METHOD, RECOMPUTE_NUM_LAYERS
 from quartet_plugin.space.knobs.recompute_modules import RECOMPUTE_MODULES
@@ -253,6 +256,7 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
             arguments = knob.arguments(setting.value)
             values |= {name: value for name, value in arguments.items() if value is not None}
             remove |= {name for name, value in arguments.items() if value is None}
+    remove |= _hierarchy_left_out(plan, user) - values.keys()
     if RECOMPUTE_MODULES.destination in values and getattr(user, "moe_layer_recompute", False):
         # It adds a module to the plan's; without it nothing else need say that recompute is selective.
         remove.add("moe_layer_recompute")
@@ -273,6 +277,18 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
                 f"({size}); pad the command's with --padded-vocab-size, or plan with another size"
             )
         values["padded_vocab_size"] = size
+
+
+def _hierarchy_left_out(plan: Plan, user: Namespace) -> set[str]:
+    """The user's arguments of shared sequences that Megatron refuses with the plan's degree.
+
+    The product of the sizes must be the degree, whatever the type of communication is, and a type that needs
+    sizes has none of a degree of 1 (`validate_args`).
+    """
+    sizes, degree = getattr(user, SIZES, None), plan.layout.context_parallel
+    if not sizes or math.prod(sizes) == degree:
+        return set()
+    return {SIZES} if degree > 1 else {SIZES, CP_COMM_TYPE.destination}
 
 
 def _expert_shards(user: Namespace) -> int | None:

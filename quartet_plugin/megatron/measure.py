@@ -3,8 +3,10 @@
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from quartet_plugin.megatron.packed_batches import PackedBatches
 from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.first_step import FirstStepProgress
@@ -58,6 +60,7 @@ class MegatronMeter(StepMeter):
         self._as_written = as_written
         self._call: dict[str, Any] = {}
         self._modules = ModuleCensus()
+        self._packed = PackedBatches()
         files.first_step = FirstStepProgress(lambda: self._modules.num_begun)
 
     def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,12 +68,14 @@ class MegatronMeter(StepMeter):
         names = tuple(inspect.signature(train_step).parameters)
 
         def observed(*args: Any, **kwargs: Any) -> Any:
+            call = {**dict(zip(names, args, strict=False)), **kwargs}
             if not self._call:
+                self._packed.begin(call.get("model"))
                 with self._modules:
                     results = train_step(*args, **kwargs)
             else:
                 results = train_step(*args, **kwargs)
-            self._call = {**dict(zip(names, args, strict=False)), **kwargs}
+            self._call = call
             return results
 
         return super().wrap(observed)
@@ -95,7 +100,7 @@ class MegatronMeter(StepMeter):
         )
 
     def _result_of(self, results: Any) -> StepResult:
-        return step_result(results)
+        return replace(step_result(results), packed=self._packed.take())
 
     def _job(self) -> dict[str, Any]:
         from megatron.training.global_vars import get_args

@@ -1,4 +1,4 @@
-"""The sizes of hierarchical context parallelism, which a command says and no plan changes.
+"""The sizes of hierarchical context parallelism, which a command says, or a plan with `a2a+p2p`.
 
 The first counts neighbouring ranks, which exchange heads; the second the ranks of each ring.
 """
@@ -15,6 +15,12 @@ def sizes_text(sizes: Any) -> str | None:
     """The text of Megatron's argument, `2+4`; None for no sizes, or another value than whole numbers."""
     text = "+".join(map(str, sizes)) if isinstance(sizes, list | tuple) else ""
     return text if _TEXT.fullmatch(text) else None
+
+
+def two_level_sizes(num_ranks: int) -> tuple[str, ...]:
+    """The texts of two sizes above 1 with the product `num_ranks`, the smallest first size first."""
+    divisors = (size for size in range(2, num_ranks // 2 + 1) if num_ranks % size == 0)
+    return tuple(f"{size}+{num_ranks // size}" for size in divisors)
 
 
 def sizes_of(text: Any) -> tuple[int, ...] | None:

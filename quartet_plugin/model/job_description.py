@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import Cluster, Name, Positive
 from quartet_plugin.model.layout import Setting
+from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.schema import ADDED, Bounds, Length, record
 from quartet_plugin.model.shape import ModelShape
 
@@ -164,11 +165,16 @@ def mean_layers(shape: ModelShape, experts: Experts | None) -> tuple[ModelShape,
 
 
 def model_flops_per_sequence(
-    shape: ModelShape, *, experts: Experts | None = None, latent_attention: LatentAttention | None = None
+    shape: ModelShape,
+    *,
+    experts: Experts | None = None,
+    latent_attention: LatentAttention | None = None,
+    packed: PackedLengths | None = None,
 ) -> int:
     """Forward and backward FLOPs of one sequence, without recomputation; of experts those that a token uses.
 
-    Causal attention counts the half it needs.
+    Causal attention counts the half it needs. Of packed sequences padding counts nothing, and attention that
+    of each document.
     """
     shape, experts = mean_layers(shape, experts)
     seq, hidden, heads = shape.seq_length, shape.hidden_size, shape.num_attention_heads
@@ -190,5 +196,9 @@ def model_flops_per_sequence(
         width = experts.experts_per_token * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
         routed = (3 if shape.gated_ffn else 2) * hidden * width + hidden * experts.num_experts
         ffn_of_all = experts.num_dense_layers * ffn + (shape.num_layers - experts.num_dense_layers) * routed
-    layers = 2 * seq * (shape.num_layers * attention + ffn_of_all) + shape.num_layers * core
-    return 3 * (layers + shape.forward_flops_of_head)
+    matrices = 2 * seq * (shape.num_layers * attention + ffn_of_all) + shape.forward_flops_of_head
+    core *= shape.num_layers
+    if packed is None:
+        return 3 * (matrices + core)
+    tokens, squares = packed.tokens_per_sequence / seq, packed.squares_per_sequence / seq**2
+    return round(3 * (matrices * tokens + core * squares))

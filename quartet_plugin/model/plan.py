@@ -25,6 +25,7 @@ from quartet_plugin.model.job_description import (
 )
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Comparison, Prediction
+from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.schema import ADDED, Bounds, dump, parse, record
 from quartet_plugin.model.shape import MAX_LAYERS, ModelShape
 
@@ -151,7 +152,7 @@ class Baseline:
 
 
 # What a plan of a run says of its model beside the shape: the same plan has the same key without it.
-_NOT_IN_KEYS = ("precision", "experts", "latent_attention")
+_NOT_IN_KEYS = ("precision", "experts", "latent_attention", "packed")
 
 
 @record
@@ -162,8 +163,9 @@ class MadeFor(_Remembering):
     training objective.
     `job` is what the job's file says besides, in a plan that was made without a run. `mtp_layers` predict
     further tokens, after the last layer and before the head; None for a model without them. In a plan of a
-    run `precision` is the format of the layers' products, `experts` and `latent_attention` are the model's;
-    they are no part of the plan's key.
+    run `precision` is the format of the layers' products, `experts` and `latent_attention` are the model's,
+    `packed` are the documents in its sequences as the run's first trial counted them; they are no part of the
+    plan's key.
     """
 
     framework: str
@@ -179,6 +181,7 @@ class MadeFor(_Remembering):
     precision: Precision | None = field(default=None, metadata=ADDED)
     experts: Experts | None = field(default=None, metadata=ADDED)
     latent_attention: LatentAttention | None = field(default=None, metadata=ADDED)
+    packed: PackedLengths | None = field(default=None, metadata=ADDED)
 
     @property
     def slots_of_nodes(self) -> tuple[int, ...]:
@@ -195,10 +198,16 @@ class MadeFor(_Remembering):
         """The format of the layers' products, bf16 where nothing says it."""
         return self.described_model.precision or "bf16"
 
+    def tokens_per_sequence(self, shape: ModelShape) -> float:
+        """Tokens of a sequence of `shape`, padding left out where it is known."""
+        return shape.seq_length if self.packed is None else self.packed.tokens_per_sequence
+
     def model_flops_per_sequence(self, shape: ModelShape) -> int:
         """FLOPs of the forward and backward of a sequence in a model of `shape`, without recomputation."""
         model = self.described_model
-        return model_flops_per_sequence(shape, experts=model.experts, latent_attention=model.latent_attention)
+        return model_flops_per_sequence(
+            shape, experts=model.experts, latent_attention=model.latent_attention, packed=self.packed
+        )
 
     def differences(self, here: Values[str, Any]) -> dict[str, Any]:
         """The values of this plan that differ from those of `here`, by name.

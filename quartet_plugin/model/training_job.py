@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from quartet_plugin.model.cluster import Precision
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Layout, Setting, SettingValue
+from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.schema import ADDED, Bounds, Length, parse, record
 from quartet_plugin.model.shape import MAX_LAYERS, LayerKinds, ModelShape
@@ -80,6 +81,8 @@ class TrainingJob:
 
     None where a replica of the training has no more processes than a trial.
     """
+    packed: PackedLengths | None = field(default=None, metadata=ADDED)
+    """The documents packed into its sequences, as all ranks counted them; None where nothing says them."""
 
     @property
     def product_precision(self) -> Precision:

@@ -47,7 +47,7 @@ def score_of_median(plan: Plan, *, iteration_s: float) -> Score:
     sequences_per_s = plan.made_for.global_batch_size / iteration_s
     return Score(
         iteration_s=iteration_s,
-        tokens_per_s=sequences_per_s * plan.shape.seq_length,
+        tokens_per_s=sequences_per_s * plan.made_for.tokens_per_sequence(plan.shape),
         model_flops_per_s_per_device=(
             sequences_per_s * plan.made_for.model_flops_per_sequence(plan.shape) / plan.made_for.world_size
         ),

@@ -209,7 +209,7 @@ def _settings(args: Namespace, search: SearchConfig) -> tuple[Setting, ...]:
     is_searched = bool(searched_settings(search))
     experts = _OF_EXPERTS if args.num_experts else ()
     offload = (OPTIMIZER_CPU_OFFLOAD.name,) if args.optimizer_cpu_offload else ()
-    context = (CP_COMM_TYPE.name, SIZES) if CP_COMM_TYPE.read(args) != P2P else ()
+    context = (CP_COMM_TYPE.name, SIZES) if CP_COMM_TYPE.read(args) != P2P else (SIZES,)
     read = (*experts, *offload, *context)
     return tuple(setting for setting in settings_of(args) if is_searched or setting.name in read)
 

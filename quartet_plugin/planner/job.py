@@ -40,9 +40,9 @@ from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.cluster import parse_cluster, read_cluster
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.frameworks import MEGATRON
-from quartet_plugin.model.hierarchical_context import SIZES, sizes_text
 from quartet_plugin.model.job_description import Experts, JobPrecision, LatentAttention
 from quartet_plugin.model.layout import Layout, Recompute, Setting, SettingValue
+from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.plan import MAX_RANKS, STOCK, NodeInfo, Split
 from quartet_plugin.model.sections import Section, load_yaml, validate
 from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS, LayerKinds, ModelShape
@@ -78,10 +78,6 @@ Modes = Annotated[tuple[Recompute, ...] | None, BeforeValidator(choices), AfterV
 Switches = Annotated[tuple[bool, ...] | None, BeforeValidator(choices), AfterValidator(distinct)]
 Groups = Annotated[
     tuple[Literal["context", "expert"], ...], BeforeValidator(choices), AfterValidator(distinct)
-]
-_Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
-TwoSizes = Annotated[
-    tuple[_Ranks, _Ranks] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
 ]
 
 
@@ -148,8 +144,6 @@ class PlanSearch(SearchConfig):
     """The tuner's axes, and those that only the planner moves. Defaults are `auto`, context parallelism is 1.
 
     `inside` names the groups that may not leave a scale-up domain, because their dispatcher cannot.
-    `hierarchical_context_parallel_sizes` are those of `cp_comm_type: a2a+p2p`: ranks that exchange heads, and
-    ranks of each ring.
     """
 
     context_parallel: Degrees = (1,)
@@ -157,7 +151,6 @@ class PlanSearch(SearchConfig):
     inside: Groups = ()
     recompute: Modes = None
     distributed_optimizer: Switches = None
-    hierarchical_context_parallel_sizes: TwoSizes = None
 
 
 class ClusterFileSection(Section):
@@ -201,7 +194,8 @@ class PlanRequest:
     stage of the command, which `stock` in `search.split` means; None without a command, where `stock` means
     the even split; `is_mtp_before_last`: it has multi-token prediction on the stage before the last one.
     `mtp_kinds` are the layers of each depth of multi-token prediction in a hybrid model.
-    `no_custom_schedules` is why none runs with the command's flags, None where some may.
+    `no_custom_schedules` is why none runs with the command's flags, None where some may. `packed` are the
+    documents in a study's sequences, None where nothing counted them.
     """
 
     shape: ModelShape
@@ -224,6 +218,7 @@ class PlanRequest:
     baseline_split: tuple[int, ...] | None = None
     is_mtp_before_last: bool = False
     no_custom_schedules: str | None = None
+    packed: PackedLengths | None = None
 
     @property
     def half(self) -> HalfPrecision:
@@ -284,6 +279,7 @@ class PlanRequest:
             is_mtp_before_last=bool(self.split_of(split).mtp_before_last),
             has_whole_experts=values.get("expert_tensor_parallel") == 1,
             imbalance=imbalance_of(self.features),
+            packed=self.packed,
         )
 
     @property
@@ -435,7 +431,6 @@ def _usual_settings(search: PlanSearch) -> tuple[Setting, ...]:
 
     Gradients are reduced beside the backward, which buckets and gathered parameters need, unless that is
     searched. Parts of layers in CUDA graphs have no value: nothing captures graphs.
-    Sizes of hierarchical context parallelism are those that the job says.
     """
     asked = searched_settings(search)
     values: dict[str, SettingValue] = {OVERLAP_GRAD_REDUCE.name: True} if asked else {}
@@ -443,9 +438,6 @@ def _usual_settings(search: PlanSearch) -> tuple[Setting, ...]:
         usual = ALLGATHER if knob is TOKEN_DISPATCHER else knob.without_flag
         if usual is not None:
             values[knob.name] = usual
-    sizes = sizes_text(search.hierarchical_context_parallel_sizes)
-    if sizes is not None:
-        values[SIZES] = sizes
     return tuple(Setting(name=name, value=value) for name, value in sorted(values.items()))
 
 
@@ -553,11 +545,6 @@ def _check_search(search: PlanSearch, *, model: ModelSection, has_command: bool)
         raise ConfigError(
             "search.change_class: A; keeps the command's own values, and this job has no command; write the "
             "command after --, or omit the key"
-        )
-    if search.hierarchical_context_parallel_sizes is not None and has_command:
-        raise ConfigError(
-            f"search.{SIZES}: plans of a command have those of its --hierarchical-context-parallel-sizes; "
-            "remove the key"
         )
     for knob in LAYOUT_KNOBS:
         requested = search.requested(knob.name)

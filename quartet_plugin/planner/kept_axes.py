@@ -21,7 +21,7 @@ from quartet_plugin.space.features import (
     objective_axes,
 )
 from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
-from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE
+from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE, HIERARCHICAL_SIZES
 from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER, sharding_feature
 from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL
 from quartet_plugin.space.knobs.knob import LayoutKnob, SettingKnob, Value, kept_fault
@@ -84,8 +84,8 @@ def with_kept_axes(
     if Axis.DEGREES not in locked and (feature := sharding_feature(features)) is not None:
         kept[DISTRIBUTED_OPTIMIZER.name] = (_kept_sharding(search, layout, feature),)
     if "packing" in features:
-        # A rule of the knob, which rules of planned layouts do not see: the feature has axes of its own.
-        kept[CP_COMM_TYPE.name] = (STOCK,)
+        # A rule of the knobs, which rules of planned layouts do not see: the feature has axes of its own.
+        kept |= dict.fromkeys((CP_COMM_TYPE.name, HIERARCHICAL_SIZES.name), (STOCK,))
     if not TOKENS_KEPT.keys().isdisjoint(features):
         kept |= {knob.name: (_value_of(knob, layout),) for knob in (TENSOR_PARALLEL, CONTEXT_PARALLEL)}
     if not PARTS_KEPT.keys().isdisjoint(features):

@@ -16,6 +16,7 @@ from quartet_plugin.planner.closed_form import StepCosts, step_s
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.space.features import WHOLE_NODES
+from quartet_plugin.space.knobs.cp_comm_type import HIERARCHICAL_SIZES
 
 type SlotIndices = tuple[int, ...]
 
@@ -116,7 +117,8 @@ def requested_orders(job: PlanRequest, layout: Layout, topology: Topology) -> di
 
 
 def limited_orders_of(job: PlanRequest, topology: Topology, *, layout: Layout) -> LimitedOrders:
-    """The limits of a layout's orders, by the job's features and the layout's dispatcher."""
-    if job.experts is None and WHOLE_NODES.isdisjoint(job.features):
+    """The limits of a layout's orders, by the job's features and the layout's dispatcher and sizes."""
+    has_sizes = layout.setting(HIERARCHICAL_SIZES.name) is not None
+    if job.experts is None and not has_sizes and WHOLE_NODES.isdisjoint(job.features):
         return LimitedOrders(topology=topology, nodes=(), rules=NO_RULES)
     return LimitedOrders(topology=topology, nodes=job.nodes, rules=rules_of(job).order_rules_of(layout))

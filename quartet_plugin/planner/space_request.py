@@ -47,6 +47,7 @@ def request_of_space(space: Space, *, machine: KnownMachine) -> PlanRequest:
         rules=_rules(space),
         baseline_split=split.transformer_layers_per_stage if split.mtp_before_last else None,
         is_mtp_before_last=bool(split.mtp_before_last),
+        packed=job.packed,
     )
 
 

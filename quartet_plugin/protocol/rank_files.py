@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.model.packed_lengths import PackedTokens
 from quartet_plugin.model.schema import ADDED, Bounds, Length, Matches, Number, record
 from quartet_plugin.protocol.attempt_files import (
     AttemptId,
@@ -62,13 +63,17 @@ class Heartbeat:
 
 @record
 class Iteration:
-    """One iteration as a rank saw it; `loss` only on ranks of the last stage."""
+    """One iteration as a rank saw it; `loss` only on ranks of the last stage.
+
+    `packed`: the tokens of its microbatches where they are packed sequences; None where nothing says so.
+    """
 
     iteration: Count
     iteration_s: Seconds
     loss: Number | None
     grad_norm: Number | None
     skipped: bool
+    packed: PackedTokens | None = field(default=None, metadata=ADDED)
 
 
 @record

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from quartet_plugin.model.packed_lengths import PackedTokens
 from quartet_plugin.model.schema import as_number, record
 from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.protocol.measured_window import EarlyEndReason
@@ -27,11 +28,16 @@ _NOTICE = 2
 
 @record
 class StepResult:
-    """The results of one training step; `loss` is None on ranks that have none."""
+    """The results of one training step; `loss` is None on ranks that have none.
+
+    `packed` is the number of microbatches of packed sequences with a tensor of their tokens and squared
+    lengths; None where there were none.
+    """
 
     loss: Any
     skipped: bool
     grad_norm: Any
+    packed: tuple[int, Any] | None = None
 
 
 class StepMeter(ABC):
@@ -89,6 +95,7 @@ class StepMeter(ABC):
                 loss=None if step.loss is None else as_number(float(step.loss)),
                 grad_norm=None if step.grad_norm is None else as_number(float(step.grad_norm)),
                 skipped=step.skipped,
+                packed=_packed_tokens(step.packed),
             )
             for index, (seconds, step) in enumerate(self._steps, start=1)
         )
@@ -172,6 +179,13 @@ class StepMeter(ABC):
     @abstractmethod
     def _execution(self) -> Execution | None:
         """The record of this rank's steps so far; None if the framework does not provide it."""
+
+
+def _packed_tokens(packed: tuple[int, Any] | None) -> PackedTokens | None:
+    if packed is None:
+        return None
+    num_tokens, squared_lengths = map(float, packed[1].tolist())
+    return PackedTokens(num_microbatches=packed[0], num_tokens=num_tokens, squared_lengths=squared_lengths)
 
 
 def _default_store() -> Any:

@@ -48,6 +48,7 @@ def rates_of(job: PlanRequest, iteration_s: float, *, shape: ModelShape, has_pea
         peak=Peak.of(job.machines.device, job.precision) if is_known else None,
         experts=job.experts,
         latent_attention=job.latent,
+        packed=job.packed,
     )
 
 

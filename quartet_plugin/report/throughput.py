@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from quartet_plugin.cost.devices import DeviceSpec, match_device
 from quartet_plugin.model.cluster import Precision
 from quartet_plugin.model.job_description import Experts, LatentAttention, model_flops_per_sequence
+from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.report.formatting import rate
@@ -91,12 +92,16 @@ def throughput(
     peak: Peak | None,
     experts: Experts | None = None,
     latent_attention: LatentAttention | None = None,
+    packed: PackedLengths | None = None,
 ) -> Throughput:
-    """The rates of an iteration of `iteration_s` seconds; `peak` is one device's, or None."""
+    """The rates of an iteration of `iteration_s` seconds; `peak` is one device's, or None.
+
+    Of packed sequences only tokens without padding count.
+    """
     sequences_per_s = global_batch_size / iteration_s
-    flops = model_flops_per_sequence(shape, experts=experts, latent_attention=latent_attention)
+    flops = model_flops_per_sequence(shape, experts=experts, latent_attention=latent_attention, packed=packed)
     flops_per_s = sequences_per_s * flops / num_devices
-    tokens_per_s = sequences_per_s * shape.seq_length
+    tokens_per_s = sequences_per_s * (shape.seq_length if packed is None else packed.tokens_per_sequence)
     return Throughput(
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / num_devices,
@@ -139,6 +144,7 @@ def throughput_of(plan: Plan, iteration_s: float, *, shape: ModelShape | None = 
         peak=peak_of(made_for.nodes, made_for.peak_precision),
         experts=model.experts,
         latent_attention=model.latent_attention,
+        packed=made_for.packed,
     )
 
 

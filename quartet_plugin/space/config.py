@@ -23,6 +23,7 @@ from pydantic import (
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.orders import ORDER_NAMES
+from quartet_plugin.model.hierarchical_context import sizes_of, sizes_text
 from quartet_plugin.model.plan import STOCK
 from quartet_plugin.model.schema import nearest_word
 from quartet_plugin.model.sections import Section
@@ -112,6 +113,7 @@ def _form_of(knob: Knob, *, takes_stock: bool, is_rule: bool) -> Any:
     items: dict[Kind, Any] = {
         "degree": _Degree,
         "size": _Size,
+        "sizes": Annotated[str, BeforeValidator(_two_sizes)],
         "switch": bool,
         "word": Annotated[Literal[*(knob.words or ("",))], BeforeValidator(_no_switch)],
         "partition": Annotated[str, BeforeValidator(_partition_label)],
@@ -133,7 +135,8 @@ def _form_of(knob: Knob, *, takes_stock: bool, is_rule: bool) -> Any:
     if takes_stock:
         item = Annotated[item, WrapValidator(_stock_or), PlainSerializer(_as_is)]
     items_or_auto: Any = types.GenericAlias(tuple, (item, ...)) | None
-    return Annotated[items_or_auto, BeforeValidator(choices), AfterValidator(distinct)]
+    listed = _choices_of_sizes if knob.kind == "sizes" else choices
+    return Annotated[items_or_auto, BeforeValidator(listed), AfterValidator(distinct)]
 
 
 def _rule_of(knob: Knob, value: Any) -> Any:
@@ -269,6 +272,20 @@ def _block_label(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(PARTITION_RULE)
     return value
+
+
+def _choices_of_sizes(value: Any) -> Any:
+    """The choices of a request for sizes, of which two numbers in a list are a single one."""
+    is_pair = isinstance(value, list) and all(isinstance(size, int) for size in value)
+    return choices([value] if is_pair else value)
+
+
+def _two_sizes(value: Any) -> str:
+    """The text of two sizes, from itself or a list of them. Raises ValueError for something else."""
+    text = value if isinstance(value, str) else sizes_text(value)
+    if len(sizes_of(text) or ()) != 2:
+        raise ValueError("must be two numbers from 1 on, like 4+2 or [4, 2]")
+    return str(text)
 
 
 def _no_switch(value: Any) -> Any:

@@ -21,6 +21,7 @@ WHOLE_NODES = frozenset(
         # Transformer Engine takes consecutive ranks for one node (megatron/training/initialize.py).
         "tp_comm_overlap",
         "hierarchical_context_parallel",
+        "hybrid_context_parallel",
         "distributed_optimizer_instances",
         # No plan describes these groups of experts; to move whole nodes keeps them.
         "expert_tensor_parallel",
@@ -140,7 +141,9 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "weight_shards": _STAGES | _MAPPING,
     # Ranks are taken for slots, or in another order.
     "tp_comm_overlap": _NONE,
-    "hierarchical_context_parallel": frozenset({Axis.DEGREES}),
+    # Its sizes go with the degree: a plan with another one has others, or none.
+    "hierarchical_context_parallel": _NONE,
+    "hybrid_context_parallel": frozenset({Axis.DEGREES}),
     "distributed_optimizer_instances": frozenset({Axis.DEGREES}),
     "inprocess_restart": _MAPPING,
     "tp_pp_dp_order": _MAPPING,

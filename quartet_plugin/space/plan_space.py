@@ -468,6 +468,7 @@ def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed
             precision=job.product_precision,
             experts=job.experts,
             latent_attention=job.latent,
+            packed=job.packed,
             batching_features=batching_features(job.features) or None,
             world_size=job.layout.world_size,
             nodes=tuple(nodes),

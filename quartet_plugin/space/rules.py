@@ -11,6 +11,7 @@ from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.space.features import WHOLE_NODES, Axis, objective_axes
 from quartet_plugin.space.forbidden import Prohibitions
+from quartet_plugin.space.knobs.cp_comm_type import HIERARCHICAL_SIZES, may_have_hierarchy
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER, is_flex, may_have_flex
 from quartet_plugin.space.written_schedules import WrittenSchedule
 
@@ -54,22 +55,25 @@ class LayoutRules:
 
     @property
     def order_rules(self) -> OrderRules:
-        """What the orders of ranks keep, for the job's features and every dispatcher that a plan may have.
+        """What the orders of ranks keep, for the job's features and every setting that a plan may have.
 
-        A study chooses the order before the dispatcher.
+        A study chooses the order before the dispatcher, and before sizes of hierarchical context parallelism.
         """
-        return self._order_rules(keeps_experts=may_have_flex(self))
+        return self._order_rules(keeps_experts=may_have_flex(self), has_hierarchy=may_have_hierarchy(self))
 
     def order_rules_of(self, layout: Layout) -> OrderRules:
-        """What the orders of a layout keep: of a planned one, for its own dispatcher."""
+        """What the orders of a layout keep: of a planned one, for its own dispatcher and sizes."""
         if not self.is_planned:
             return self.order_rules
         dispatcher = layout.setting(TOKEN_DISPATCHER.name) or self.job.setting(TOKEN_DISPATCHER.name)
-        return self._order_rules(keeps_experts=is_flex(dispatcher, self))
+        return self._order_rules(
+            keeps_experts=is_flex(dispatcher, self),
+            has_hierarchy=layout.setting(HIERARCHICAL_SIZES.name) is not None,
+        )
 
-    def _order_rules(self, *, keeps_experts: bool) -> OrderRules:
+    def _order_rules(self, *, keeps_experts: bool, has_hierarchy: bool) -> OrderRules:
         return OrderRules(
-            keeps_nodes=not WHOLE_NODES.isdisjoint(self.job.features),
+            keeps_nodes=has_hierarchy or not WHOLE_NODES.isdisjoint(self.job.features),
             keeps_experts=keeps_experts,
             domain_devices=self.scale_up_devices,
         )

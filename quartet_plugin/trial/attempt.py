@@ -8,12 +8,14 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from quartet_plugin.errors import ConfigError, PlanError, StorageError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.local import child_environment, resolve_device
 from quartet_plugin.launchers.warm import StartRecord
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.packed_lengths import packed_lengths_of
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.schema import as_number, dump
 from quartet_plugin.protocol.attempt_files import (
@@ -31,7 +33,7 @@ from quartet_plugin.protocol.attempt_files import (
 )
 from quartet_plugin.protocol.environment import ATTEMPT_ID, DEVICE_FLAG, PLAN_FLAG, START, TRIAL_FLAG
 from quartet_plugin.protocol.masking import collect_secrets, masked_argv, recorded_environment
-from quartet_plugin.protocol.rank_files import RankFileReader
+from quartet_plugin.protocol.rank_files import RankFileReader, Snapshot
 from quartet_plugin.protocol.training_start import START_FILE, STARTS_FOLDER, StartFile
 from quartet_plugin.trial.log import last_lines, read_tail
 from quartet_plugin.trial.outcome import Verdict
@@ -270,9 +272,21 @@ def read_result(folder: Path) -> TrialResult | None:
     return _result(record, folder=folder)
 
 
+def _job_of(snapshot: Snapshot) -> dict[str, Any] | None:
+    """RANK 0's job, with the documents that all ranks counted in their packed sequences."""
+    job = next((report.job for report in snapshot.reports.values() if report.rank == 0), None)
+    layout = (job or {}).get("layout")
+    size = layout.get("micro_batch_size") if isinstance(layout, dict) else None
+    if job is None or not isinstance(size, int) or size < 1:
+        return job
+    iterations = (step for report in snapshot.reports.values() for step in report.iterations)
+    counts = (step.packed for step in iterations if step.packed is not None)
+    packed = packed_lengths_of(counts, micro_batch_size=size)
+    return job if packed is None else {**job, "packed": dump(packed)}
+
+
 def _result(record: ResultRecord, *, folder: Path) -> TrialResult:
     snapshot = RankFileReader(folder, attempt_id=record.attempt_id).scan()
-    jobs = [report.job for report in snapshot.reports.values() if report.rank == 0]
     phases = [report.phases_s for report in snapshot.reports.values()]
     num_compared = record.num_compared or 0
     compared_s = max(
@@ -298,7 +312,7 @@ def _result(record: ResultRecord, *, folder: Path) -> TrialResult:
         is_cut=bool(record.is_cut),
         is_superseded=bool(record.is_superseded),
         **{name: getattr(record, name) for name in _PLAIN_FIELDS},
-        job=jobs[0] if jobs else None,
+        job=_job_of(snapshot),
         folder=folder,
         last_lines=last_lines(read_tail(folder / LOG_FILE)),
         # A later cold start has the imports to make as well.

@@ -7,6 +7,7 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.space.features import WHOLE_NODES, Axis, lock_lines
+from quartet_plugin.space.knobs.cp_comm_type import HIERARCHICAL_SIZES
 from quartet_plugin.space.partition_limits import stock_partition_reason
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.trial.request import Outcome, TrialResult
@@ -88,5 +89,7 @@ def _order_limits(space: Space) -> Iterator[str]:
     for feature in space.job.features:
         if feature in WHOLE_NODES:
             yield f"{feature}: whole nodes move, each with its ranks in order"
+    if space.order_rules.keeps_nodes and WHOLE_NODES.isdisjoint(space.job.features):
+        yield f"{HIERARCHICAL_SIZES.name}: whole nodes move, each with its ranks in order"
     if space.order_rules.keeps_experts:
         yield "moe_flex_dispatcher: ranks that share experts move together, or inside their nodes"

@@ -13,6 +13,7 @@ from quartet_plugin.cost.run import FORCED_IMBALANCE, TrainingRun, uniform_clust
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Setting
+from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.plan_space import baseline_plan
@@ -103,3 +104,11 @@ def test_experts_of_a_rank_alone_are_refused() -> None:
         run_of(job_of(), is_single_rank=True)
     alone = make_layout(expert_parallel=1, tensor_parallel=1, data_parallel=2)
     assert run_of(job_of(layout=alone), is_single_rank=True).experts == EXPERTS
+
+
+def test_packed_sequences_are_priced_where_their_documents_were_counted() -> None:
+    packed = PackedLengths(tokens_per_sequence=100.0, squares_per_sequence=2000.0)
+    job = job_of(features=(*FEATURES, "packing"), packed=packed)
+    run = run_of(job)
+    assert run.packed == packed
+    assert predict(run, fitted()).iter_time_s < predict(replace(run, packed=None), fitted()).iter_time_s

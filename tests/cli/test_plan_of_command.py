@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.cli.export import flags_of
+from quartet_plugin.cli.export import flags_of, left_out
 from quartet_plugin.cli.main import main
-from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.layout import Setting
-from quartet_plugin.model.plan import read_plan
+from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.planner.command_job import job_of_command
 from quartet_plugin.planner.described_job import request_of
 from quartet_plugin.planner.described_rules import rules_of
@@ -235,20 +234,44 @@ def test_the_communication_of_shared_sequences_reaches_predictions(
     flags = flags_of(plan)
     if plan.layout.context_parallel > 1:
         assert flags.get("--cp-comm-type", "p2p") == comm
-    if "hierarchical" in more:
-        # Degrees are kept beside the sizes.
-        assert plan.layout.context_parallel == 4
+    if "hierarchical" in more and plan.layout.context_parallel > 1:
         assert flags["--hierarchical-context-parallel-sizes"] == ["2", "2"]
 
 
-def test_packed_sequences_and_sizes_of_a_command_keep_their_communication() -> None:
+def test_packed_sequences_of_a_command_keep_their_communication() -> None:
     command = words("--context-parallel-size 2 --sft --calculate-per-token-loss")
-    sections = {"cluster": "H100", "search": {"cp_comm_type": "auto"}}
-    read = job_of_command(parse_command(command), sections=sections)
-    assert read.request.search.requested("cp_comm_type") == ("stock",)
-    given = {"cluster": "H100", "search": {"hierarchical_context_parallel_sizes": [2, 1]}}
-    with pytest.raises(ConfigError, match="plans of a command have those of its --hierarchical"):
-        job_of_command(parse_command(words("--context-parallel-size 2")), sections=given)
+    asked = {"cp_comm_type": "auto", "hierarchical_context_parallel_sizes": "auto"}
+    read = job_of_command(parse_command(command), sections={"cluster": "H100", "search": asked})
+    assert {read.request.search.requested(name) for name in asked} == {("stock",)}
+
+
+def test_degrees_of_a_command_with_sizes_are_planned() -> None:
+    """Another degree has sizes that fit, or the flags are left out."""
+    sizes = "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2"
+    without = "--pipeline-model-parallel-size 2"
+    search = {"schedule": "stock", "micro_batch_size": 1, "tensor_parallel": 1, "pipeline_parallel": 1}
+
+    def plans(more: str, asked: dict[str, Any]) -> dict[tuple[int, Any], Plan]:
+        sections = {"cluster": "H100", "search": search | asked}
+        command = parse_command(words(f"{sizes} {more}", without=without))
+        request = job_of_command(command, sections=sections).request
+        best = rank(request, top=50).best
+        plain = plain_layout(request, best=best[0])
+        made = [plan_of(request, each, plain=plain, name="plan", place=1) for each in best]
+        name = "hierarchical_context_parallel_sizes"
+        return {(plan.layout.context_parallel, plan.layout.setting(name)): plan for plan in made}
+
+    ring = plans("", {})
+    assert set(ring) == {(degree, None) for degree in (1, 2, 4, 8)}
+    assert "--hierarchical-context-parallel-sizes" in left_out(ring[8, None])
+    assert "--hierarchical-context-parallel-sizes" not in left_out(ring[4, None])
+    rings = plans("--cp-comm-type a2a+p2p", {"hierarchical_context_parallel_sizes": "auto"})
+    assert set(rings) == {(1, None), (4, None), (8, "2+4"), (8, "4+2")}
+    assert flags_of(rings[8, "4+2"])["--hierarchical-context-parallel-sizes"] == ["4", "2"]
+    assert flags_of(rings[4, None])["--hierarchical-context-parallel-sizes"] == ["2", "2"]
+    both = {"--hierarchical-context-parallel-sizes", "--cp-comm-type"}
+    assert both <= set(left_out(rings[1, None]))
+    assert not both & set(left_out(rings[8, "4+2"]))
 
 
 def test_a_command_that_exchanges_heads_has_no_plans_that_cannot() -> None:

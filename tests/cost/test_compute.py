@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.cost.compute import (
+    FLASH_BLOCK,
     LayerTimes,
     Rates,
     _experts,
@@ -19,7 +20,10 @@ from quartet_plugin.cost.compute import (
 )
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.devices import device_named
+from quartet_plugin.cost.memory import peak_memory
+from quartet_plugin.cost.run import Software
 from quartet_plugin.model.job_description import Experts
+from quartet_plugin.model.packed_lengths import PackedLengths
 from tests.cost.runs import EXPERTS, PIPELINE, ROW, run
 
 CONSTANTS = Constants()
@@ -150,3 +154,32 @@ def test_the_head_pays_for_the_vocabulary() -> None:
     larger = head_times(replace(found, shape=shape), CONSTANTS, Rates(found, CONSTANTS))
     assert larger.gemm.total_s == pytest.approx(4 * times.gemm.total_s, rel=0.1)
     assert larger.elementwise.total_s == pytest.approx(4 * times.elementwise.total_s)
+
+
+def test_attention_of_packed_sequences_follows_the_squares_of_their_documents() -> None:
+    """Sixteen equal documents a sequence: a sixteenth of the scores, and all diagonal blocks as before."""
+    row = {**ROW, "seq_len": 16384, "mbs": 1, "tp": 1, "dp": 8, "gbs": 8, "sp": False}
+    whole = replace(run(row), software=Software())
+    packed = PackedLengths(tokens_per_sequence=16384.0, squares_per_sequence=16 * 1024.0**2)
+    documents = replace(whole, packed=packed)
+    rates = Rates(whole, CONSTANTS)
+    times, usual = (layer_times(each, CONSTANTS, rates, experts=None) for each in (documents, whole))
+    work = (16 * 1024**2 + FLASH_BLOCK * 16384) / (16384**2 + FLASH_BLOCK * 16384)
+    assert times.attention.forward_s == pytest.approx(work * usual.attention.forward_s)
+    assert times.attention.input_grad_s == pytest.approx(work * usual.attention.input_grad_s)
+    assert (times.gemm, times.elementwise) == (usual.gemm, usual.elementwise)
+    # One document that fills each sequence is the sequence.
+    alone = PackedLengths(tokens_per_sequence=16384.0, squares_per_sequence=16384.0**2)
+    same = layer_times(replace(whole, packed=alone), CONSTANTS, rates, experts=None)
+    assert same.total == pytest.approx(usual.total)
+
+
+def test_unfused_attention_of_packed_sequences_has_scores_of_each_document() -> None:
+    whole = run(ROW, recompute="none")
+    assert whole.software.attention == "unfused"
+    packed = PackedLengths(tokens_per_sequence=2048.0, squares_per_sequence=2 * 1024.0**2)
+    halves = replace(whole, packed=packed)
+    rates = Rates(whole, CONSTANTS)
+    times, usual = (layer_times(each, CONSTANTS, rates, experts=None) for each in (halves, whole))
+    assert 0.4 < times.attention.forward_s / usual.attention.forward_s < 0.7
+    assert peak_memory(halves).activations_bytes < peak_memory(whole).activations_bytes

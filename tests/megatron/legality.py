@@ -21,6 +21,7 @@ import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -31,7 +32,7 @@ from quartet_plugin.megatron.arguments import Flags
 from quartet_plugin.megatron.device_connections import set_connections
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE
+from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE, HIERARCHICAL_SIZES
 from quartet_plugin.space.knobs.expert_overlap import (
     DELAYED_WEIGHT_GRADIENTS,
     EXPERT_OVERLAP,
@@ -157,10 +158,11 @@ def _random_context(generator: random.Random, seq_length: int, num_devices: int)
         return []
     size = generator.choice(sizes)
     words = ["--context-parallel-size", str(size)]
-    words += ["--cp-comm-type", generator.choice(("p2p", "all_gather"))] if generator.random() < 0.5 else []
+    types = ["p2p", "all_gather"]
     if generator.random() < 0.5:
         words += ["--hierarchical-context-parallel-sizes", "2", str(size // 2)]
-    return words
+        types += ["a2a+p2p"]
+    return [*words, "--cp-comm-type", generator.choice(types)] if generator.random() < 0.5 else words
 
 
 @functools.cache
@@ -283,6 +285,12 @@ def refused_values(
         # That heads divide is a rule of Transformer Engine, which a step checks.
         if fault and "hierarchical" in fault:
             yield {"cp_comm_type": ["a2a+p2p"]}, fault
+        rings = replace(context, layout=layout.with_setting(CP_COMM_TYPE.name, "a2a+p2p"))
+        sizes = generator.choice(("1+2", "2+1", "2+2", "4+2", "3+2"))
+        fault = HIERARCHICAL_SIZES.fault(sizes, rings)
+        if fault and "hierarchical" in fault:
+            values = {HIERARCHICAL_SIZES.destination: HIERARCHICAL_SIZES.write(sizes)}
+            yield {"cp_comm_type": ["a2a+p2p"], **values}, fault
     if layout.num_stages > 1:
         counts = list(plan.split.transformer_layers_per_stage)
         counts[-1] += generator.choice((-1, 1))

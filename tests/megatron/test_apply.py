@@ -21,7 +21,7 @@ from quartet_plugin.rank.failure import kind_of
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
 from quartet_plugin.space.knobs import registry
-from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE
+from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE, HIERARCHICAL_SIZES
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL
 from quartet_plugin.space.knobs.knob import LiveJob
@@ -455,6 +455,13 @@ def test_the_communication_of_shared_sequences_becomes_a_flag_and_is_read_back()
     assert notes == ["the plan replaces --cp-comm-type a2a -> a2a+p2p"]
     read = {setting.name: setting.value for setting in settings_of(flags.values(edited))}
     assert (read[name], read["hierarchical_context_parallel_sizes"]) == ("a2a+p2p", "1+2")
+    other = replace(both, layout=both.layout.with_setting(HIERARCHICAL_SIZES.name, "2+1"))
+    edited, notes = rewrite(other, flags=flags, words=edited)
+    assert edited == [*words, "--cp-comm-type", "a2a+p2p", sizes[0], "2", "1"]
+    assert notes == ["the plan replaces --hierarchical-context-parallel-sizes 1 2 -> 2 1"]
+    for value, expected in (([2, 1], "2+1"), (None, None)):
+        live = LiveJob(degrees={}, model=SimpleNamespace(hierarchical_context_parallel_sizes=value))
+        assert HIERARCHICAL_SIZES.read_back(live) == expected
     # Types by layer are none that a plan has, nor one that it does not know.
     for types in (["p2p", *["a2a"] * 5], ["A2A"]):
         by_layer = flags.values([*words, "--cp-comm-type", *types])
@@ -463,6 +470,24 @@ def test_the_communication_of_shared_sequences_becomes_a_flag_and_is_read_back()
         live = LiveJob(degrees={}, model=SimpleNamespace(cp_comm_type=value))
         assert CP_COMM_TYPE.read_back(live) == expected
     assert CP_COMM_TYPE.read_back(LiveJob(degrees={}, model=SimpleNamespace())) is None
+
+
+def test_sizes_that_another_degree_does_not_have_are_left_out() -> None:
+    """Megatron asserts their product whatever the communication is, and a type with sizes has some."""
+    flags = native_flags()
+    sizes = ["--hierarchical-context-parallel-sizes", "2", "2"]
+    words = [*MEGATRON_FLAGS, "--context-parallel-size", "4"]
+    ring = rewrite(make_plan(split=(6,), context=2, data=2), flags=flags, words=[*words, *sizes])[0]
+    assert ring == [*MEGATRON_FLAGS, "--context-parallel-size", "2"]
+    same = make_plan(split=(6,), context=4)
+    assert rewrite(same, flags=flags, words=[*words, *sizes])[0] == [*words, *sizes]
+    rings = [*words, "--cp-comm-type", "a2a+p2p", *sizes]
+    alone = rewrite(make_plan(split=(6,), data=4), flags=flags, words=rings)[0]
+    assert alone == [*MEGATRON_FLAGS, "--context-parallel-size", "1"]
+    plan = make_plan(split=(6,), context=8)
+    planned = replace(plan, layout=plan.layout.with_setting(HIERARCHICAL_SIZES.name, "2+4"))
+    edited = flags.values(rewrite(planned, flags=flags, words=rings)[0])
+    assert (edited.cp_comm_type, edited.hierarchical_context_parallel_sizes) == (["a2a+p2p"], [2, 4])
 
 
 @pytest.mark.parametrize(

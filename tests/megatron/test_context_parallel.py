@@ -64,8 +64,14 @@ PLANS: dict[str, tuple[Plan, str]] = {
         "",
     ),
     "cp4 by a plan's hierarchy": (
-        plan_of(context=4, settings={"cp_comm_type": "a2a+p2p"}),
-        "--hierarchical-context-parallel-sizes 2 2",
+        plan_of(
+            context=4, settings={"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": "2+2"}
+        ),
+        "",
+    ),
+    "cp2 of a command with a hierarchy of four": (
+        plan_of(context=2, data=2),
+        "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
     ),
     "cp2 without a mask of the loader": (
         plan_of(context=2, settings={"recompute": "full", "expert_parallel": 2}),

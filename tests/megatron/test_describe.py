@@ -313,6 +313,7 @@ def test_which_layers_of_a_hybrid_model_record_a_loss(
         (["--softmax-type", "learnable"], "attention_sink"),
         (["--cp-comm-type", "p2p", "a2a"], "cp_comm_by_layer"),
         (["--hierarchical-context-parallel-sizes", "2", "2"], "hierarchical_context_parallel"),
+        (["--hybrid-context-parallel"], "hybrid_context_parallel"),
         (["--overlap-param-gather-with-optimizer-step"], "step_param_gather"),
         (["--ddp-num-buckets", "4"], "ddp_num_buckets"),
         (["--save-params-interval", "10"], "saved_params"),

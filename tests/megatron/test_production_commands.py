@@ -64,6 +64,7 @@ FREE = dict.fromkeys(
         "cuda_graph_modules",
         "optimizer_cpu_offload",
         "cp_comm_type",
+        "hierarchical_context_parallel_sizes",
     ),
     "auto",
 )

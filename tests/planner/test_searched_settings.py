@@ -210,10 +210,37 @@ def sharing_job(num_nodes: int, **search: Any) -> PlanRequest:
     return parse_job(job_data(model=model, cluster=cluster, search=wanted), where="job")
 
 
+TWO_BY_TWO = {"hierarchical_context_parallel_sizes": "2+2"}
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_sizes_of_a_hierarchy_are_enumerated_and_priced(num_nodes: int) -> None:
+    """Of four ranks two may exchange heads, or all; links between nodes make the pairs unlike."""
+    asked = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": ["2+2", "4+1", "1+4", "4+2"]}
+    job = sharing_job(num_nodes, context_parallel=4, tensor_parallel=1, **asked)
+    quick, every = rank(job, top=4), rank(job, top=4, exhaustive=True)
+    assert quick.best == every.best
+    table = layout_table_of(job, job.shape)
+    layouts = [table.layout(row) for row in range(len(table))]
+    seconds = {
+        layout.setting("hierarchical_context_parallel_sizes"): predict(
+            job.run(job.shape, layout, (3,)), fitted()
+        ).terms["cp_comm_s"]
+        for layout in layouts
+    }
+    assert seconds.keys() == {"2+2", "4+1", "1+4"}
+    assert len(set(seconds.values())) == 3
+    bounds = bounds_of(job, job.shape, table, constants=fitted())
+    for row in range(len(table)):
+        for run in runs_of(job, table, row, bounds.split(job, job.shape, table, row)):
+            assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s
+
+
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_communication_of_shared_sequences_is_enumerated_and_priced(num_nodes: int) -> None:
     sizes = {"hierarchical_context_parallel_sizes": [2, 2]}
     job = sharing_job(num_nodes, cp_comm_type="auto", context_parallel=4, **sizes)
+    assert sharing_job(num_nodes, cp_comm_type="auto", context_parallel=4, **TWO_BY_TWO) == job
     quick, every = rank(job, top=4), rank(job, top=4, exhaustive=True)
     assert quick.best == every.best
     table = layout_table_of(job, job.shape)
@@ -236,7 +263,7 @@ def test_a_plan_of_a_hierarchy_has_its_sizes() -> None:
     job = sharing_job(2, cp_comm_type="a2a+p2p", context_parallel=4, **sizes)
     best = rank(job).best[0]
     plan = plan_of(job, best, plain=plain_layout(job, best=best), name="plan", place=1)
-    assert values_of(plan.layout) == {"cp_comm_type": "a2a+p2p"}
+    assert values_of(plan.layout) == {"cp_comm_type": "a2a+p2p", **TWO_BY_TWO}
     flags = flags_of(plan)
     assert flags["--cp-comm-type"] == "a2a+p2p"
     assert flags["--hierarchical-context-parallel-sizes"] == ["2", "2"]

@@ -7,6 +7,7 @@ import pytest
 
 from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of_space
 from quartet_plugin.cost.iteration.plan_terms import run_of_plan
+from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.plan import Split
 from quartet_plugin.planner.described_rules import training_job_of
 from quartet_plugin.planner.layout_table import layout_table_of
@@ -128,3 +129,17 @@ def test_multi_token_prediction_before_the_last_stage_is_of_the_commands_own_spl
     # No bound is above a prediction: all rows are predicted, and the best ones are the same.
     exhaustive = rank(request, top=4, exhaustive=True).best
     assert [row.layout for row in exhaustive] == [row.layout for row in ranked]
+
+
+def test_the_documents_of_packed_sequences_are_those_of_plans_and_predictions() -> None:
+    usual = space_of({})
+    packed = PackedLengths(tokens_per_sequence=0.9 * usual.job.shape.seq_length, squares_per_sequence=500.0)
+    job = replace(usual.job, packed=packed)
+    space = build_space(job, nodes=usual.nodes, search=usual.search, run="r", seed=0)
+    baseline = space.baseline
+    assert baseline.made_for.packed == packed
+    planned = request_of_space(space, machine=KnownMachine()).run(
+        job.shape, baseline.layout, baseline.split.transformer_layers_per_stage
+    )
+    studied = run_of_plan(baseline, machine_model_of_space(space))
+    assert planned.packed == studied.packed == packed

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from quartet_plugin.model.packed_lengths import PackedTokens
 from quartet_plugin.model.schema import read_record
 from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.protocol.rank_files import CoreLimit, RankReport
@@ -160,3 +161,26 @@ def test_a_rank_on_the_cpu_says_its_limit(
     report = read_record(RankReport, tmp_path / "rank-0.json")
     assert report.core_limit == (limit if device == "cpu" else None)
     assert (report.cores is None) == (device != "cpu")
+
+
+def test_the_tokens_of_packed_sequences_are_read_when_the_file_is_written(
+    clock: Clock,
+    ranks: Callable[..., list[tuple[str, StepMeter]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    class Sums:
+        """A tensor whose values a step must not ask for."""
+
+        def tolist(self) -> list[float]:
+            """Tokens and squared lengths."""
+            assert len(meters[0][1]._steps) == 11
+            return [29.0, 305.0]
+
+    meters = ranks()
+    result = StepResult(loss=1.0, skipped=False, grad_norm=1.0, packed=(2, Sums()))
+    monkeypatch.setattr(Meter, "_result_of", lambda self, results: result)
+    train(meters, [1.0] * 20, clock=clock, setenv=monkeypatch.setenv)
+    steps = read_record(RankReport, tmp_path / "rank-0.json").iterations
+    expected = PackedTokens(num_microbatches=2, num_tokens=29.0, squared_lengths=305.0)
+    assert {step.packed for step in steps} == {expected}

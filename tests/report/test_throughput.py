@@ -7,6 +7,7 @@ import pytest
 from quartet_plugin.model.cluster import Precision
 from quartet_plugin.model.job_description import EqualDevices, Experts, JobDescription
 from quartet_plugin.model.measurement import Prediction
+from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.model.trial_record import score
 from quartet_plugin.report.page import Extras, page
@@ -112,3 +113,17 @@ def test_the_report_takes_the_peak_of_the_runs_precision(
 
 def test_a_card_has_no_peak_of_a_module() -> None:
     assert peak_of((NodeInfo(host="a", node_class="NVIDIA H100 PCIe x8", num_slots=8),)) is None
+
+
+def test_the_rates_of_packed_sequences_leave_padding_out() -> None:
+    """In a plan's rates as in its trials' scores."""
+    packed = PackedLengths(tokens_per_sequence=PLAN.shape.seq_length / 2, squares_per_sequence=100.0)
+    plan = replace(PLAN, made_for=replace(PLAN.made_for, packed=packed))
+    rates, usual = throughput_of(plan, 2.0), throughput_of(PLAN, 2.0)
+    assert rates.tokens_per_s == usual.tokens_per_s / 2
+    assert rates.model_flops_per_s_per_device < usual.model_flops_per_s_per_device / 2
+    scored = score(plan, iteration_s=[2.0])
+    assert (scored.tokens_per_s, scored.model_flops_per_s_per_device) == (
+        rates.tokens_per_s,
+        rates.model_flops_per_s_per_device,
+    )

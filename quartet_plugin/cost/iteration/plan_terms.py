@@ -125,8 +125,8 @@ def run_of_job(
 ) -> TrainingRun:
     """The run of a job on `cluster`, with the shape, layout and schedule of `source`: a plan, or its own.
 
-    What no plan changes is that of `job`: precision, features, experts, attention and norms, and the settings
-    that the layout of `source` does not have.
+    What no plan changes is that of `job`: precision, features, experts, attention, norms and packed
+    documents, and the settings that the layout of `source` does not have.
     """
     settings = (*(job.settings or ()), *(source.layout.settings or ()))
     known = {setting.name: setting.value for setting in settings}
@@ -148,6 +148,7 @@ def run_of_job(
         with_recompute(run, known),
         matmul=precision_of_products(job.features, cluster.device, precision=job.precision),
         normalization=job.normalization,
+        packed=job.packed,
     )
     run = with_layers(run, layers)
     if layers.experts is None and layers.latent is None and not mtp_layers:

@@ -4,7 +4,8 @@ Under latent attention a head's values have another size than its keys: Megatron
 with them, and only its constructor lacks the size. It refuses ranks that share a sequence (context
 parallelism): here such a rank gathers the keys and values of the whole sequence, and its queries attend to
 those before them. Every `--cp-comm-type` names a way to exchange keys and values; the numbers are the same,
-so all are accepted.
+so all are accepted. Of packed sequences it computes with one document after the other, on a rank that has
+whole sequences.
 
 A sequence is cut as `get_batch_on_this_cp_rank` cuts it: into 2 * CP chunks, of which rank r has the r-th and
 the r-th from the end. Rotary embeddings are cut alike by Megatron.
@@ -13,6 +14,7 @@ the r-th from the end. Rotary embeddings are cut alike by Megatron.
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -115,12 +117,28 @@ def _over_shared_sequences(forward: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
         group = getattr(self, "context_group", None)
+        # Megatron's layers give it by name.
+        if (packed := kwargs.get("packed_seq_params")) is not None:
+            if group is not None:
+                raise NotImplementedError("packed sequences with context parallelism: not on the CPU device")
+            return _of_documents(functools.partial(forward, self), query, key, value, packed)
         if group is not None:
             key, value = whole_sequence(key, group), whole_sequence(value, group)
             attention_mask = _mask_of(self, attention_mask, length=key.size(0))
         return forward(self, query, key, value, attention_mask, *args, **kwargs)
 
     return forward_shared
+
+
+def _of_documents(attend: Callable[..., Any], query: Any, key: Any, value: Any, packed: Any) -> torch.Tensor:
+    """The attention [t, 1, n * h] of packed queries [t, n, h], each to the keys of its document before it."""
+    padded, real = packed.cu_seqlens_q_padded, packed.cu_seqlens_q
+    offsets = {0, *(real if padded is None else padded).flatten().tolist(), query.size(0)}
+    parts = [
+        attend(*(tensor[first:last, None] for tensor in (query, key, value)), None)
+        for first, last in itertools.pairwise(sorted(offsets))
+    ]
+    return torch.cat(parts)
 
 
 def _mask_of(attention: Any, given: Any, *, length: int) -> Any:

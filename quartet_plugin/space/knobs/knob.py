@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from quartet_plugin.model.hierarchical_context import sizes_of
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.megatron_arguments import value_in_words
 from quartet_plugin.model.plan import STOCK, Plan
@@ -20,7 +21,9 @@ from quartet_plugin.space.features import Axis
 
 type Value = bool | int | str
 # The form of a knob's values in q.yaml.
-Kind = Literal["degree", "size", "switch", "word", "split", "order", "schedule", "shape", "partition"]
+Kind = Literal[
+    "degree", "size", "sizes", "switch", "word", "split", "order", "schedule", "shape", "partition"
+]
 ChangeClass = Literal["A", "B", "D"]
 # In q.yaml it stands for a search of the knob; a knob's word of this name is written as a list.
 AUTO = "auto"
@@ -145,6 +148,8 @@ class Knob:
             return isinstance(value, bool)
         if self.kind == "word":
             return value in self.words
+        if self.kind == "sizes":
+            return len(sizes_of(value) or ()) == 2
         return isinstance(value, int) and not isinstance(value, bool)
 
     def text(self, value: Value | None) -> str:
@@ -250,11 +255,14 @@ class SettingKnob(LayoutKnob):
     `destination` is the name in Megatron's arguments, `unset` the value where the flag is absent: True for a
     switch that its flag turns off. An argument that is a member of an enumeration is known by the member's
     name, which its flag takes. With `needs_gpu` no processor runs another value than that of an absent flag.
+    `beside` names a setting with some value of which alone this one does something: a command need not have a
+    value, and a request that no layout has is no fault.
     """
 
     destination: str
     unset: Value | None = None
     needs_gpu: bool = False
+    beside: str = ""
 
     @property
     def without_flag(self) -> Value | None:

@@ -3,7 +3,6 @@
 from argparse import Namespace
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.model.hierarchical_context import SIZES, sizes_text
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.megatron_arguments import (
     LINEAR_ATTENTION_HEADS,
@@ -11,7 +10,7 @@ from quartet_plugin.model.megatron_arguments import (
     value_in_words,
 )
 from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
-from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE
+from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE, HIERARCHICAL_SIZES
 from quartet_plugin.space.knobs.cuda_graph_modules import CUDA_GRAPH_MODULES
 from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
 from quartet_plugin.space.knobs.ddp_bucket_size import DDP_BUCKET_SIZE
@@ -78,6 +77,7 @@ SETTINGS: tuple[SettingKnob, ...] = (
     DDP_BUCKET_SIZE,
     OPTIMIZER_CPU_OFFLOAD,
     CP_COMM_TYPE,
+    HIERARCHICAL_SIZES,
     RECOMPUTE_METHOD,
     RECOMPUTE_NUM_LAYERS,
     RECOMPUTE_MODULES,
@@ -98,11 +98,9 @@ def knobs_read_back(live: LiveJob, *, framework: str) -> dict[str, Value]:
 def settings_of(args: Namespace) -> list[Setting]:
     """The values of the settings that a plan can change, as Megatron's arguments have them.
 
-    With two facts that rules need: the sizes of hierarchical context parallelism, and the heads of linear
-    attention.
+    With a fact that rules need, the heads of linear attention.
     """
     values = {knob.name: knob.read(args) for knob in SETTINGS}
-    values[SIZES] = sizes_text(getattr(args, SIZES, None))
     values[LINEAR_ATTENTION_HEADS] = linear_attention_heads_of(args)
     return [Setting(name=name, value=value) for name, value in values.items() if value is not None]
 
