@@ -277,12 +277,9 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool | list[str]]:
     if layout.tensor_parallel != baseline.tensor_parallel:
         # Megatron pads by the tensor-parallel size: without this it would be another model.
         flags["--padded-vocab-size"] = shape.vocab_size
-    if layout.pipeline_parallel > 1 and shape.layer_kinds is not None:
-        raise PlanError(
-            "a hybrid model's stages are the | in the command's --hybrid-layer-pattern, whose letters no "
-            "plan has; start it with `quartet train`"
-        )
-    if layout.pipeline_parallel > 1:
+    if (pattern := _stages_in_pattern(plan)) is not None:
+        flags["--hybrid-layer-pattern"] = pattern
+    elif layout.pipeline_parallel > 1:
         flags["--pipeline-model-parallel-layout"] = plan.split.layout_text(
             mtp_layers=plan.made_for.mtp_layers or 0
         )
@@ -295,6 +292,25 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool | list[str]]:
             if isinstance(value, list):
                 flags[flag] = [str(part) for part in value]
     return flags | flags_of_job(plan)
+
+
+def _stages_in_pattern(plan: "Plan") -> str | None:
+    """The pattern of a hybrid model with the plan's stages; None where neither plan nor command has several.
+
+    Raises PlanError where the plan does not have the pattern's letters.
+    """
+    from quartet_plugin.model.megatron_arguments import with_stages
+
+    kinds = plan.shape.layer_kinds
+    if kinds is None or max(plan.layout.num_stages, plan.made_for.baseline.layout.num_stages) == 1:
+        return None
+    letters = kinds.framework_pattern or kinds.pattern
+    if letters is None:
+        raise PlanError(
+            "a hybrid model's stages are the | in the command's --hybrid-layer-pattern, and this plan, of an "
+            "older release, does not have its letters; start it with `quartet train`"
+        )
+    return with_stages(letters, plan.split)
 
 
 def _settings(layout: "Layout") -> list[tuple[str, Any]]:
@@ -341,6 +357,8 @@ def left_out(plan: "Plan") -> list[str]:
     flags = [flag_of(name) for name in SPLIT_ARGUMENTS]
     if layout.pipeline_parallel == 1:
         flags.append("--pipeline-model-parallel-layout")
+    if _stages_in_pattern(plan) is not None:
+        flags.append("--hybrid-override-pattern")
     if layout.pipeline_parallel == 2 and layout.virtual_stages > 1:
         flags.append("--no-overlap-p2p-communication")
     if layout.virtual_stages == 1 and baseline.layout.virtual_stages > 1:
@@ -381,7 +399,7 @@ def lines(content: dict[str, Any]) -> list[str]:
         return rows
     for name, value in content["flags"].items():
         # The layout's bars are a pipe to a shell.
-        rows.append(shlex.join([name, *_flag_values(value)]))
+        rows.append(shlex.join(_words_of(name, value)))
     rows.append(f"# remove from the command, if given: {' '.join(content['leave_out'])}")
     order = (
         "the launcher's own" if content["is_stock_order"] else "not the launcher's: set RANK before the start"
@@ -394,11 +412,17 @@ def lines(content: dict[str, Any]) -> list[str]:
     return rows
 
 
-def _flag_values(value: Any) -> list[str]:
-    """The values of a flag: none for a switch, all for a list."""
+def _words_of(name: str, value: Any) -> list[str]:
+    """The words of a flag: it alone for a switch, with all values of a list.
+
+    A value that begins with a dash, as a pattern of layers may, is no value in a word of its own.
+    """
     if value is True:
-        return []
-    return [str(item) for item in (value if isinstance(value, list) else [value])]
+        return [name]
+    values = [str(item) for item in (value if isinstance(value, list) else [value])]
+    if len(values) == 1 and values[0].startswith("-"):
+        return [f"{name}={values[0]}"]
+    return [name, *values]
 
 
 def write_native(plan: "Plan | None", *, run: "TuningRun") -> str:
@@ -466,7 +490,7 @@ def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
         raise PlanError(f"remove {', '.join(contradicted)} from the command: the plan does not allow them")
     words = [*command]
     for name, value in content["flags"].items():
-        words += [name, *_flag_values(value)]
+        words += _words_of(name, value)
     origin = " ".join(f"trial {plan.provenance.trial} of the run {plan.provenance.run}".split())
     return (
         "#!/bin/sh\n"

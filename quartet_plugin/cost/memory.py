@@ -133,8 +133,7 @@ def weights_of_stages(run: TrainingRun) -> list[Weights]:
     """The parameters of each stage on one rank, tensor and expert parallel shards taken."""
     shape, tp, h = run.shape, run.layout.tensor_parallel, run.shape.hidden_size
     layers = [layer_weights(kind_run, experts=experts) for kind_run, experts in run.runs_by_kind]
-    further, num_further = run.further_layers
-    further_layer = layer_weights(further, experts=further.experts)
+    depth = [(num, layer_weights(of_kind, experts=experts)) for of_kind, experts, num in run.further_layers]
     positions = shape.max_position_embeddings * (shape.position_embedding == "learned_absolute")
     vocabulary = shape.vocab_size * h / tp
     last = len(run.layers_per_stage) - 1
@@ -151,9 +150,9 @@ def weights_of_stages(run: TrainingRun) -> list[Weights]:
         if mtp and stage > 0 and not (stage == last and shape.tied_embeddings):
             # A second copy of the embedding, of the further tokens.
             total += vocabulary
-        total += mtp * (2.0 * h * h / tp + num_further * further_layer.num_dense)
+        total += mtp * (2.0 * h * h / tp + sum(count * layer.num_dense for count, layer in depth))
         routed = sum(count * layer.num_expert for count, layer in held)
-        routed += mtp * num_further * further_layer.num_expert
+        routed += mtp * sum(count * layer.num_expert for count, layer in depth)
         return Weights(num_dense=total, num_expert=routed)
 
     inner: dict[tuple[int, ...], Weights] = {}
@@ -278,11 +277,11 @@ def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
         saved = run.tokens_per_microbatch * plain_operations.norm_bytes(run) / split
         # Of the last norm the input is counted as the stage's output.
         stages[norm_stage] += saved - boundary
-        mask, has_mask = plain_operations.mask_bytes(run), [kind_run.has_attention for kind_run, _ in kinds]
-        stages = [
-            num_bytes + mask * any(count > 0 for count in compress(counts, has_mask))
-            for num_bytes, counts in zip(stages, run.layer_counts, strict=True)
-        ]
+        mask, attends = plain_operations.mask_bytes(run), [kind_run.has_attention for kind_run, _ in kinds]
+        has_mask = [any(compress(counts, attends)) for counts in run.layer_counts]
+        if run.mtp_depth is not None:
+            has_mask[norm_stage] |= any(further.has_attention for further, _, _ in run.further_layers)
+        stages = [num_bytes + mask * masked for num_bytes, masked in zip(stages, has_mask, strict=True)]
     head = held_bytes.head_product(run).total_bytes
     joined = held_bytes.joined_product(run).total_bytes
     if run.is_mtp_before_last:
@@ -319,9 +318,11 @@ def _bytes_of_depth(run: TrainingRun, boundary: float) -> tuple[float, float]:
 
     Before and after their input gradients, as `stage_activations` has them.
     """
-    further, count = run.further_layers
-    layer = _layer_kept_bytes(further, boundary, experts=further.experts)
-    return count * layer, count * held_bytes.layer_bytes(further, experts=further.experts)
+    kept = waiting = 0.0
+    for further, experts, count in run.further_layers:
+        kept += count * _layer_kept_bytes(further, boundary, experts=experts)
+        waiting += count * held_bytes.layer_bytes(further, experts=experts)
+    return kept, waiting
 
 
 def _further_token_bytes(run: TrainingRun, boundary: float, *, layer: float) -> float:

@@ -7,17 +7,20 @@ field.
 import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
 from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.cost.layer_kinds import (
+    MLP,
     PricedKind,
     PricedLayers,
     Scan,
     Sublayers,
     layers_before,
     letters_of,
+    priced_layers,
     sequence_of,
 )
 from quartet_plugin.errors import ConfigError
@@ -26,7 +29,7 @@ from quartet_plugin.model.job_description import ExpertCapacity, Experts, Latent
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.plan import ScheduleChoice
-from quartet_plugin.model.shape import LayerKinds, ModelShape
+from quartet_plugin.model.shape import LETTERS, LayerKinds, ModelShape
 from quartet_plugin.schedule.named import NAMED, NamedSchedule, Offer, refusal_of
 
 Attention = Literal["native-flash", "flash-2", "flash-1", "unfused"]
@@ -246,14 +249,13 @@ class UniformCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpDepth:
-    """A depth of multi-token prediction in a hybrid model: like layers that have the mean weights of its own.
+    """A depth of multi-token prediction in a hybrid model: its kinds of layers, each with their number.
 
-    `shape` and `experts` are those of each of its `num_layers` layers.
+    Where its pattern is not known, it is one mean layer of the model.
     """
 
-    num_layers: int
-    shape: ModelShape
-    experts: Experts | None
+    layers: tuple[tuple[PricedKind, int], ...]
+    latent: LatentAttention | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -472,14 +474,21 @@ class TrainingRun:
         return ranks, max(1.0, ranks * tp / (ep * self.expert_shards))
 
     @property
-    def further_layers(self) -> tuple["TrainingRun", int]:
-        """The run whose layers are those of a depth of multi-token prediction, and how many it has."""
-        if self.mtp_depth is None:
-            return self, 1
+    def further_layers(self) -> tuple[tuple["TrainingRun", Experts | None, int], ...]:
+        """The layers of a depth of multi-token prediction, by kind.
+
+        Each kind has the run to price a layer with, that layer's experts or None, and the number of layers.
+        """
         depth = self.mtp_depth
-        shape = replace(depth.shape, num_layers=self.shape.num_layers)
-        further = replace(self, shape=shape, experts=depth.experts, latent=None, kinds=(), pattern="")
-        return further, depth.num_layers
+        if depth is None:
+            return ((self, self.experts, 1),)
+        layers = []
+        for kind, count in depth.layers:
+            # Full recompute repeats a share of the layers of the whole run.
+            shape = replace(kind.shape, num_layers=self.shape.num_layers)
+            run = replace(self, latent=depth.latent)._of_kind(replace(kind, shape=shape))
+            layers.append((run, kind.experts, count))
+        return tuple(layers)
 
     @property
     def embedding_stage(self) -> int:
@@ -676,19 +685,26 @@ def with_layers(run: TrainingRun, layers: PricedLayers) -> TrainingRun:
     )
 
 
-def mtp_depth_of(shape: ModelShape, experts: Experts | None, kinds: LayerKinds | None) -> MtpDepth | None:
-    """A depth of multi-token prediction with layers of `kinds`, beside a model of `shape` and `experts`.
+@lru_cache(maxsize=64)
+def mtp_depth_of(
+    shape: ModelShape, experts: Experts | None, latent: LatentAttention | None, kinds: LayerKinds | None
+) -> MtpDepth | None:
+    """A depth of multi-token prediction with layers of `kinds`, beside a model with these sizes.
 
     Without kinds it is a mean layer of a hybrid model, of another (None) a layer as the last one is.
     """
-    if kinds is None and shape.pattern:
-        mean, routed = mean_layers(shape, experts)
-        return MtpDepth(num_layers=1, shape=mean, experts=routed)
-    if kinds is None:
+    if kinds is None and not shape.pattern:
         return None
-    count = kinds.num_layers
-    mean, routed = mean_layers(replace(shape, num_layers=count, layer_kinds=kinds), experts)
-    return MtpDepth(num_layers=count, shape=mean, experts=routed)
+    if kinds is None:
+        mean, routed = mean_layers(shape, experts)
+        alike = PricedKind(letter=MLP, shape=mean, sublayers=Sublayers.BOTH, experts=routed)
+        return MtpDepth(layers=((alike, 1),), latent=None)
+    counts = {letter: getattr(kinds, name) for name, letter in LETTERS.items()}
+    # One stage has all of them, so that their order does not matter.
+    pattern = "".join(letter * count for letter, count in counts.items())
+    depth = replace(shape, num_layers=len(pattern), layer_kinds=kinds.with_pattern(pattern))
+    priced = priced_layers(depth, experts, latent)
+    return MtpDepth(layers=tuple((kind, counts[kind.letter]) for kind in priced.kinds), latent=latent)
 
 
 def schedule_kind(choice: ScheduleChoice) -> ScheduleKind:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.hybrid_words import PATTERN, num_pattern_layers
 from quartet_plugin.launchers.megatron_flags import flags_among
 from quartet_plugin.model.megatron_arguments import REFUSED_WITH_PLAN
 from quartet_plugin.model.shape import MAX_LAYERS
@@ -56,6 +57,10 @@ NUMBERS: dict[str, int | None] = {
     "qk_head_dim": 128,
     "qk_pos_emb_head_dim": 64,
     "v_head_dim": 128,
+    "mamba_state_dim": 128,
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 8,
+    "mamba_num_heads": None,
 }
 # The same of numbers that need not be whole, nor above 0.
 FRACTIONS: dict[str, float | None] = {
@@ -87,17 +92,23 @@ TEXTS: dict[str, str | int | None] = {
     "moe_token_dispatcher_type": "allgather",
     "moe_flex_dispatcher_backend": "deepep",
     "moe_router_dtype": None,
+    "moe_z_loss_coeff": None,
     "cuda_graph_impl": "none",
     "window_size": None,
     "softmax_type": "vanilla",
+    "hybrid_layer_pattern": None,
+    "hybrid_override_pattern": None,
+    "mtp_hybrid_override_pattern": None,
 }
 # Flags with several values.
-LISTS: dict[str, list[str] | None] = {
+LISTS: dict[str, list[str] | str | float | None] = {
     "cuda_graph_modules": [],
     "cuda_graph_scope_deprecated": None,
     "recompute_modules": None,
     "cp_comm_type": ["p2p"],
     "hierarchical_context_parallel_sizes": None,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.0,
 }
 SWITCHES = (
     "group_query_attention",
@@ -164,9 +175,6 @@ UNREADABLE = {
     **REFUSED_WITH_PLAN,
     "heterogeneous_layers_config_path": "its layers are not all equal",
     "heterogeneous_layers_config_encoded_json": "its layers are not all equal",
-    "hybrid_layer_pattern": "its layers are not all equal",
-    "hybrid_override_pattern": "its layers are not all equal",
-    "is_hybrid_model": "its layers are not all equal",
     "experimental_attention_variant": "the cost model does not support this attention",
     "linear_attention_freq": "the cost model does not support this attention",
     "decoder_num_layers": "the cost model does not support encoders",
@@ -178,6 +186,8 @@ UNREADABLE = {
     "cpu_offloading_num_layers": "the cost model does not support offloading",
     "perform_rl_step": "the cost model does not support reinforcement learning",
 }
+# The flag by which older releases make a hybrid model, of ratios of its layers where it has no pattern.
+_HYBRID = "--is-hybrid-model"
 # Values that switch off what their flag is about.
 _OFF = (["0"], ["none"])
 
@@ -223,6 +233,11 @@ def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
             unread.append(flag)
     if isinstance(values["moe_layer_freq"], str):
         values["moe_layer_freq"] = layer_pattern(values["moe_layer_freq"])
+    num_layers = num_pattern_layers(values)
+    if num_layers is not None:
+        values["num_layers"] = num_layers
+    elif _HYBRID in unread:
+        raise ConfigError(f"{_HYBRID}: its layers are not in flags; write them with {PATTERN}")
     return Namespace(**values), tuple(dict.fromkeys(unread))
 
 

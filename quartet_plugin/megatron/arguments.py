@@ -103,12 +103,19 @@ class Flags:
         raise PlanError(f"{dest}: this Megatron has no flag that sets it to {value!r}")
 
     def words_for(self, values: Mapping[str, Any]) -> list[str]:
-        """The words that set these values: one word for a switch, otherwise a flag and its values."""
+        """The words that set these values: one word for a switch, otherwise a flag and its values.
+
+        Also one word where the only value begins with a dash, as a pattern of layers may.
+        """
         words: list[str] = []
         for dest, value in values.items():
-            words.append(self.flag_of(dest, value))
-            if not isinstance(value, bool):
-                words += map(str, value) if isinstance(value, list) else [str(value)]
+            flag = self.flag_of(dest, value)
+            texts = [] if isinstance(value, bool) else value if isinstance(value, list) else [value]
+            given = list(map(str, texts))
+            if len(given) == 1 and given[0].startswith("-"):
+                words.append(f"{flag}={given[0]}")
+            else:
+                words += [flag, *given]
         return words
 
     def _num_values(self, action: argparse.Action, words: Sequence[str]) -> int:

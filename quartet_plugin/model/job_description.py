@@ -12,10 +12,11 @@ from quartet_plugin.model.cluster import Cluster, Name, Positive
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.schema import ADDED, Bounds, Length, record
-from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.shape import MAX_LAYERS, LayerKinds, ModelShape
 
 JobPrecision = Literal["bf16", "fp16", "fp8", "fp32"]
 _Size = Annotated[int, Bounds(ge=1, le=2**31)]
+_LayerNumber = Annotated[int, Bounds(ge=0, le=MAX_LAYERS)]
 _Factor = Annotated[float, Bounds(gt=0, le=1e6)]
 
 
@@ -106,7 +107,9 @@ class JobDescription:
     The hardware is `devices` where all are equal, `cluster` where it is described in full. `vocab_size` is
     the vocabulary as the file has it, where the plan's is padded for every tensor-parallel size. `features`
     and `settings` are those of a command, or of recipes where there is none, that its plans are limited or
-    predicted by. Raises ConfigError where the hardware is neither or both.
+    predicted by. Of a hybrid model `mtp_kinds` are the layers of each depth of multi-token prediction, and
+    every pipeline rank needs one of `logged_expert_layers`. Raises ConfigError where the hardware is neither
+    or both.
     """
 
     precision: JobPrecision
@@ -120,6 +123,10 @@ class JobDescription:
     vocab_size: Annotated[int, Bounds(ge=1, le=2**31)] | None = field(default=None, metadata=ADDED)
     features: Annotated[tuple[Name, ...], Length(most=1_000)] | None = field(default=None, metadata=ADDED)
     settings: Annotated[tuple[Setting, ...], Length(most=1_000)] | None = field(default=None, metadata=ADDED)
+    mtp_kinds: LayerKinds | None = field(default=None, metadata=ADDED)
+    logged_expert_layers: Annotated[tuple[_LayerNumber, ...], Length(most=MAX_LAYERS + 1)] | None = field(
+        default=None, metadata=ADDED
+    )
 
     def __post_init__(self) -> None:
         if (self.devices is None) == (self.cluster is None):
@@ -150,7 +157,7 @@ def mean_layers(shape: ModelShape, experts: Experts | None) -> tuple[ModelShape,
     kinds = shape.layer_kinds
     if kinds is None or experts is None or not kinds.experts:
         return shape.mean, experts if kinds is None else None
-    others = replace(shape, layer_kinds=replace(kinds, experts=0, pattern=None)).mean
+    others = replace(shape, layer_kinds=replace(kinds.without_pattern, experts=0)).mean
     share = kinds.experts / shape.num_layers
     per_token = max(1, round(share * experts.experts_per_token))
     width = max(1, round(share * experts.experts_per_token * experts.ffn_hidden_size / per_token))

@@ -10,6 +10,7 @@ import math
 import re
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -163,11 +164,19 @@ def hybrid_pattern(args: Namespace) -> str:
 
 
 def hybrid_pattern_of(args: Namespace, split: Split) -> str:
-    """The pattern of a hybrid model with pipes between the stages of a split; what follows a slash stays.
+    """The pattern of a hybrid model with pipes between the stages of a split.
 
     Raises ConfigError for a split of another number of layers.
     """
-    main, slash, further = hybrid_pattern(args).partition("/")
+    return with_stages(hybrid_pattern(args), split)
+
+
+def with_stages(pattern: str, split: Split) -> str:
+    """A hybrid model's pattern with pipes between the stages of a split; what follows a slash stays.
+
+    Raises ConfigError for a split of another number of layers.
+    """
+    main, slash, further = pattern.partition("/")
     letters = main.replace("|", "")
     counts = split.transformer_layers_per_stage
     if sum(counts) != len(letters):
@@ -208,7 +217,10 @@ def _layer_kinds(args: Namespace) -> LayerKinds | None:
     if segments is None:
         return None
     layers = "".join(segments)
-    return _kinds_of(layers, args).with_pattern("".join(map(_letter_of, layers)))
+    kinds = _kinds_of(layers, args).with_pattern("".join(map(_letter_of, layers)))
+    depths = _further_pattern(args) if num_mtp_layers_of(args) else ""
+    written = f"{layers}/{depths}" if depths else layers
+    return kinds if written == kinds.pattern else replace(kinds, framework_pattern=written)
 
 
 def _letter_of(layer: str) -> str:
@@ -228,9 +240,14 @@ def mtp_kinds_of(args: Namespace) -> LayerKinds | None:
 
 
 def _further_pattern(args: Namespace) -> str:
-    """The pattern of a hybrid model's multi-token prediction, a depth behind each slash; empty without."""
-    further = hybrid_pattern(args).partition("/")[2] or _optional(args, "mtp_hybrid_override_pattern")
-    return further if isinstance(further, str) else ""
+    """The patterns of the depths of a hybrid model's multi-token prediction, with slashes between them.
+
+    Empty without any. An older flag has the pattern of all depths (validate_args).
+    """
+    if further := hybrid_pattern(args).partition("/")[2]:
+        return further
+    depth = _optional(args, "mtp_hybrid_override_pattern")
+    return "/".join([depth] * num_mtp_layers_of(args)) if isinstance(depth, str) else ""
 
 
 def _kinds_of(layers: str, args: Namespace) -> LayerKinds:
@@ -262,10 +279,15 @@ def _ffn_hidden_size(args: Namespace) -> int:
 
 
 def _head_size(args: Namespace) -> int:
-    if getattr(args, "multi_latent_attention", False):
+    if _has_latent_attention(args):
         # Latent attention has head sizes of its own; kv_channels plays no part in it.
         return int(args.v_head_dim)
     return int(args.kv_channels or args.hidden_size // args.num_attention_heads)
+
+
+def _has_latent_attention(args: Namespace) -> bool:
+    """Whether the attention is a latent one, by its flag or its letter in a pattern (validate_args)."""
+    return bool(getattr(args, "multi_latent_attention", False) or {"+", "D"} & set(hybrid_pattern(args)))
 
 
 def model_words(args: Namespace) -> dict[str, str]:
@@ -281,6 +303,20 @@ def experts_of(args: Namespace) -> Experts | None:
     """The experts that Megatron's arguments ask for; None where all layers are dense."""
     if getattr(args, "num_experts", None) is None:
         return None
+    return Experts(
+        num_experts=args.num_experts,
+        experts_per_token=args.moe_router_topk,
+        ffn_hidden_size=args.moe_ffn_hidden_size or _ffn_hidden_size(args),
+        shared_ffn_hidden_size=args.moe_shared_expert_intermediate_size or 0,
+        num_dense_layers=_num_dense_layers(args),
+        capacity=expert_capacity_of(vars(args)),
+    )
+
+
+def _num_dense_layers(args: Namespace) -> int:
+    """The dense layers before those with experts; of a hybrid model none: its pattern has their letters."""
+    if hybrid_pattern(args):
+        return 0
     pattern = args.moe_layer_freq
     if isinstance(pattern, int):
         pattern = [int(layer % pattern == 0) for layer in range(args.num_layers)]
@@ -290,14 +326,7 @@ def experts_of(args: Namespace) -> Experts | None:
             "--moe-layer-freq: `quartet plan` supports dense layers followed by expert layers only; use "
             "`quartet tune`"
         )
-    return Experts(
-        num_experts=args.num_experts,
-        experts_per_token=args.moe_router_topk,
-        ffn_hidden_size=args.moe_ffn_hidden_size or _ffn_hidden_size(args),
-        shared_ffn_hidden_size=args.moe_shared_expert_intermediate_size or 0,
-        num_dense_layers=num_dense,
-        capacity=expert_capacity_of(vars(args)),
-    )
+    return num_dense
 
 
 def expert_capacity_of(values: Mapping[str, Any]) -> ExpertCapacity | None:
@@ -340,7 +369,7 @@ def latent_attention_of(args: Namespace) -> LatentAttention | None:
 
     Raises ConfigError where the queries are not compressed.
     """
-    if not getattr(args, "multi_latent_attention", False):
+    if not _has_latent_attention(args):
         return None
     if args.q_lora_rank is None:
         raise ConfigError(

@@ -37,6 +37,7 @@ PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 _Count = Annotated[int, Bounds(ge=0, le=MAX_LAYERS)]
 _Size = Annotated[int, Bounds(ge=0, le=2**40)]
 _State = Annotated[int, Bounds(ge=1, le=2**20)]
+_Letters = Annotated[str, Length(most=2 * MAX_LAYERS)]
 
 
 @record
@@ -46,7 +47,9 @@ class LayerKinds:
     The state-space layers have heads and groups of them, and projections that read or write `projected_size`
     values a token together, beside those of the hidden size. `state_size` are the channels of a state; None
     is Megatron's default, `DEFAULT_STATE`. `pattern` has the layers in their order, by `LETTERS`; None where
-    the order is not known. Raises ConfigError for a pattern of other counts.
+    the order is not known. `framework_pattern` has the framework's letters for them, and behind a slash those
+    of each depth of multi-token prediction; None where these are `pattern`. Raises ConfigError for patterns
+    of other counts.
     """
 
     attention: _Count
@@ -58,6 +61,7 @@ class LayerKinds:
     projected_size: _Size = 0
     state_size: _State | None = field(default=None, metadata=ADDED)
     pattern: Annotated[str, Length(most=MAX_LAYERS)] | None = field(default=None, metadata=ADDED)
+    framework_pattern: _Letters | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if self.pattern is None:
@@ -69,6 +73,13 @@ class LayerKinds:
                 f"layer_kinds.pattern: {self.pattern[:60]!r}; must have the counted layers of each kind, "
                 f"written in {' '.join(LETTERS.values())}"
             )
+        written = self.framework_pattern or self.pattern
+        is_text = written.isascii() and written.isprintable()
+        if not is_text or len(written.partition("/")[0]) != len(self.pattern):
+            raise ConfigError(
+                f"layer_kinds.framework_pattern: {written[:60]!r}; must have a letter for each of the "
+                f"{len(self.pattern)} layers before the first slash"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -78,7 +89,12 @@ class LayerKinds:
     def with_pattern(self, pattern: str) -> "LayerKinds":
         """Layers of the same sizes in the order of another pattern."""
         counts = {name: pattern.count(letter) for name, letter in LETTERS.items()}
-        return replace(self, **counts, pattern=pattern)
+        return replace(self, **counts, pattern=pattern, framework_pattern=None)
+
+    @property
+    def without_pattern(self) -> "LayerKinds":
+        """As many layers of each kind in an order that is not known."""
+        return replace(self, pattern=None, framework_pattern=None)
 
 
 @record
@@ -175,7 +191,7 @@ class ModelShape:
     def without_pattern(self) -> "ModelShape":
         """The shape without the order of a hybrid model's layers."""
         kinds = self.layer_kinds
-        return self if kinds is None else replace(self, layer_kinds=replace(kinds, pattern=None))
+        return self if kinds is None else replace(self, layer_kinds=kinds.without_pattern)
 
     def with_pattern(self, pattern: str) -> "ModelShape":
         """A hybrid model with the layers of another pattern."""

@@ -34,6 +34,7 @@ from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.limited_orders import limited_orders_of, requested_orders
 from quartet_plugin.planner.table_schedules import has_v_placement
 from quartet_plugin.schedule import placement as places
+from quartet_plugin.space.expert_stages import split_with_experts
 from quartet_plugin.split.entries import balanced_entries
 from quartet_plugin.split.kinds import KindLoads, balanced_by_kinds, least_by_stage
 from quartet_plugin.split.layers import layers_of
@@ -506,7 +507,8 @@ def _balanced_by_kinds(
         before=layers_before_of(job, shape),
         placement=placement,
     )
-    return balanced_by_kinds(loads, least_by_stage(len(placement), shape.num_layers))
+    balanced = balanced_by_kinds(loads, least_by_stage(len(placement), shape.num_layers))
+    return split_with_experts(balanced, placement=tuple(placement), expert_layers=job.logged_expert_layers)
 
 
 def _layer_seconds(

@@ -46,6 +46,7 @@ from quartet_plugin.planner.table_schedules import KINDS, has_v_placement
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.named import named
+from quartet_plugin.space.expert_stages import split_with_experts
 from quartet_plugin.split.kinds import KindLoads, balanced_by_kinds, least_by_stage
 from quartet_plugin.split.layers import even_split, even_split_with_ends
 
@@ -173,7 +174,12 @@ def split_of(
         return even_split(shape.num_layers, num_stages=pp * virtual)
     if loads:
         return _split_of_pattern(
-            shape.pattern or "", loads=loads, pp=pp, virtual=virtual, is_v_placement=is_v_placement
+            shape.pattern or "",
+            loads=loads,
+            pp=pp,
+            virtual=virtual,
+            is_v_placement=is_v_placement,
+            expert_layers=job.logged_expert_layers,
         )
     embedding, head = end_loads
     if is_v_placement:
@@ -183,21 +189,32 @@ def split_of(
 
 @lru_cache(maxsize=4096)
 def _split_of_pattern(
-    pattern: str, *, loads: tuple[int, ...], pp: int, virtual: int, is_v_placement: bool
+    pattern: str,
+    *,
+    loads: tuple[int, ...],
+    pp: int,
+    virtual: int,
+    is_v_placement: bool,
+    expert_layers: tuple[int, ...],
 ) -> tuple[int, ...]:
-    """The split of a hybrid model's layers that balances devices."""
+    """The split of a hybrid model's layers that balances devices, or the nearest one with `expert_layers`.
+
+    Every device needs one of these where there are some.
+    """
     embedding, *kinds, head = loads
     num_stages = pp * virtual
     fixed = np.zeros(num_stages)
     fixed[0] += embedding
     fixed[-1] += head
+    placement = places.v_shape(pp) if is_v_placement else places.loop(pp, virtual)
     layers = KindLoads(
         fixed=fixed,
         layer=np.repeat(np.array(kinds, dtype=np.float64)[:, None], num_stages, axis=1),
         before=layers_before(pattern, letters_in(pattern)),
-        placement=places.v_shape(pp) if is_v_placement else places.loop(pp, virtual),
+        placement=placement,
     )
-    return balanced_by_kinds(layers, least_by_stage(num_stages, len(pattern)))
+    balanced = balanced_by_kinds(layers, least_by_stage(num_stages, len(pattern)))
+    return split_with_experts(balanced, placement=placement, expert_layers=expert_layers)
 
 
 def v_split(num_layers: int, *, num_devices: int, embedding: int, head: int) -> tuple[int, ...]:

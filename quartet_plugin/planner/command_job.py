@@ -19,6 +19,9 @@ from quartet_plugin.model.megatron_arguments import (
     has_mtp_on_inner_stage,
     latent_attention_of,
     layout_of,
+    logged_expert_layers_of,
+    mtp_kinds_of,
+    num_mtp_layers_of,
     precision_of,
     schedule_of,
     shape_of,
@@ -74,7 +77,7 @@ _READ_FOR_SETTINGS = (
     "cp_comm_by_layer",
 )
 # Those that only the command's words tell, by which layouts are legal, and values of settings.
-_READ_IN_WORDS = WHOLE_NODES | {"step_param_gather", "bf16_end_layer"}
+_READ_IN_WORDS = WHOLE_NODES | {"step_param_gather", "bf16_end_layer", "hybrid"}
 _READ_IN_WORDS_FOR_SETTINGS = frozenset({"saved_params", "ddp_num_buckets"})
 _OF_EXPERTS = (
     EXPERT_TENSOR_PARALLEL.name,
@@ -144,7 +147,9 @@ def job_of_command(
         )
     search, cost = _section(sections, "search"), _section(sections, "cost")
     if args.context_parallel_size > 1:
-        search.setdefault("context_parallel", "auto")
+        # The cost model does not have the transfers by which state-space layers share a sequence.
+        is_kept = shape.layer_kinds is not None and shape.layer_kinds.state_space > 0
+        search.setdefault("context_parallel", args.context_parallel_size if is_kept else "auto")
     world_size = command.num_processes if command.starter != "python" else None
     data = {"model": _model(args, shape), "cluster": cluster, "search": search, "cost": cost}
     # The batch follows from the layout where no flag says it, and the layout from the number of devices.
@@ -185,6 +190,8 @@ def job_of_command(
             shape=shape,
             vocab_size=None,
             experts=experts_of(args),
+            mtp_kinds=mtp_kinds_of(args),
+            logged_expert_layers=logged_expert_layers_of(args),
             search=kept,
             features=_features(args, kept, every=features),
             settings=_settings(args, kept),
@@ -272,9 +279,10 @@ def _shape(args: Namespace, vocab_size: int | None) -> ModelShape:
 
 
 def _model(args: Namespace, shape: ModelShape) -> dict[str, Any]:
-    """The `model` section that the command's flags say."""
+    """The `model` section that the command's flags say, without a hybrid model's layers."""
     experts, latent = experts_of(args), latent_attention_of(args)
     model = {**dump(shape), "precision": "fp8" if args.fp8 else precision_of(args)}
+    model.pop("layer_kinds", None)
     if latent is not None:
         del model["kv_channels"], model["num_query_groups"]
         model["latent_attention"] = dump(latent)
@@ -286,7 +294,8 @@ def _model(args: Namespace, shape: ModelShape) -> dict[str, Any]:
             "shared_expert_ffn_hidden_size": experts.shared_ffn_hidden_size,
             "num_dense_layers": experts.num_dense_layers,
         }
-    return model | ({"mtp_layers": args.mtp_num_layers} if args.mtp_num_layers else {})
+    num_further = num_mtp_layers_of(args)
+    return model | ({"mtp_layers": num_further} if num_further else {})
 
 
 def _devices_of_command(device: str, command: Command) -> dict[str, Any]:

@@ -9,8 +9,11 @@ from quartet_plugin.launchers.megatron_words import arguments_in, read_arguments
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.megatron_arguments import (
     experts_of,
+    hybrid_pattern,
     latent_attention_of,
     layout_of,
+    logged_expert_layers_of,
+    mtp_kinds_of,
     num_mtp_layers_of,
     precision_of,
     schedule_of,
@@ -24,7 +27,7 @@ from quartet_plugin.planner.kept_axes import features_of_command
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.space.knobs.registry import settings_of
 from quartet_plugin.space.plan_space import Space, build_space
-from quartet_plugin.space.runtime_refusals import GROUPED_EXPERTS, refusal
+from quartet_plugin.space.runtime_refusals import engine_layers_refusal, refusal
 
 # No knob depends on the vocabulary, which the command's tokenizer may determine.
 _ANY_VOCABULARY = 32_768
@@ -55,6 +58,7 @@ def _reported_job(command: Command, args: Namespace, *, num_processes: int) -> T
     layout, stated = layout_of(args, world_size=num_processes), arguments_in(command.arguments)
     layer_impl = getattr(stated, "transformer_impl", "transformer_engine")
     is_grouped = args.num_experts and args.moe_grouped_gemm and layer_impl != "local"
+    has_state_space = "M" in hybrid_pattern(args) and layer_impl != "local"
     return TrainingJob(
         framework=MEGATRON.framework,
         framework_version=DEFAULT_RELEASE,
@@ -69,11 +73,13 @@ def _reported_job(command: Command, args: Namespace, *, num_processes: int) -> T
         features=features_of_command(command),
         neutralised=(),
         settings=tuple(settings_of(args)),
-        full_backward=GROUPED_EXPERTS if is_grouped else None,
+        full_backward=engine_layers_refusal(has_experts=bool(is_grouped), has_state_space=has_state_space),
         layer_impl=layer_impl,
         normalization=getattr(stated, "normalization", "LayerNorm"),
         experts=experts_of(args),
         latent=latent_attention_of(args),
         mtp_layers=num_mtp_layers_of(args) or None,
+        mtp_kinds=mtp_kinds_of(args),
+        logged_expert_layers=logged_expert_layers_of(args) or None,
         no_custom_schedules=refusal(stated),
     )

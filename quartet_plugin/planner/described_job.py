@@ -36,6 +36,8 @@ def description_of(job: PlanRequest) -> JobDescription:
         vocab_size=job.vocab_size,
         features=job.features or None,
         settings=job.settings or None,
+        mtp_kinds=job.mtp_kinds,
+        logged_expert_layers=job.logged_expert_layers or None,
     )
 
 
@@ -69,6 +71,8 @@ def request_of(
         cost=CostSection(price_per_device_hour=said.price_per_device_hour, tokens=said.num_tokens),
         vocab_size=said.vocab_size,
         mtp_layers=plan.made_for.mtp_layers or 0,
+        mtp_kinds=said.mtp_kinds,
+        logged_expert_layers=said.logged_expert_layers or (),
         features=said.features or (),
         settings=said.settings or (),
         batching_features=plan.made_for.batching_features or (),

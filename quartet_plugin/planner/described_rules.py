@@ -11,7 +11,7 @@ from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
 from quartet_plugin.space.knobs.tensor_partition import REFUSED_FEATURES
 from quartet_plugin.space.layouts import stock_choice
 from quartet_plugin.space.rules import LayoutRules
-from quartet_plugin.space.runtime_refusals import GROUPED_EXPERTS, REFUSED
+from quartet_plugin.space.runtime_refusals import REFUSED, engine_layers_refusal
 
 # The release that a plan is for where no Megatron is here and none is asked for.
 DEFAULT_RELEASE = "0.19.2"
@@ -86,6 +86,7 @@ def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...])
         "moe": job.experts is not None,
         "multi_latent_attention": job.latent is not None,
     }
+    kinds = [each for each in (job.shape.layer_kinds, job.mtp_kinds) if each is not None]
     return TrainingJob(
         framework=MEGATRON.framework,
         framework_version=DEFAULT_RELEASE,
@@ -100,12 +101,16 @@ def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...])
         features=(*job.features, *(name for name, is_on in present.items() if is_on)),
         neutralised=(),
         settings=job.settings or None,
-        full_backward=None if job.experts is None else GROUPED_EXPERTS,
+        full_backward=engine_layers_refusal(
+            has_experts=job.experts is not None, has_state_space=any(each.state_space for each in kinds)
+        ),
         layer_impl="transformer_engine",
         experts=job.experts,
         latent=job.latent,
         normalization=job.normalization,
         mtp_layers=job.mtp_layers or None,
+        mtp_kinds=job.mtp_kinds,
+        logged_expert_layers=job.logged_expert_layers or None,
         no_tensor_partition=next((REFUSED_FEATURES[name] for name in _special_layers(job)), None),
     )
 
@@ -116,5 +121,6 @@ def _special_layers(job: PlanRequest) -> list[str]:
         "moe": job.experts is not None,
         "multi_latent_attention": job.latent is not None,
         "mtp": job.mtp_layers > 0,
+        "hybrid": job.shape.layer_kinds is not None,
     }
     return [name for name, is_there in present.items() if is_there]

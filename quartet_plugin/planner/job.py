@@ -194,6 +194,8 @@ class PlanRequest:
     stage of the command, which `stock` in `search.split` means; None without a command, where `stock` means
     the even split; `is_mtp_before_last`: it has multi-token prediction on the stage before the last one.
     `mtp_kinds` are the layers of each depth of multi-token prediction in a hybrid model.
+    `logged_expert_layers` of one are those of which every pipeline rank needs one
+    (`TrainingJob.logged_expert_layers`).
     `no_custom_schedules` is why none runs with the command's flags, None where some may. `packed` are the
     documents in a study's sequences, None where nothing counted them.
     """
@@ -212,6 +214,7 @@ class PlanRequest:
     normalization: str | None = None
     mtp_layers: int = 0
     mtp_kinds: LayerKinds | None = None
+    logged_expert_layers: tuple[int, ...] = ()
     features: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
     batching_features: tuple[str, ...] = ()
@@ -270,12 +273,15 @@ class PlanRequest:
             precision=self.half,
             software=self._software_with(layout.settings),
         )
+        depth = None
+        if self.mtp_layers:
+            depth = mtp_depth_of(shape, self.experts, self.latent, self.mtp_kinds)
         return replace(
             with_layers(with_recompute(run, values) if values else run, layers),
             matmul=self.precision,
             normalization=self.normalization,
             mtp_layers=self.mtp_layers,
-            mtp_depth=mtp_depth_of(shape, self.experts, self.mtp_kinds) if self.mtp_layers else None,
+            mtp_depth=depth,
             is_mtp_before_last=bool(self.split_of(split).mtp_before_last),
             has_whole_experts=values.get("expert_tensor_parallel") == 1,
             imbalance=imbalance_of(self.features),

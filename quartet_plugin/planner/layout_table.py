@@ -8,6 +8,7 @@ from math import gcd
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quartet_plugin.cost.memory import distinct_numbers
 from quartet_plugin.cost.run import ScheduleKind
@@ -19,8 +20,9 @@ from quartet_plugin.model.tensor_partition import TensorPartition, partition_fro
 from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.table_rows import RECOMPUTE, layout_of, unique_rows
-from quartet_plugin.planner.table_schedules import KINDS, schedules_of_rows
+from quartet_plugin.planner.table_schedules import KINDS, placement_of, schedules_of_rows
 from quartet_plugin.space.config import SEARCHED
+from quartet_plugin.space.expert_stages import fault_of_split, split_with_experts
 from quartet_plugin.space.forbidden import forbidden_rows
 from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER as OPTIMIZER
 from quartet_plugin.space.knobs.divisors import divisors, nearest_words
@@ -49,6 +51,7 @@ from quartet_plugin.space.layouts import (
 )
 from quartet_plugin.space.rules import LayoutRules
 from quartet_plugin.space.schedules import MAX_PLANNED_ACTIONS
+from quartet_plugin.space.state_space import fault_of_shared_heads
 from quartet_plugin.split.layers import even_split, is_legal_split
 
 # The columns of the table.
@@ -130,6 +133,7 @@ def layout_table_of(job: PlanRequest, shape: ModelShape, *, is_checked: bool = T
     columns = np.concatenate([np.zeros((0, SCHEDULE), dtype=np.int64), *rows])
     kept, kinds = schedules_of_rows(rules, shape, columns, num_microbatches=num_microbatches(job, columns))
     columns = _of_searched(job, np.column_stack([columns[kept], kinds]))
+    columns = columns[_have_experts(job, shape, columns)]
     forbidden = forbidden_rows(job.search.forbid, _axes(columns), num_rows=len(columns))
     columns, partitions = _with_partitions(rules, shape, columns[~forbidden])
     columns, options = _with_options(
@@ -142,6 +146,29 @@ def layout_table_of(job: PlanRequest, shape: ModelShape, *, is_checked: bool = T
         partitions=partitions,
         options=options,
     )
+
+
+def _have_experts(job: PlanRequest, shape: ModelShape, columns: IntArray) -> NDArray[np.bool_]:
+    """Whether each row has a split by which every pipeline rank has one of `job.logged_expert_layers`.
+
+    Any row has one where there are no such layers.
+    """
+    has_them = np.ones(len(columns), dtype=np.bool_)
+    if not job.logged_expert_layers or not len(columns):
+        return has_them
+    written = written_splits(job)
+    keys, _, inverse = unique_rows(columns[:, [PP, VIRTUAL, SPLIT, SCHEDULE]])
+    for number, (pp, virtual, kind, schedule) in enumerate(keys.tolist()):
+        placement = placement_of(KINDS[schedule], num_devices=pp, num_chunks=virtual)
+        split = even_split(shape.num_layers, num_stages=pp * virtual)
+        if kind == BALANCED:
+            split = split_with_experts(split, placement=placement, expert_layers=job.logged_expert_layers)
+        elif kind >= WRITTEN:
+            split = written[kind - WRITTEN]
+        has_them[inverse == number] = (
+            fault_of_split(split, placement=placement, expert_layers=job.logged_expert_layers) is None
+        )
+    return has_them
 
 
 def _of_searched(job: PlanRequest, columns: IntArray) -> IntArray:
@@ -299,6 +326,12 @@ def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: 
     if pp > most_stages(shape):
         fault = f"PP {pp} has more stages than {shape.num_layers} layers, embedding and head"
         return f"layers: {fault}{nearest_words(pp, legal.pipeline_parallel)}"
+    if unshared := fault_of_shared_heads(shape, tensor=tp, context=cp):
+        return f"state-space layers: {unshared}"
+    experts = job.logged_expert_layers
+    if experts and pp > len(experts):
+        fault = f"PP {pp} leaves a device without one of the {len(experts)} layers with experts"
+        return f"experts: {fault}{nearest_words(pp, legal.pipeline_parallel)}"
     if job.global_batch_size % dp:
         fault = f"DP {dp} does not divide a batch of {job.global_batch_size}"
         return f"batch: {fault}{nearest_words(dp, legal.data_parallel)}"
@@ -350,8 +383,10 @@ class LegalDegrees:
 
     @property
     def pipeline_parallel(self) -> list[int]:
-        """Divisors of the devices, as far as there are stages to fill."""
-        return [pp for pp in divisors(self.job.machines.num_devices) if pp <= most_stages(self.shape)]
+        """Divisors of the devices, as far as there are stages to fill, and layers with experts for each."""
+        most = most_stages(self.shape)
+        most = min(most, len(self.job.logged_expert_layers) or most)
+        return [pp for pp in divisors(self.job.machines.num_devices) if pp <= most]
 
     @property
     def data_parallel(self) -> list[int]:
@@ -408,8 +443,10 @@ def _splits(job: PlanRequest, num_layers: int, num_stages: int) -> list[int]:
         splits.append((EVEN, even_split(num_layers, num_stages=num_stages)))
     splits += enumerate(written_splits(job), start=WRITTEN)
     kinds: dict[tuple[int, ...], int] = {}
+    # Every stage of a hybrid model has layers.
+    fewest = 0 if job.shape.layer_kinds is None else 1
     for kind, counts in splits:
-        if is_legal(counts):
+        if is_legal(counts) and min(counts) >= fewest:
             kinds.setdefault(counts, kind)
     return list(kinds.values())
 

@@ -92,10 +92,10 @@ def _has_free_order(job: PlanRequest, ranked: Ranked) -> bool:
     """Whether the job leaves the order of the plan's actions to a search."""
     layout = ranked.layout
     is_asked = job.search.schedule is not None
-    splits_backward = layout.recompute != "full" and job.experts is None
+    rules = rules_of(job)
+    splits_backward = layout.recompute != "full" and rules.job.full_backward is None
     # A requested group requests the interleaved schedule.
     is_grouped = layout.virtual_stages > 1 and job.search.group is not None
-    rules = rules_of(job)
     return (
         layout.pipeline_parallel > 1
         and is_searched(job)

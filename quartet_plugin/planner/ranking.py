@@ -54,7 +54,9 @@ from quartet_plugin.planner.layout_table import (
     refused_degrees,
 )
 from quartet_plugin.planner.no_layout import no_layout_words
+from quartet_plugin.planner.table_schedules import placement_of
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
+from quartet_plugin.space.expert_stages import fault_of_split
 from quartet_plugin.split.layers import EndLoads
 
 # Layouts of a cluster whose mappings are solved with more effort than for ranking.
@@ -327,6 +329,8 @@ def refine(
             may_split=job.search.split is None,
         )
         better = assign(problem, effort=effort)
+        if better is not None and _lacks_experts(job, ranked.layout, better.split, ranked.schedule):
+            better = None
         if better is not None and better.prediction.iter_time_s <= ranked.iteration_s * (1 + 1e-12):
             ranked = _with(ranked, better)
         refined.append(ranked)
@@ -515,6 +519,8 @@ def _planned_with(
     `refused` are not tried.
     """
     layout, schedule = layouts.table.layout(row), layouts.table.schedule(row)
+    if _lacks_experts(job, layout, split, schedule):
+        return NoPlan.UNFIT
     ranked = partial(Ranked, shape=layouts.shape, layout=layout, split=split, schedule=schedule, group=group)
     if solver is None:
         run = job.run(layouts.shape, layout, split, schedule=schedule, group=group)
@@ -546,8 +552,19 @@ def _planned_with(
     )
     if isinstance(assignment, NoPlan):
         return assignment
+    if _lacks_experts(job, layout, assignment.split, schedule):
+        return NoPlan.UNFIT
     bare = ranked(iteration_s=1.0, equal_work_s=layouts.scale, terms={}, memory=assignment.memory)
     return _with(bare, assignment)
+
+
+def _lacks_experts(job: PlanRequest, layout: Layout, split: tuple[int, ...], schedule: ScheduleKind) -> bool:
+    """Whether a pipeline rank has none of the layers of which each needs one."""
+    if not job.logged_expert_layers:
+        return False
+    devices, chunks = layout.pipeline_parallel, layout.virtual_stages
+    placement = placement_of(schedule, num_devices=devices, num_chunks=chunks)
+    return fault_of_split(split, placement=placement, expert_layers=job.logged_expert_layers) is not None
 
 
 def _with(ranked: Ranked, assignment: Assignment) -> Ranked:

@@ -7,7 +7,8 @@ from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.table_rows import layout_of, unique_rows
-from quartet_plugin.schedule.placement import PlacementKind
+from quartet_plugin.schedule import placement as places
+from quartet_plugin.schedule.placement import Placement, PlacementKind
 from quartet_plugin.space.config import SEARCHED, STOCK_NAMES, TABLE_SCHEDULES
 from quartet_plugin.space.features import objective_axes
 from quartet_plugin.space.layouts import is_requested, schedules_of
@@ -23,6 +24,12 @@ KINDS: tuple[ScheduleKind, ...] = (
 def has_v_placement(kind: ScheduleKind) -> bool:
     """Whether the schedule's placement is a V: device 0 holds both ends of the model."""
     return kind.spec is not None and kind.spec.placement is PlacementKind.V
+
+
+def placement_of(kind: ScheduleKind, *, num_devices: int, num_chunks: int) -> Placement:
+    """The pipeline rank of each stage under the schedule."""
+    is_snake = kind.spec is not None and kind.spec.placement in (PlacementKind.V, PlacementKind.SNAKE)
+    return places.snake(num_devices, num_chunks) if is_snake else places.loop(num_devices, num_chunks)
 
 
 def is_searched(job: PlanRequest) -> bool:

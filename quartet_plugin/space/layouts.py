@@ -18,6 +18,7 @@ from quartet_plugin.space.knobs.divisors import nearest_words
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, SettingKnob, Value
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
+from quartet_plugin.space.knobs.pipeline_parallel import most_stages
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, DEGREES, LAYOUT_KNOBS, OPTIONS, SETTINGS
 from quartet_plugin.space.knobs.sequence_parallel import divides_sequence
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
@@ -156,7 +157,7 @@ def _runs(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> bool:
         return False
     if rules.prohibitions.of_layout(layout) is not None:
         return False
-    return layout.num_stages <= shape.num_layers + 2 and bool(schedules_of(layout, shape=shape, rules=rules))
+    return layout.num_stages <= most_stages(shape) and bool(schedules_of(layout, shape=shape, rules=rules))
 
 
 def schedules_of(

@@ -107,6 +107,13 @@ REFUSED = (
 )
 
 
+def engine_layers_refusal(*, has_experts: bool, has_state_space: bool) -> str | None:
+    """Why backwards of Transformer Engine's layers are full ones; None where they may be split."""
+    if has_experts:
+        return GROUPED_EXPERTS
+    return STATE_SPACE if has_state_space else None
+
+
 def refusal(args: Namespace) -> str | None:
     """Why a custom schedule cannot run with these arguments, in one line; None where it can."""
     return first_refused(REFUSED, args)

@@ -99,6 +99,39 @@ def test_the_stages_of_a_hybrid_model_are_in_its_pattern_alone() -> None:
         export(replace(PLAN, shape=replace(PLAN.shape, layer_kinds=kinds)))
 
 
+def hybrid_plan(pattern: str, framework_pattern: str | None = None, **layout: Any) -> Plan:
+    kinds = LayerKinds(attention=0, mlp=0, experts=0, state_space=0).with_pattern(pattern)
+    kinds = replace(kinds, framework_pattern=framework_pattern)
+    shape = make_shape(num_layers=len(pattern), layer_kinds=kinds)
+    made_for = replace(PLAN.made_for, shape=shape)
+    split = PLAN.split if not layout else Split(transformer_layers_per_stage=(len(pattern),))
+    changes = {"layout": make_layout(**layout), "schedule": ScheduleChoice(name="no-pipelining")}
+    return replace(PLAN, shape=shape, made_for=made_for, split=split, **(changes if layout else {}))
+
+
+def test_a_hybrid_models_pattern_has_the_plans_stages() -> None:
+    """Also one whose first letter would be taken for a flag, and one with a single stage of several."""
+    for pattern, written, flag in (
+        ("M-*M-*M-", None, "--hybrid-layer-pattern 'M-*M-*|M-'"),
+        ("-M*-M-*M", None, "'--hybrid-layer-pattern=-M*-M-|*M'"),
+        ("M-*M-*M-", "M-+M-+M-/+-/+-", "--hybrid-layer-pattern 'M-+M-+|M-/+-/+-'"),
+    ):
+        content = export(hybrid_plan(pattern, written))
+        assert flag in lines(content)
+        assert "--pipeline-model-parallel-layout" not in content["flags"]
+        assert "--hybrid-override-pattern" in content["leave_out"]
+    single = export(hybrid_plan("M-*M-*M-", pipeline_parallel=1, data_parallel=2))
+    assert single["flags"]["--hybrid-layer-pattern"] == "M-*M-*M-"
+
+
+def test_a_script_takes_a_pattern_that_begins_with_a_dash() -> None:
+    plan = hybrid_plan("-M*-M-*M")
+    plan = replace(plan, mapping=Mapping(slots=tuple(sorted(plan.mapping.slots))))
+    command = ("torchrun", "pretrain.py", "--hybrid-layer-pattern=-M*-M-*M")
+    text = native_text(plan, command=command, cwd=Path())
+    assert "'--hybrid-layer-pattern=-M*-M-|*M'" in text
+
+
 def test_what_the_plan_keeps_of_recomputation_is_not_written() -> None:
     """The command may say more than a plan can: how many layers, and by which method."""
     base = replace(PLAN.made_for.baseline, layout=make_layout(recompute="full"))

@@ -64,9 +64,13 @@ def test_a_command_has_its_choices_and_why_a_value_is_kept(capsys: pytest.Captur
     assert rows["pipeline_parallel"]["choices"] == ["1", "2", "4"]
     assert rows["micro_batch_size"]["state"] == "kept: moe_microbatch_loss"
     assert "Transformer Engine" in rows["context_parallel"]["state"]
-    assert main(["knobs", "--", *command, "--hybrid-layer-pattern", "M*"]) == 0
+    assert main(["knobs", "--json", "--", *command, "--hybrid-layer-pattern", "M*E*"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["knobs"]}
+    # Every device needs a layer with experts whose losses are logged.
+    assert rows["pipeline_parallel"]["choices"] == ["1"]
+    assert main(["knobs", "--", *command, "--hybrid-layer-pattern", "MG"]) == 0
     shown = capsys.readouterr().out
-    assert "known after the baseline of a run (`quartet knobs RUN`): --hybrid-layer-pattern" in shown
+    assert "known after the baseline of a run (`quartet knobs RUN`): --hybrid-layer-pattern: 'MG'" in shown
 
 
 def test_a_command_that_its_stages_do_not_divide_has_its_flags_values_and_the_reason(

@@ -20,6 +20,7 @@ from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from tests.model.plans import LAYOUT
 from tests.planner.planning import job_data, with_pattern
@@ -85,6 +86,51 @@ def test_attention_and_an_ffn_make_a_transformer_layer(model: dict[str, Any], ch
     else:
         # Each letter is a layer whose input is kept.
         assert stage_activations(pairs)[0][0] > stage_activations(plain)[0][0]
+
+
+def with_depth(job: PlanRequest, kinds: LayerKinds | None) -> PlanRequest:
+    """The job with one layer of multi-token prediction."""
+    shape = replace(job.shape, tied_embeddings=False)
+    return replace(job, shape=shape, mtp_layers=1, mtp_kinds=kinds)
+
+
+@pytest.mark.parametrize("model", [{}, EXPERTS])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_attention_and_an_ffn_make_a_layer_of_multi_token_prediction(
+    model: dict[str, Any], recompute: str
+) -> None:
+    letters = "*E" if model is EXPERTS else "*-"
+    model = {**model, "hidden_size": 4096, "seq_length": 8192}
+    routed = model.get("num_experts") is not None
+    depth = LayerKinds(attention=1, mlp=int(not routed), experts=int(routed), state_space=0)
+    pairs = run(with_depth(job(8 * letters, **model), depth), 8, 8, recompute=recompute)
+    plain = run(with_depth(job(**model), None), 4, 4, recompute=recompute)
+    assert stage_s(pairs) == pytest.approx(stage_s(plain))
+    assert quantities(pairs) == pytest.approx(quantities(plain))
+
+
+def test_a_depth_takes_what_its_letters_take() -> None:
+    """On long sequences attention takes far more time than a state-space layer with many weights."""
+
+    def last_stage(**counts: int) -> tuple[float, float, float]:
+        made = with_pattern(job(seq_length=32_768), "MMMM****", projected_size=16_384)
+        kinds = LayerKinds(
+            **{"attention": 0, "mlp": 0, "experts": 0, "state_space": 0, **counts}, projected_size=16_384
+        )
+        run_with = run(with_depth(made, kinds), 4, 4)
+        weights = weights_of_stages(run_with)[-1].num_total
+        return stage_s(run_with)[-1], weights, float(stage_activations(run_with)[0][-1])
+
+    attention, state_space, both = (
+        last_stage(attention=1),
+        last_stage(state_space=1),
+        last_stage(attention=1, state_space=1),
+    )
+    assert attention[0] > 1.1 * state_space[0]
+    assert attention[1] < state_space[1]
+    two = last_stage(attention=2)
+    for first, other, more, double in zip(attention, state_space, both, two, strict=True):
+        assert more - other == pytest.approx(double - first)
 
 
 def test_a_stage_takes_what_its_letters_take() -> None:

@@ -86,6 +86,7 @@ def random_command(generator: random.Random) -> ProductionCommand:
     num_devices = generator.choice((1, 2, 4, 8, 16, 32, 64))
     sizes["--global-batch-size"] = num_devices * generator.choice((1, 2, 3, 6, 8))
     words = [*_COMMON, *(word for name, value in sizes.items() for word in (name, str(value)))]
+    pattern = _random_pattern(generator) if generator.random() < 0.2 else None
     words += ["--transformer-impl", generator.choice(("local", "transformer_engine"))]
     if generator.random() < 0.5:
         divisors = [number for number in (1, 2, 4, 8) if heads % number == 0]
@@ -104,11 +105,32 @@ def random_command(generator: random.Random) -> ProductionCommand:
     if generator.random() < 0.2:
         # Stages of multi-token prediction with a tied head can be made, but not saved.
         words += ["--untie-embeddings-and-output-weights", "--position-embedding-type", "none"]
-        words += ["--mtp-num-layers", str(generator.choice((1, 2)))]
-    if "transformer_engine" in words and generator.random() < 0.4:
+        depths = generator.choice((1, 2))
+        if pattern is None:
+            words += ["--mtp-num-layers", str(depths)]
+        else:
+            pattern += depths * "/*-"
+    if pattern is not None:
+        # A first letter may be a dash.
+        words += [f"--hybrid-layer-pattern={pattern}", *_STATE_SPACES]
+    if pattern is None and "transformer_engine" in words and generator.random() < 0.4:
         words += _random_context(generator, sizes["--seq-length"] // tensor, num_devices // tensor)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return ProductionCommand("random", tuple(words), num_devices, environment)
+
+
+_STATE_SPACES = shlex.split(
+    "--mamba-num-heads 16 --mamba-head-dim 16 --mamba-num-groups 8 --mamba-state-dim 16"
+)
+
+
+def _random_pattern(generator: random.Random) -> str:
+    """A pattern of attention, MLPs, experts and state-space layers without stages.
+
+    Of a model without experts Megatron's checks count an `E` as any other layer.
+    """
+    letters = generator.choice(("*-", "M*-", "ME*-"))
+    return "".join(generator.choice(letters) for _ in range(generator.choice((4, 9, 12, 26))))
 
 
 def _random_experts(generator: random.Random, num_devices: int) -> tuple[int, list[str]]:
@@ -234,7 +256,9 @@ def refused_values(
     context = KnobContext(layout=layout, shape=shape, rules=rules)
     size = generator.choice((2, 3, 4, 5, 8, 16))
     fault = TENSOR_PARALLEL.fault(size, context)
-    if fault and ("heads" in fault or "query groups" in fault or fault.endswith("devices")):
+    is_checked = fault and ("heads" in fault or "query groups" in fault or fault.endswith("devices"))
+    # State-space layers are checked where they are built.
+    if fault and is_checked and "state-space" not in fault:
         yield {"tensor_model_parallel_size": size}, fault
     size = generator.choice((2, 3, 4, 5, 8, 16))
     fault = EXPERT_PARALLEL.fault(size, context)
@@ -245,7 +269,8 @@ def refused_values(
         yield {"expert_tensor_parallel_size": None}, fault
     size = generator.choice((2, 3, 4, 5, 7, 8))
     fault = PIPELINE_PARALLEL.fault(size, context)
-    if fault:
+    # Too few layers for a hybrid model's stages are not refused before it is built.
+    if fault and (shape.layer_kinds is None or "divide" in fault):
         yield {"pipeline_model_parallel_size": size, "pipeline_model_parallel_layout": None}, fault
     size = generator.choice((2, 3, 4, 5, 7, 16))
     fault = MICRO_BATCH_SIZE.fault(size, context)
@@ -324,7 +349,7 @@ def no_counts() -> dict[str, Any]:
 
     `spread_over_tensor` are plans whose experts are spread over tensor-parallel ranks, too.
     """
-    numbers = dict.fromkeys(("accepted", "refused", "spread_over_tensor"), 0)
+    numbers = dict.fromkeys(("accepted", "refused", "spread_over_tensor", "hybrid"), 0)
     return {**numbers, "disagreements": [], "settings": Counter()}
 
 
@@ -350,6 +375,7 @@ def check_command(command: ProductionCommand, generator: random.Random, num: int
             plan = space.decode(Sweep(generator.randrange(10**6)), trial=turn + 1)
             result["settings"].update(setting.name for setting in plan.layout.settings or ())
             result["spread_over_tensor"] += plan.layout.needs_whole_experts
+            result["hybrid"] += plan.shape.layer_kinds is not None
             with mock.patch.dict(os.environ):
                 words, _ = rewrite(plan, flags=flags, words=command.words)
                 set_connections(user, flags.values(words), environment=os.environ, architecture=lambda: 9)

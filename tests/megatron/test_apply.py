@@ -286,6 +286,7 @@ def test_a_custom_schedule_runs_while_a_batch_ramps_up_and_not_where_it_changes_
     ("pattern", "pipeline", "split", "written"),
     [
         ("*-*-*-", 1, (4, 2), "*-*-|*-"),
+        ("-*-*-*", 1, (4, 2), "-*-*|-*"),
         ("*-*|-*-", 2, (1, 5), "*|-*-*-"),
         ("*-*|-*-/*-/*-", 2, (1, 2, 2, 1), "*|-*|-*|-/*-/*-"),
         ("*-*|-*-/*-", 2, (6,), "*-*-*-/*-"),
@@ -306,7 +307,8 @@ def test_stages_of_a_hybrid_model_are_pipes_in_its_pattern(
         made_for_shape=replace(SHAPE, layer_kinds=kinds),
     )
     degree = ["--pipeline-model-parallel-size", str(pipeline)]
-    words = [*MEGATRON_FLAGS[2:], *degree, "--hybrid-layer-pattern", pattern]
+    # In words of its own a pattern that begins with a dash would be a flag.
+    words = [*MEGATRON_FLAGS[2:], *degree, f"--hybrid-layer-pattern={pattern}"]
     edited, _ = rewrite(plan, flags=native_flags(), words=words)
     args = native_flags().values(edited)
     assert args.hybrid_layer_pattern == written

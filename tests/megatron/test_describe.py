@@ -1,6 +1,7 @@
 """Megatron's arguments as our own types, held against Megatron's own rules."""
 
 import runpy
+import shlex
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.megatron.describe import as_user_wrote, knows_further_tokens
 from quartet_plugin.megatron.execution import _unwrapped
 from quartet_plugin.model.megatron_arguments import (
+    experts_of,
     features_of,
     layout_of,
     logged_expert_layers_of,
@@ -159,6 +161,8 @@ def test_a_pattern_says_the_layers_and_their_kinds() -> None:
     # Several of Megatron's letters are of one kind.
     others = shape_of(values("--hybrid-layer-pattern", "GD|E-"), vocab_size=128)
     assert others.pattern == "M*E-"
+    assert others.layer_kinds is not None
+    assert others.layer_kinds.framework_pattern == "GDE-"
     sized = values(
         *("--hybrid-override-pattern", "M*", "--mamba-num-heads", "4", "--mamba-head-dim", "16"),
         *("--mamba-num-groups", "2", "--mamba-state-dim", "32"),
@@ -176,6 +180,34 @@ def test_a_depth_of_multi_token_prediction_has_the_kinds_of_its_pattern() -> Non
     assert kinds.num_layers == 3
     for words in (("--hybrid-layer-pattern", "M-M*"), ("--mtp-num-layers", "1")):
         assert mtp_kinds_of(values(*words)) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        (["--hybrid-layer-pattern", "M-|M*"], None),
+        (["--hybrid-layer-pattern", "M-|M*/*-/*-"], "M-M*/*-/*-"),
+        (["--hybrid-layer-pattern", "M-M*", "--mtp-hybrid-override-pattern", "*-"], None),
+        (
+            shlex.split("--hybrid-layer-pattern M-M* --mtp-hybrid-override-pattern *- --mtp-num-layers 2"),
+            "M-M*/*-/*-",
+        ),
+    ],
+)
+def test_a_shape_has_the_patterns_of_further_tokens(words: list[str], written: str | None) -> None:
+    kinds = shape_of(values(*words), vocab_size=128).layer_kinds
+    assert kinds is not None
+    assert (kinds.pattern, kinds.framework_pattern) == ("M-M*", written)
+
+
+def test_experts_of_a_hybrid_model_are_its_letters() -> None:
+    """Whatever the frequency of another model's layers with experts, and without --num-layers."""
+    args = native_flags().values(
+        [*MEGATRON_FLAGS[2:], "--num-experts", "4", "--moe-layer-freq", "2", "--hybrid-layer-pattern", "M*E-"]
+    )
+    experts = experts_of(args)
+    assert experts is not None
+    assert experts.num_dense_layers == 0
 
 
 def test_shape_and_defaults() -> None:

@@ -46,4 +46,5 @@ def test_every_release_agrees_with_the_rules_on_2000_plans(release: str | None) 
     assert result["disagreements"] == []
     assert result["accepted"] == 2000
     assert result["spread_over_tensor"] > 50
+    assert result["hybrid"] > 200
     assert result["refused"] > 1000

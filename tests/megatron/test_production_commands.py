@@ -250,6 +250,9 @@ PLANNED = (
     "llama3-70b, TP 8, PP 4, 5 chunks",
     "llama3-70b, full recomputation",
     "mixtral 8x7b, EP 8, PP 4",
+    "nemotron-h 56b, TP 2",
+    "nemotron-h 8b, PP 2 in 2 chunks a device by the pattern",
+    "nemotron 3 nano, EP 8",
 )
 
 

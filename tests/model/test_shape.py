@@ -83,6 +83,19 @@ def test_a_pattern_has_the_counted_layers() -> None:
             replace(kinds, pattern=pattern)
 
 
+def test_a_pattern_in_the_frameworks_letters_has_as_many_layers() -> None:
+    kinds = LayerKinds(attention=1, mlp=2, experts=0, state_space=1, pattern="M-*-")
+    written = replace(kinds, framework_pattern="M-+-/+-/+-")
+    assert parse(LayerKinds, dump(written), where="test") == written
+    assert "framework_pattern" not in dump(kinds)
+    assert written.without_pattern == kinds.without_pattern
+    assert written.without_pattern.pattern is None
+    assert written.with_pattern("M*").framework_pattern is None
+    for text in ("M-+", "M-+/-", "M|-+-", "M-+\n", "M-+é"):
+        with pytest.raises(ConfigError, match=r"layer_kinds\.framework_pattern"):
+            replace(kinds, framework_pattern=text)
+
+
 def test_layers_without_an_order_are_read_and_written_as_before() -> None:
     kinds = LayerKinds(attention=1, mlp=2, experts=0, state_space=1)
     assert "pattern" not in dump(kinds)

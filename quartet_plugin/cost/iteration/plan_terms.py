@@ -156,7 +156,7 @@ def run_of_job(
     return replace(
         run,
         mtp_layers=mtp_layers,
-        mtp_depth=mtp_depth_of(source.shape, job.experts, job.mtp_kinds) if mtp_layers else None,
+        mtp_depth=mtp_depth_of(source.shape, job.experts, job.latent, job.mtp_kinds) if mtp_layers else None,
         is_mtp_before_last=bool(split.mtp_before_last),
         has_whole_experts=known.get("expert_tensor_parallel") == 1,
         imbalance=imbalance_of(job.features),

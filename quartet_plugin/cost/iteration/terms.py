@@ -76,9 +76,13 @@ def _with_mtp(run: TrainingRun, rates: Rates, *, head: StageParts, further: Stag
 
 def _parts_of_depth(run: TrainingRun, constants: Constants) -> StageParts:
     """The parts of the layers of a hybrid model's depth of multi-token prediction together."""
-    further, count = run.further_layers
-    parts = layer_parts(further, constants, Rates(further, constants), experts=further.experts)
-    return {name: times.scaled(count) for name, times in parts.items()}
+    parts: StageParts = {}
+    for further, experts, count in run.further_layers:
+        layer = layer_parts(further, constants, Rates(further, constants), experts=experts)
+        for name, times in layer.items():
+            more = times.scaled(count)
+            parts[name] = parts[name].plus(more) if name in parts else more
+    return parts
 
 
 def _end_parts(end: LayerTimes) -> StageParts:

@@ -5,7 +5,7 @@ from typing import Any
 
 from quartet_plugin.megatron.te_layers import obstacle
 from quartet_plugin.model.megatron_arguments import hybrid_pattern
-from quartet_plugin.space.runtime_refusals import GROUPED_EXPERTS, STATE_SPACE
+from quartet_plugin.space.runtime_refusals import engine_layers_refusal
 
 # Letters of a hybrid model's pattern: state-space layers, and two kinds of attention like them.
 _NOT_TRIED = frozenset("MGD")
@@ -46,11 +46,11 @@ def layers_need_full_backwards(args: Namespace) -> str | None:
     """
     layers = getattr(args, "transformer_impl", "local")
     if layers == "transformer_engine":
-        if getattr(args, "num_experts", None):
-            return GROUPED_EXPERTS
-        if _NOT_TRIED & set(hybrid_pattern(args)):
-            return STATE_SPACE
-        return obstacle(args)
+        refusal = engine_layers_refusal(
+            has_experts=bool(getattr(args, "num_experts", None)),
+            has_state_space=not _NOT_TRIED.isdisjoint(hybrid_pattern(args)),
+        )
+        return refusal or obstacle(args)
     if layers != "local":
         return "--transformer-impl: backwards are not split with such layers"
     return None

@@ -11,6 +11,7 @@ from quartet_plugin.space.knobs.knob import (
     kept_fault,
     reason_among,
 )
+from quartet_plugin.space.state_space import fault_of_shared_heads
 
 # Features with which trials keep it.
 _KEPT = {
@@ -43,7 +44,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     is_stated = size == command and not context.rules.is_planned
     if size > 1 and not is_stated and length % (2 * size * tensor):
         return f"with TP {tensor} must cut sequences of {length} into {2 * size * tensor} equal chunks"
-    return None
+    return fault_of_shared_heads(context.shape, tensor=tensor, context=size)
 
 
 def _kept(rules: KnobRules) -> str | None:
@@ -70,7 +71,8 @@ CONTEXT_PARALLEL = LayoutKnob(
     kind="degree",
     axis=Axis.DEGREES,
     change_class="B",
-    rule="2 x CP x TP cuts the sequence evenly (megatron/core/transformer/attention.py)",
+    rule="2 x CP x TP cuts the sequence evenly (megatron/core/transformer/attention.py); TP x CP divides the "
+    "heads of state-space layers (megatron/core/ssm/mamba_context_parallel.py)",
     flag="--context-parallel-size",
     default="stock",
     offers=_offers,

@@ -20,8 +20,8 @@ _KEPT = {**STAGES_KEPT, **PIPELINE_KEPT}
 
 
 def most_stages(shape: ModelShape) -> int:
-    """A stage for each layer, and one for the embedding and one for the head alone."""
-    return shape.num_layers + 2
+    """A stage for each layer and, but in a hybrid model, one for the embedding and one for the head alone."""
+    return shape.num_layers + (2 if shape.layer_kinds is None else 0)
 
 
 def _processes(layout: Layout, rules: KnobRules) -> int:

@@ -16,6 +16,7 @@ from quartet_plugin.space.knobs.knob import (
     kept_fault,
     reason_among,
 )
+from quartet_plugin.space.state_space import fault_of_shared_heads
 
 # Features with which TP is kept, and why.
 _KEPT = {**TOKENS_KEPT, **PARTS_KEPT}
@@ -66,6 +67,8 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     heads, shared = context.rules.job.setting(LINEAR_ATTENTION_HEADS), context.layout.context_parallel
     if size != command and isinstance(heads, int) and heads % (size * shared):
         return f"times CP {shared} must divide the {heads} heads of linear attention"
+    if size != command and (fault := fault_of_shared_heads(context.shape, tensor=size, context=shared)):
+        return fault
     sizes = sizes_to_divide(context.shape, context.rules.job.experts).items()
     undivided = next((f"must divide the {number} {words}" for words, number in sizes if number % size), None)
     if undivided is None and context.rules.is_planned:

@@ -2,14 +2,15 @@
 
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, Value, degree_of, never_kept
+from quartet_plugin.space.knobs.pipeline_parallel import most_stages
 
 # Counts that are always offered; others are offered where they divide the layers of a device evenly.
 _USUAL = (1, 2, 4)
 
 
 def _most(context: KnobContext) -> int:
-    """The most chunks of a device: the model's first and last stage may hold no layer."""
-    return (context.shape.num_layers + 2) // context.layout.pipeline_parallel
+    """The most chunks of a device: the first and the last stage may hold no layer, but in a hybrid model."""
+    return most_stages(context.shape) // context.layout.pipeline_parallel
 
 
 def _offers(context: KnobContext) -> list[int]:
@@ -50,7 +51,7 @@ VIRTUAL_STAGES = LayoutKnob(
     kind="degree",
     axis=Axis.SCHEDULE,
     change_class="A",
-    rule="no stage but the first and the last is empty "
+    rule="no stage but the first and the last is empty, and none of a hybrid model "
     "(megatron/core/transformer/pipeline_parallel_layer_layout.py); must be above 1 in a pipeline with "
     "overlap of expert communication (megatron/core/transformer/transformer_config.py), and with a gather of "
     "parameters in the optimizer's step (megatron/training/arguments.py)",

@@ -391,24 +391,27 @@ def test_custom_schedules_run_in_their_order() -> None:
 
 
 def test_a_depth_of_a_hybrid_models_prediction_has_all_layers_of_its_pattern() -> None:
-    """Of `*-*-*-*-/*-` a depth is two like layers; without its kinds it counts as one."""
-    shape = replace(plan_of().shape, layer_kinds=LayerKinds(attention=4, mlp=4, experts=0, state_space=0))
+    """Of `*-*-*-*-/*-*-` a depth takes twice what one of `*-` takes, which is as much as two layers."""
+    kinds = LayerKinds(attention=4, mlp=4, experts=0, state_space=0, pattern="*-*-*-*-")
+    shape = replace(plan_of().shape, layer_kinds=kinds)
     plan = plan_of((2, 2), pipeline_parallel=2, data_parallel=2)
     plan = replace(plan, shape=shape, made_for=replace(plan.made_for, mtp_layers=1))
     machine_model = iteration_models_of(plan).machine_model
-    kinds = LayerKinds(attention=1, mlp=1, experts=0, state_space=0)
-    one, two = (run_of_plan(plan, replace(machine_model, mtp_kinds=each)) for each in (None, kinds))
-    longer = replace(one, shape=replace(one.shape, num_layers=9), layers_per_stage=(4, 5))
+    depth = LayerKinds(attention=1, mlp=1, experts=0, state_space=0)
+    twice = LayerKinds(attention=2, mlp=2, experts=0, state_space=0)
+    pair, pairs = (run_of_plan(plan, replace(machine_model, mtp_kinds=each)) for each in (depth, twice))
+    without = replace(pair, mtp_layers=0)
+    longer = replace(without, pattern="*-*-*-*-*-", layers_per_stage=(4, 6))
 
     def last(run: TrainingRun) -> tuple[float, float, float]:
         """Seconds, weights and bytes of activations of the last stage."""
         seconds = stage_sums(stage_parts(run, machine_model.constants))[-1].total_s
         return seconds, weights_of_stages(run)[-1].num_total, float(stage_activations(run)[0][-1])
 
-    more = [with_two - with_one for with_two, with_one in zip(last(two), last(one), strict=True)]
-    layer = [with_layer - with_one for with_layer, with_one in zip(last(longer), last(one), strict=True)]
+    more = [with_pairs - with_pair for with_pairs, with_pair in zip(last(pairs), last(pair), strict=True)]
+    layer = [after - before for after, before in zip(last(longer), last(without), strict=True)]
     assert more == pytest.approx(layer)
-    assert weights_of_stages(two)[0] == weights_of_stages(one)[0]
+    assert weights_of_stages(pairs)[0] == weights_of_stages(pair)[0]
 
 
 def test_layers_of_multi_token_prediction_exchange_tokens_between_nodes_too() -> None:
