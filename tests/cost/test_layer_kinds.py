@@ -113,7 +113,7 @@ def test_a_depth_takes_what_its_letters_take() -> None:
     """On long sequences attention takes far more time than a state-space layer with many weights."""
 
     def last_stage(**counts: int) -> tuple[float, float, float]:
-        made = with_pattern(job(seq_length=32_768), "MMMM****", projected_size=16_384)
+        made = with_pattern(job(seq_length=65_536), "MMMM****", projected_size=16_384)
         kinds = LayerKinds(
             **{"attention": 0, "mlp": 0, "experts": 0, "state_space": 0, **counts}, projected_size=16_384
         )
