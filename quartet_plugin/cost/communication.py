@@ -308,7 +308,8 @@ def _gathered_tokens(run: TrainingRun, constants: Constants, experts: Experts) -
 
 def _share_sent(chosen: float, num_domains: int) -> float:
     """The domains that a token is sent to, over its experts, which lie in each domain with equal chance."""
-    return num_domains * (1.0 - (1.0 - 1.0 / num_domains) ** chosen) / chosen
+    missed: float = (1.0 - 1.0 / num_domains) ** chosen
+    return num_domains * (1.0 - missed) / chosen
 
 
 def beside_compute(run: TrainingRun, constants: Constants, exchange: Times, layer: LayerTimes) -> Times:

@@ -348,7 +348,8 @@ def _scan(run: TrainingRun, constants: Constants, rates: Rates) -> Times:
 
 def _channels_share(channels: float) -> float:
     """The rate of attention's products with heads of `channels`: under 128 matrix units are idle in part."""
-    return min(1.0, channels / 128) ** 0.5
+    share: float = min(1.0, channels / 128) ** 0.5
+    return share
 
 
 def _elementwise_bytes(run: TrainingRun, ffn: float) -> float:

@@ -16,11 +16,11 @@ from tests.cost.runs import EXPERTS, PIPELINE, run
 TOKENS, CHOSEN, NUM_EXPERTS = 4096, 6, 160
 
 
-def limited(row: dict[str, Any] | None = None, **knobs: Any) -> TrainingRun:
-    return run(row or EXPERTS, knobs={f"moe_{name}": value for name, value in knobs.items()})
+def limited(row: dict[str, Any] = EXPERTS, **knobs: Any) -> TrainingRun:
+    return run(row, knobs={f"moe_{name}": value for name, value in knobs.items()})
 
 
-PADDED = {"pad_expert_input_to_capacity": True}
+PADDED: dict[str, Any] = {"pad_expert_input_to_capacity": True}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_buffers_of_a_ranks_limit_have_its_size() -> None:
         ({"paged_stash_buffer_size_factor_cuda": -1.2}, 1.2 * 1.1),
     ],
 )
-def test_a_stash_has_pages_for_its_part_of_the_mean_tokens(factor: dict[str, float], held: float) -> None:
+def test_a_stash_has_pages_for_its_part_of_the_mean_tokens(factor: dict[str, Any], held: float) -> None:
     narrow = EXPERTS | {"precision": "MXFP8"}
     made = limited(narrow, expert_rank_capacity_factor=1.5, paged_stash=True, **factor)
     assert made.held_expert_load == pytest.approx(held)
@@ -108,7 +108,8 @@ def test_a_stash_needs_a_ranks_limit() -> None:
 def test_transformer_engines_graphs_of_attention_have_a_mask_a_layer_and_microbatch() -> None:
     def kept(impl: str, *scope: str) -> list[float]:
         knobs = {"cuda_graph_impl": impl, "cuda_graph_scope": list(scope)}
-        return stage_activations(run(PIPELINE, knobs=knobs))[0].tolist()
+        kept_bytes: list[float] = stage_activations(run(PIPELINE, knobs=knobs))[0].tolist()
+        return kept_bytes
 
     bare = kept("none")
     with_masks = kept("transformer_engine", "attn")
