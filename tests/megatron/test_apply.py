@@ -461,9 +461,9 @@ def test_the_communication_of_shared_sequences_becomes_a_flag_and_is_read_back()
     edited, notes = rewrite(other, flags=flags, words=edited)
     assert edited == [*words, "--cp-comm-type", "a2a+p2p", sizes[0], "2", "1"]
     assert notes == ["the plan replaces --hierarchical-context-parallel-sizes 1 2 -> 2 1"]
-    for value, expected in (([2, 1], "2+1"), (None, None)):
-        live = LiveJob(degrees={}, model=SimpleNamespace(hierarchical_context_parallel_sizes=value))
-        assert HIERARCHICAL_SIZES.read_back(live) == expected
+    for given, text in (([2, 1], "2+1"), (None, None)):
+        live = LiveJob(degrees={}, model=SimpleNamespace(hierarchical_context_parallel_sizes=given))
+        assert HIERARCHICAL_SIZES.read_back(live) == text
     # Types by layer are none that a plan has, nor one that it does not know.
     for types in (["p2p", *["a2a"] * 5], ["A2A"]):
         by_layer = flags.values([*words, "--cp-comm-type", *types])

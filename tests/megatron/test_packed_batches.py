@@ -69,7 +69,8 @@ def test_a_model_in_graphs_and_no_model_are_not_counted() -> None:
     batches = counted(model)
     model(0, packed_seq_params=packed(0, 8))
     assert batches.take() is None
-    for other in (None, [], SimpleNamespace()):
+    others: list[Any] = [None, [], SimpleNamespace()]
+    for other in others:
         PackedBatches().begin(other)
 
 
