@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quartet_plugin.model.measurement import Comparison, Measurement, Objective
-from quartet_plugin.model.plan import STOCK, NodeInfo, Plan
+from quartet_plugin.model.plan import STOCK, MadeFor, NodeInfo, Plan
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.report.final_choice import choice_lines
@@ -97,6 +97,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f"made for  {made.framework} {made.framework_version}, {made.world_size} processes on "
         f"{_node_words(made.nodes)}",
         f"          {_shape_words(made.shape)}, global batch size {made.global_batch_size}",
+        *_packed_lines(made),
         *_job_lines(plan),
         f"shape     {_shape_words(plan.shape)}",
         f"layout    {plan.layout.label}: {microbatch_words(plan.num_microbatches)} an iteration",
@@ -110,6 +111,17 @@ def plan_lines(plan: Plan) -> list[str]:
         lines += ["", *comparison_lines(plan.measurement), *_mfu_lines(plan, plan.measurement)]
         lines += choice_lines(plan)
     return lines
+
+
+def _packed_lines(made_for: MadeFor) -> list[str]:
+    """How full the job's packed sequences are; none for other jobs."""
+    packed = made_for.packed
+    if packed is None:
+        return []
+    return [
+        f"          packed sequences have {packed.tokens_per_sequence:,.0f} tokens in the mean, padding left "
+        f"out; a token's document has {packed.attended_length:,.0f}"
+    ]
 
 
 def _order_lines(plan: Plan) -> list[str]:

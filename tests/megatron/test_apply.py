@@ -461,8 +461,8 @@ def test_the_communication_of_shared_sequences_becomes_a_flag_and_is_read_back()
     edited, notes = rewrite(other, flags=flags, words=edited)
     assert edited == [*words, "--cp-comm-type", "a2a+p2p", sizes[0], "2", "1"]
     assert notes == ["the plan replaces --hierarchical-context-parallel-sizes 1 2 -> 2 1"]
-    for given, text in (([2, 1], "2+1"), (None, None)):
-        live = LiveJob(degrees={}, model=SimpleNamespace(hierarchical_context_parallel_sizes=given))
+    for live_sizes, text in (([2, 1], "2+1"), (None, None)):
+        live = LiveJob(degrees={}, model=SimpleNamespace(hierarchical_context_parallel_sizes=live_sizes))
         assert HIERARCHICAL_SIZES.read_back(live) == text
     # Types by layer are none that a plan has, nor one that it does not know.
     for types in (["p2p", *["a2a"] * 5], ["A2A"]):
