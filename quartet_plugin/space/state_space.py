@@ -1,4 +1,4 @@
-"""The rule of state-space layers whose heads devices share (megatron/core/ssm/mamba_context_parallel.py)."""
+"""Checks how devices share the heads of state-space layers (megatron/core/ssm/mamba_context_parallel.py)."""
 
 from quartet_plugin.model.shape import ModelShape
 

@@ -103,10 +103,12 @@ def hybrid_plan(pattern: str, framework_pattern: str | None = None, **layout: An
     kinds = LayerKinds(attention=0, mlp=0, experts=0, state_space=0).with_pattern(pattern)
     kinds = replace(kinds, framework_pattern=framework_pattern)
     shape = make_shape(num_layers=len(pattern), layer_kinds=kinds)
-    made_for = replace(PLAN.made_for, shape=shape)
-    split = PLAN.split if not layout else Split(transformer_layers_per_stage=(len(pattern),))
-    changes = {"layout": make_layout(**layout), "schedule": ScheduleChoice(name="no-pipelining")}
-    return replace(PLAN, shape=shape, made_for=made_for, split=split, **(changes if layout else {}))
+    plan = replace(PLAN, shape=shape, made_for=replace(PLAN.made_for, shape=shape))
+    if not layout:
+        return plan
+    split = Split(transformer_layers_per_stage=(len(pattern),))
+    schedule = ScheduleChoice(name="no-pipelining")
+    return replace(plan, layout=make_layout(**layout), split=split, schedule=schedule)
 
 
 def test_a_hybrid_models_pattern_has_the_plans_stages() -> None:

@@ -112,23 +112,22 @@ def test_attention_and_an_ffn_make_a_layer_of_multi_token_prediction(
 def test_a_depth_takes_what_its_letters_take() -> None:
     """On long sequences attention takes far more time than a state-space layer with many weights."""
 
-    def last_stage(**counts: int) -> tuple[float, float, float]:
+    def last_stage(letters: str) -> tuple[float, float, float]:
         made = with_pattern(job(seq_length=65_536), "MMMM****", projected_size=16_384)
-        kinds = LayerKinds(
-            **{"attention": 0, "mlp": 0, "experts": 0, "state_space": 0, **counts}, projected_size=16_384
-        )
+        empty = LayerKinds(attention=0, mlp=0, experts=0, state_space=0, projected_size=16_384)
+        kinds = empty.with_pattern(letters)
         run_with = run(with_depth(made, kinds), 4, 4)
         weights = weights_of_stages(run_with)[-1].num_total
         return stage_s(run_with)[-1], weights, float(stage_activations(run_with)[0][-1])
 
     attention, state_space, both = (
-        last_stage(attention=1),
-        last_stage(state_space=1),
-        last_stage(attention=1, state_space=1),
+        last_stage("*"),
+        last_stage("M"),
+        last_stage("*M"),
     )
     assert attention[0] > 1.1 * state_space[0]
     assert attention[1] < state_space[1]
-    two = last_stage(attention=2)
+    two = last_stage("**")
     for first, other, more, double in zip(attention, state_space, both, two, strict=True):
         assert more - other == pytest.approx(double - first)
 

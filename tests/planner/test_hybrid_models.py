@@ -165,6 +165,7 @@ def test_every_stage_of_a_hybrid_model_has_layers() -> None:
 def test_state_space_layers_are_shared_and_run_as_the_runtime_does() -> None:
     """Their heads are divided by TP and CP; Transformer Engine's take full backwards."""
     job = job_of(APART, seq_length=SHORT, pipeline_parallel=1, context_parallel="auto", schedule="auto")
+    assert job.shape.layer_kinds is not None
     kinds = replace(job.shape.layer_kinds, state_space_heads=2, state_space_groups=1)
     shared = replace(job, shape=replace(job.shape, layer_kinds=kinds))
     alone = replace(job, shape=replace(job.shape, layer_kinds=replace(kinds, state_space_heads=1)))
