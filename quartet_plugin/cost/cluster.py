@@ -14,7 +14,7 @@ import numpy as np
 
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, device_named
-from quartet_plugin.cost.run import UniformCluster
+from quartet_plugin.cost.run import UniformCluster, port_share
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.mapping.topology import GroupLink, Topology
@@ -132,6 +132,7 @@ def uniform_cluster_of(resolved: ResolvedCluster, constants: Constants) -> Unifo
         scale_up_bytes_per_s=topology.inside_bytes_per_s / constants.scale_up,
         scale_out_bytes_per_s=slowest / constants.scale_out,
         memory_bytes=resolved.memory_bytes,
+        port_share=None if links.measured else port_share(resolved.reference),
     )
 
 

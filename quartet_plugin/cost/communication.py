@@ -84,17 +84,19 @@ def exchange_s(
     total_bytes: float,
     *,
     outside_share: float = 1.0,
+    port_share: float | None = None,
 ) -> float:
     """Seconds of an all-to-all where every rank sends `total_bytes`, the share that it keeps included.
 
     `outside_share` of what leaves the domain crosses the slow links; the domain's own links spread the rest.
+    `port_share` is that of the slow links' nominal rate; None is that of collectives.
     """
     if ranks.size == 1:
         return 0.0
     inside = total_bytes * (ranks.local - 1) / ranks.size
     outside = total_bytes * (ranks.size - ranks.local) / ranks.size
     up = cluster.scale_up_bytes_per_s * constants.scale_up
-    out = cluster.scale_out_bytes_per_s * constants.scale_out
+    out = cluster.scale_out_bytes_per_s * (constants.scale_out if port_share is None else port_share)
     spread = outside * (1.0 - outside_share)
     return (inside + spread) / up + outside * outside_share / out + ranks.tree_latency_s
 
@@ -284,7 +286,14 @@ def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) ->
     share = 1.0
     if run.software.sends_once_a_domain:
         share = _share_sent(experts.experts_per_token * run.kept_share, ranks.num_domains)
-    once = exchange_s(ranks, run.cluster, constants, size / run.layout.tensor_parallel, outside_share=share)
+    once = exchange_s(
+        ranks,
+        run.cluster,
+        constants,
+        size / run.layout.tensor_parallel,
+        outside_share=share,
+        port_share=run.cluster.port_share,
+    )
     once += run.software.exchange_start_s
     return Times(2 * once, 2 * once, 0.0)
 

@@ -17,6 +17,7 @@ from quartet_plugin.cost.run import (
     Software,
     TrainingRun,
     UniformCluster,
+    port_share,
 )
 from quartet_plugin.cost.software import imbalance_of, software_named, with_features
 from quartet_plugin.errors import ConfigError
@@ -497,6 +498,7 @@ def _cluster(row: Row, device: DeviceSpec, assumed: dict[str, Any]) -> UniformCl
         scale_up_bytes_per_s=up * 1e9 if up else device.scale_up_bandwidth_bytes_per_s,
         scale_out_bytes_per_s=out * 1e9 / 8 if out else device.scale_out_bandwidth_bytes_per_s,
         memory_bytes=int(row.gpu_mem_gb * 2**30) if row.gpu_mem_gb else device.memory_bytes,
+        port_share=port_share(device),
     )
 
 

@@ -90,6 +90,10 @@ class ScheduleKind(StrEnum):
         return self is ScheduleKind.CUSTOM or (self.spec is not None and self.spec.split_backward)
 
 
+# The share of a port's nominal rate that exchanges of tokens reach where each device has a port: 46 GB/s of
+# 400 Gbit/s (NCCL's maintainers in issues 290 and 321 of nccl-tests: 46 to 48; DeepEP's README, without the
+# node's own tokens: 45 between two nodes, 46 between four). Rings of collectives reach less.
+PORT_SHARE = 0.92
 # Tokens of the fullest device of an expert group, over the mean, with balanced routing; and where routing is
 # by chance, as thousands of tokens a device have it.
 IMBALANCE, FORCED_IMBALANCE = 1.1, 1.02
@@ -245,6 +249,11 @@ class UniformCluster:
     scale_out_bytes_per_s: float
     memory_bytes: int
     """Bytes of memory of a device."""
+    port_share: float | None = None
+    """The share of a port's nominal rate that exchanges of tokens reach.
+
+    None where it is that of all collectives: on links that were measured, and between processors.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -591,6 +600,11 @@ class TrainingRun:
         return self.layout.data_parallel * self.layout.context_parallel
 
 
+def port_share(device: DeviceSpec) -> float | None:
+    """The share of a port's nominal rate that exchanges between devices reach; None for processors."""
+    return None if device.compute_units == 1 else PORT_SHARE
+
+
 def uniform_cluster_of_device(
     device: DeviceSpec, *, num_devices: int, devices_per_node: int | None = None
 ) -> UniformCluster:
@@ -605,6 +619,7 @@ def uniform_cluster_of_device(
         scale_up_bytes_per_s=device.scale_up_bandwidth_bytes_per_s,
         scale_out_bytes_per_s=device.scale_out_bandwidth_bytes_per_s,
         memory_bytes=device.memory_bytes,
+        port_share=port_share(device),
     )
 
 

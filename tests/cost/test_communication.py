@@ -13,7 +13,7 @@ from quartet_plugin.cost.iteration.overlap import hidden_terms
 from quartet_plugin.cost.iteration.step import held_weights
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
-from quartet_plugin.cost.run import ON_CPU, Software, TrainingRun
+from quartet_plugin.cost.run import ON_CPU, PORT_SHARE, Software, TrainingRun
 from quartet_plugin.cost.software import imbalance_of, with_features, with_settings
 from quartet_plugin.cost.times import Times
 from quartet_plugin.model.job_description import LatentAttention
@@ -141,6 +141,26 @@ def test_experts_exchange_tokens_only_where_they_are_spread() -> None:
     assert communication.expert_parallel(found, CONSTANTS, found.experts).forward_s > 0
     alone = run(EXPERTS, ep=1)
     assert communication.expert_parallel(alone, CONSTANTS, found.experts) == Times()
+
+
+@pytest.mark.parametrize("features", [(), ("moe_deepep",)])
+def test_exchanged_tokens_leave_a_node_at_the_rate_of_a_port(features: tuple[str, ...]) -> None:
+    """Collectives keep their own rate; an exchange has it only where the links were measured."""
+    across = run(EXPERTS, topk=8, ep=16, dp=16, gpus=16)
+    across = replace(across, software=with_features(across.software, features))
+
+    def forward_s(run: TrainingRun, share: float | None) -> float:
+        assert run.experts is not None
+        placed = replace(run, cluster=replace(run.cluster, port_share=share))
+        return communication.expert_parallel(placed, WITHOUT_LATENCY, run.experts).forward_s
+
+    assert across.cluster.port_share == PORT_SHARE
+    whole_s, half_s = forward_s(across, 1.0), forward_s(across, 0.5)
+    at_port_s = whole_s + (half_s - whole_s) * (1 / PORT_SHARE - 1)
+    assert forward_s(across, PORT_SHARE) == pytest.approx(at_port_s)
+    assert forward_s(across, None) == pytest.approx(forward_s(across, CONSTANTS.scale_out))
+    inside = run(EXPERTS)
+    assert forward_s(inside, 0.5) == forward_s(inside, None)
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])

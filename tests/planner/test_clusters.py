@@ -18,6 +18,7 @@ from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.probed import Findings, ProbedLinks, ProbedRank, cluster_of
+from quartet_plugin.cost.run import PORT_SHARE, port_share
 from quartet_plugin.errors import ConfigError, InfeasibleError, PlanError
 from quartet_plugin.mapping.orders import order_named, slot_indices
 from quartet_plugin.model.cluster import Link, write_cluster
@@ -281,6 +282,13 @@ def test_measured_links_are_taken_as_they_are() -> None:
     )
     assert ratio == pytest.approx(fitted().scale_up)
     assert measured.machines.scale_up_bytes_per_s * fitted().scale_up == pytest.approx(3e11)
+
+
+def test_measured_links_say_themselves_what_exchanges_of_tokens_reach() -> None:
+    nominal, measured = (cluster_job(make_cluster(links={"measured": value})) for value in (False, True))
+    assert (nominal.machines.port_share, measured.machines.port_share) == (PORT_SHARE, None)
+    processor = replace(nominal.machines.device, compute_units=1)
+    assert port_share(processor) is None
 
 
 def test_what_a_calibration_learned_of_measured_links_counts() -> None:
