@@ -25,10 +25,19 @@ STOCK = "stock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOrder:
-    """A mapping with a name: `stock`, the name of a rule, or the slots' indices ("1,0")."""
+    """A mapping with a name: `stock`, the name of a rule, or the slots' indices ("1,0").
+
+    `node_sizes` are the nodes' numbers of slots, `indices` the int64 indices of the ranks' slots.
+    """
 
     name: str
-    mapping: Mapping
+    node_sizes: tuple[int, ...]
+    indices: bytes
+
+    @property
+    def mapping(self) -> Mapping:
+        """The mapping. It is made when it is asked for: few of a large space's orders are any plan's."""
+        return _mapping_of(self.node_sizes, self.indices)
 
 
 def slots_of(nodes: Sequence[NodeInfo]) -> tuple[Slot, ...]:
@@ -85,7 +94,7 @@ def legal_orders(
         raise PlanError(f"mapping: {len(slots)} slots for {layout.world_size} processes; one each is needed")
     counts = tuple(node.num_slots for node in nodes)
     if len(set(counts)) > 1:
-        return (_order(STOCK, slots),)
+        return (_stock_order(counts),)
     named = _permutations(len(slots)) if len(slots) <= EXHAUSTIVE_RANKS else _named(layout)
     node_of_slot = np.repeat(np.arange(len(nodes)), counts[0])
     by_arrangement: dict[bytes, RankOrder] = {}
@@ -93,9 +102,9 @@ def legal_orders(
         arrangement = _first_equal(order, layout).tobytes()
         if arrangement in by_arrangement or not _keeps_groups(node_of_slot[order], layout):
             continue
-        mapping = _mapping_of(counts, order.tobytes())
-        if rules.fault(mapping.slots, layout=layout) is None:
-            by_arrangement[arrangement] = _named_order(name, mapping)
+        rank_order = _order(name, order, node_sizes=counts)
+        if not rules.limits_orders or rules.fault(rank_order.mapping.slots, layout=layout) is None:
+            by_arrangement[arrangement] = rank_order
     return tuple(by_arrangement.values())
 
 
@@ -106,36 +115,42 @@ def order_named(
 
     Raises PlanError for an unknown name, or slots that break a rule.
     """
-    slots = slots_of(nodes)
+    counts = tuple(node.num_slots for node in nodes)
     if name == STOCK:
-        return _order(STOCK, slots)
-    sizes = sorted({node.num_slots for node in nodes})
+        return _stock_order(counts)
+    sizes = sorted(set(counts))
     if len(sizes) > 1:
         raise PlanError(
             f"mapping: {name!r}; nodes with {sizes[0]} and with {sizes[-1]} slots keep the launcher's order"
         )
     if name[:1].isdigit():
-        candidate = listed_slots(name, nodes=nodes)
+        indices = np.array(_listed_indices(name, nodes=nodes), dtype=np.int64)
     elif name in _RULES:
-        candidate = tuple(slots[index] for index in _by_rule(name, layout).tolist())
+        indices = _by_rule(name, layout)
     else:
         raise PlanError(f"mapping: {name!r}; not the name of an order; known: {', '.join(ORDER_NAMES)}")
-    if not is_legal(candidate, layout=layout):
+    order = _order(name, indices, node_sizes=counts)
+    if not is_legal(order.mapping.slots, layout=layout):
         raise PlanError(
             f"mapping: {name!r}; RANK 0 must stay on node 0, and every TP group of {layout.label} on one node"
         )
-    if fault := rules.fault(candidate, layout=layout):
+    if fault := rules.fault(order.mapping.slots, layout=layout):
         raise PlanError(f"mapping: {name!r}; an order of {layout.label} must {fault}")
-    return _order(name, candidate)
+    return order
 
 
 def listed_slots(text: str, *, nodes: Sequence[NodeInfo]) -> tuple[Slot, ...]:
     """The slot of every rank in a list such as "1,0". Raises PlanError unless it has each slot once."""
     slots = slots_of(nodes)
-    indices = [int(word) for word in text.split(",")]
-    if sorted(indices) != list(range(len(slots))):
-        raise PlanError(f"mapping: {text!r}; each of the slots 0 to {len(slots) - 1} once is needed")
-    return tuple(slots[index] for index in indices)
+    return tuple(slots[index] for index in _listed_indices(text, nodes=nodes))
+
+
+def _listed_indices(text: str, *, nodes: Sequence[NodeInfo]) -> list[int]:
+    """The indices of the slots in a list, in the launcher's order."""
+    indices, num_slots = [int(word) for word in text.split(",")], sum(node.num_slots for node in nodes)
+    if sorted(indices) != list(range(num_slots)):
+        raise PlanError(f"mapping: {text!r}; each of the slots 0 to {num_slots - 1} once is needed")
+    return indices
 
 
 def first_equal(slots: Sequence[Slot], *, layout: Layout) -> tuple[Slot, ...]:
@@ -218,12 +233,13 @@ def rank_of[R: (int, IntArray)](tp: R, *, cp: R, dp: R, pp: R, layout: Layout) -
     return rank
 
 
-def _order(name: str, slots: Sequence[Slot]) -> RankOrder:
-    return _named_order(name, Mapping(slots=tuple(slots)))
+def _stock_order(node_sizes: tuple[int, ...]) -> RankOrder:
+    return _order(STOCK, np.arange(sum(node_sizes), dtype=np.int64), node_sizes=node_sizes)
 
 
-def _named_order(name: str, mapping: Mapping) -> RankOrder:
-    return RankOrder(name=STOCK if mapping.is_stock else name, mapping=mapping)
+def _order(name: str, indices: IntArray, *, node_sizes: tuple[int, ...]) -> RankOrder:
+    is_stock = bool((indices[:-1] < indices[1:]).all())
+    return RankOrder(name=STOCK if is_stock else name, node_sizes=node_sizes, indices=indices.tobytes())
 
 
 # A name, and the index of each rank's slot.

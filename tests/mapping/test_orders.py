@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.mapping import orders
 from quartet_plugin.mapping.orders import (
     coordinates,
     first_equal,
@@ -21,7 +22,7 @@ from quartet_plugin.mapping.orders import (
     slots_of,
 )
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import NodeInfo, Slot
+from quartet_plugin.model.plan import Mapping, NodeInfo, Slot
 from tests.space.jobs import make_layout, make_nodes
 
 
@@ -223,3 +224,20 @@ def test_layouts_with_one_order_share_its_mapping() -> None:
     nodes = make_nodes(8, 8)
     first, second = (legal_orders(layout, nodes=nodes) for layout in (layout_of(1, 2, 8), layout_of(2, 2, 4)))
     assert first[0].mapping is second[0].mapping
+
+
+def test_a_mapping_is_made_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most layouts of a large space have orders that no plan takes."""
+    made: list[int] = []
+
+    def counted(*, slots: tuple[Slot, ...]) -> Mapping:
+        made.append(len(slots))
+        return Mapping(slots=slots)
+
+    monkeypatch.setattr(orders, "Mapping", counted)
+    orders._mapping_of.cache_clear()
+    listed = legal_orders(layout_of(2, 4, 4), nodes=make_nodes(16, 16))
+    assert len(listed) > 2
+    assert made == []
+    assert listed[1].mapping is listed[1].mapping
+    assert made == [32]
