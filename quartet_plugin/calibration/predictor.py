@@ -285,6 +285,22 @@ class PlanPredictor:
         """The plan's model for any split and mapping as calibrated; None without a pipeline."""
         if plan.layout.pipeline_parallel == 1:
             return None
+        return CalibratedSplits(model=self._split_model(plan), point=self.posterior_samples()[0].point)
+
+    def assumed_split_model(self, plan: Plan) -> CalibratedSplits | None:
+        """The same with all coefficients at their assumed values."""
+        if plan.layout.pipeline_parallel == 1:
+            return None
+        point = np.zeros(self.machine_model.num_coefficients)
+        return CalibratedSplits(model=self._split_model(plan), point=point)
+
+    def assumed_s(self, plan: Plan) -> float:
+        """Seconds an iteration with all coefficients at their assumed values, where `knows` holds."""
+        return float(
+            self._model_cache.of(plan).seconds(np.zeros((1, self.machine_model.num_coefficients)))[0]
+        )
+
+    def _split_model(self, plan: Plan) -> SplitModel:
         custom = plan.schedule.custom
         family = None if custom is None else repr(custom.family)
         share = self._model_cache.recomputed_share(plan)
@@ -293,7 +309,7 @@ class PlanPredictor:
             if len(self._split_models) >= MAX_KEPT:
                 self._split_models.clear()
             self._split_models[key] = self._model_cache.split_model(plan)
-        return CalibratedSplits(model=self._split_models[key], point=self.posterior_samples()[0].point)
+        return self._split_models[key]
 
     def similarity(self, plans: Sequence[Plan], others: Sequence[Plan]) -> FloatArray:
         """The share of each plan's residual that it has in common with the nearest of `others` [plans]."""

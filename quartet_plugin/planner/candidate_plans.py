@@ -18,7 +18,7 @@ from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, Plan, Split
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.planner.best_moves import best_moves
+from quartet_plugin.planner.best_moves import Moves, best_moves
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_bounds import least_seconds_of
 from quartet_plugin.planner.split_search import balanced_split
@@ -48,9 +48,9 @@ MAX_CHOICES = 4800
 MAX_CUSTOM_LAYOUTS = 3
 # Custom candidates for which an order is searched with the calibrated costs.
 MAX_ORDERED = 3
-# Plans with balanced splits, and layouts with their choices beside custom schedules, that are kept from one
-# call to the next.
-MAX_KEPT, MAX_KEPT_CUSTOM = 20_000, 32
+# Plans with balanced splits, and custom schedules of layouts with their choices, that are kept from one call
+# to the next.
+MAX_KEPT, MAX_KEPT_CUSTOM = 20_000, 512
 # End loads are rounded to this part of a layer, so that plans are made once.
 QUANTUM = 0.25
 _LAYOUT_KINDS = ("shape", "layout", *map(param_prefix, BEFORE_SCHEDULE))
@@ -75,6 +75,20 @@ class Candidate:
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choices:
+    """The candidates whose choices begin with a path; `is_cut`: there are more of them."""
+
+    candidates: tuple[Candidate, ...]
+    is_cut: bool
+
+    def noted(self, path: tuple[int, ...], *, cut: set[tuple[int, ...]]) -> tuple[Candidate, ...]:
+        """The candidates; their `path` is added to `cut` where there are more."""
+        if self.is_cut:
+            cut.add(path)
+        return self.candidates
+
+
 class PlanCandidates:
     """The candidates of a space; those that do not depend on predictions are made once."""
 
@@ -91,13 +105,14 @@ class PlanCandidates:
         self._request = request
         self._constants = constants
         self._layouts: tuple[Candidate, ...] | None = None
-        self._opened: dict[tuple[int, ...], tuple[Candidate, ...]] = {}
+        # The choices by paths of layouts, and by paths of their custom schedules.
+        self._opened: dict[tuple[int, ...], _Choices] = {}
         self._custom: dict[tuple[int, ...], list[str]] = {}
-        self._opened_custom: dict[tuple[int, ...], tuple[Candidate, ...]] = {}
+        self._opened_custom: dict[tuple[int, ...], _Choices] = {}
         self._balanced_plans: dict[tuple[tuple[int, ...], tuple[int, ...]], Candidate] = {}
         self._limits: tuple[str, ...] = ()
         self._limits_of_layouts: tuple[str, ...] = ()
-        # Paths of layouts whose choices are more than the limit, and of their custom schedules.
+        # Those that `best` has opened and that have more choices than the limit.
         self._cut: set[tuple[int, ...]] = set()
         self._cut_custom: set[tuple[int, ...]] = set()
         self._num_unsearched: int | None = None
@@ -107,11 +122,7 @@ class PlanCandidates:
     ) -> list[Candidate]:
         """Distinct plans, the baseline among them where the space holds it; the same for the same answers."""
         layouts = _in_order(self.layouts, costs_of)
-        opened = [
-            self._balanced(candidate, splits_of)
-            for layout in layouts[:MAX_OPENED]
-            for candidate in self._open(layout)
-        ]
+        opened = self._balanced_choices(layouts, splits_of)
         custom = [
             candidate if self._is_searched(candidate) else self._balanced(candidate, splits_of)
             for layout in self._custom_layouts(layouts)
@@ -120,9 +131,7 @@ class PlanCandidates:
         allowed = self._allowed(self._distinct([*layouts, *opened, *custom]))
         ranked = _in_order(allowed, costs_of)
         named = [best for best in ranked if not self._is_searched(best)]
-        # What hardly fits comes last, and only for the splits that fit.
-        fitting_first = sorted(named, key=lambda best: not may_fit(best.plan))
-        moves = best_moves(self._space, fitting_first, splits_of=splits_of, may_fit=may_fit)
+        moves = self._moves(named, splits_of, may_fit)
         self._limits = (*self._limits_of(layouts), *moves.limits)
         moved_plans = [
             replace(ranked_plan, params=params, plan=plan) for ranked_plan, params, plan in moves.plans
@@ -133,6 +142,41 @@ class PlanCandidates:
             self._limits += (f"searched orders: only for the best {len(chosen)} of {num_chosen_from} plans",)
         ordered = [best for plan in chosen for best in self._ordered(plan, costs_of, splits_of, order_of)]
         return self._distinct([*every, *ordered])
+
+    def prepare(self, *, costs_of: CostsOf, splits_of: SplitsOf, may_fit: MayFit) -> None:
+        """Make the plans that `best` makes for these answers; what it returns for others stays the same.
+
+        No order is searched: for a few layouts that takes long.
+        """
+        layouts = _in_order(self.layouts, costs_of)
+        try:
+            opened = self._balanced_choices(layouts, splits_of)
+            custom = [
+                self._balanced(candidate, splits_of)
+                for layout in self._custom_layouts(layouts)
+                for path, name in self._custom_paths(layout)
+                if name != SEARCHED
+                for candidate in self._open_custom_path(path)
+            ]
+        finally:
+            self._cut.clear()
+            self._cut_custom.clear()
+        allowed = self._allowed(self._distinct([*layouts, *opened, *custom]))
+        self._moves(_in_order(allowed, costs_of), splits_of, may_fit)
+
+    def _balanced_choices(self, layouts: Sequence[Candidate], splits_of: SplitsOf) -> list[Candidate]:
+        """The choices of the fastest of the layouts, without custom schedules."""
+        return [
+            self._balanced(candidate, splits_of)
+            for layout in layouts[:MAX_OPENED]
+            for candidate in self._open(layout)
+        ]
+
+    def _moves(self, ranked: Sequence[Candidate], splits_of: SplitsOf, may_fit: MayFit) -> Moves[Candidate]:
+        """The best splits and mappings of the candidates, the fastest of which come first."""
+        # What hardly fits comes last, and only for the splits that fit.
+        fitting_first = sorted(ranked, key=lambda best: not may_fit(best.plan))
+        return best_moves(self._space, fitting_first, splits_of=splits_of, may_fit=may_fit)
 
     def _to_order(self, ranked: Sequence[Candidate]) -> tuple[list[Candidate], int]:
         """The best custom candidates for which an order may be searched, and of how many they are the best.
@@ -269,8 +313,8 @@ class PlanCandidates:
         """Every other choice for a layout, without custom schedules."""
         path = layout.path[: _num_of_layout(layout)]
         if path not in self._opened:
-            self._opened[path] = tuple(self._branches(path, limit=self._limit, cut=self._cut))
-        return self._opened[path]
+            self._opened[path] = self._branches(path, limit=self._limit)
+        return self._opened[path].noted(path, cut=self._cut)
 
     @property
     def _limit(self) -> int:
@@ -309,42 +353,42 @@ class PlanCandidates:
 
     def _open_custom(self, layout: Candidate) -> tuple[Candidate, ...]:
         """Every other choice for a layout with each custom schedule."""
+        paths = self._custom_paths(layout)
+        return tuple(candidate for path, _ in paths for candidate in self._open_custom_path(path))
+
+    def _custom_paths(self, layout: Candidate) -> list[tuple[tuple[int, ...], str]]:
+        """The path of each custom schedule of a layout, and its name."""
         path = layout.path[: _num_of_layout(layout)]
+        names = self._space.schedules_of(layout.plan.layout, shape=layout.plan.shape)
+        return [
+            ((*path, index) if len(names) > 1 else path, name)
+            for index, name in enumerate(names)
+            if name not in STOCK_NAMES
+        ]
+
+    def _open_custom_path(self, path: tuple[int, ...]) -> tuple[Candidate, ...]:
+        """Every other choice for a custom schedule of a layout."""
         if path not in self._opened_custom:
             if len(self._opened_custom) >= MAX_KEPT_CUSTOM:
                 self._opened_custom.clear()
-            names = self._space.schedules_of(layout.plan.layout, shape=layout.plan.shape)
-            paths = [
-                (*path, index) if len(names) > 1 else path
-                for index, name in enumerate(names)
-                if name not in STOCK_NAMES
-            ]
-            self._opened_custom[path] = tuple(
-                candidate
-                for begun in paths
-                for candidate in self._branches(begun, limit=self._custom_limit, cut=self._cut_custom)
-            )
-        return self._opened_custom[path]
+            self._opened_custom[path] = self._branches(path, limit=self._custom_limit)
+        return self._opened_custom[path].noted(path, cut=self._cut_custom)
 
-    def _branches(
-        self, path: tuple[int, ...], *, limit: int, cut: set[tuple[int, ...]]
-    ) -> Iterator[Candidate]:
-        """All choices that begin with `path`, up to a limit; where they are more `path` is added to `cut`."""
-        waiting, num = [path], 0
-        while waiting and num < limit:
+    def _branches(self, path: tuple[int, ...], *, limit: int) -> "_Choices":
+        """All choices that begin with `path`, up to a limit."""
+        waiting, candidates = [path], list[Candidate]()
+        while waiting and len(candidates) < limit:
             begun = waiting.pop()
             source = _PathParams(begun, space=self._space)
             try:
                 plan = self._space.decode(source, trial=0)
             except KeyError:
                 continue
-            num += 1
-            yield source.candidate(plan)
+            candidates.append(source.candidate(plan))
             for depth in range(len(begun), len(source.path)):
                 before = tuple(source.path[:depth])
                 waiting += [(*before, other) for other in source.others(depth)]
-        if waiting:
-            cut.add(path)
+        return _Choices(candidates=tuple(candidates), is_cut=bool(waiting))
 
     def _balanced(self, candidate: Candidate, splits_of: SplitsOf) -> Candidate:
         """The candidate with the split that balances its devices by the predictor's coefficients."""

@@ -6,7 +6,8 @@ plan`. The tuner's proposer and Optuna's sampler of plans share it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from quartet_plugin.calibration.predictor import PlanPrediction, PlanPredictor
@@ -55,6 +56,10 @@ class PlanToTry:
     scored: ScoredPlan | None = None
 
 
+class _StoppedError(Exception):
+    """Candidates are prepared no longer."""
+
+
 class PlanScorer:
     """Scores the candidates of a space by what `predictor` has learned.
 
@@ -99,6 +104,31 @@ class PlanScorer:
         for scored in self.scored_plans(pending):
             candidate = scored.candidate
             yield PlanToTry(params=candidate.params, plan=candidate.plan, scored=scored)
+
+    def prepare_candidates(self, *, is_stopped: Callable[[], bool]) -> None:
+        """Make what needs no measurement, for the first plans to be scored: no score depends on it.
+
+        The candidates are those on a machine as it is assumed. Once stopped, it returns at the next plan.
+        """
+        log_costs: dict[PlanIdentity, float] = {}
+
+        def checked(plan: Plan) -> Plan:
+            if is_stopped():
+                raise _StoppedError
+            return plan
+
+        def cost_of(plan: Plan) -> float:
+            key = checked(plan).identity
+            if key not in log_costs:
+                log_costs[key] = self._log_cost(plan, self.predictor.assumed_s(plan))
+            return log_costs[key]
+
+        with suppress(_StoppedError):
+            self._candidates.prepare(
+                costs_of=lambda plans: list(map(cost_of, plans)),
+                splits_of=lambda plan: self.predictor.assumed_split_model(checked(plan)),
+                may_fit=lambda plan: self._may_fit(checked(plan)),
+            )
 
     def scored_plans(self, pending: Sequence[Plan] = ()) -> list[ScoredPlan]:
         """Every candidate, the most promising first. Something must have been measured."""
@@ -189,11 +219,11 @@ class PlanScorer:
     def _log_costs(self, plans: Sequence[Plan]) -> list[float]:
         """The logarithm of each plan's likeliest seconds for equal work over its chance to fit in memory."""
         likeliest = self.predictor.most_likely_s(plans)
-        chance = self.predictor.feasibility.chance_of_memory
-        return [
-            -self._log_value(plan, seconds) - math.log(chance(plan))
-            for plan, seconds in zip(plans, likeliest, strict=True)
-        ]
+        return [self._log_cost(plan, seconds) for plan, seconds in zip(plans, likeliest, strict=True)]
+
+    def _log_cost(self, plan: Plan, seconds: float) -> float:
+        """The logarithm of a plan's seconds for equal work over its chance to fit in memory."""
+        return -self._log_value(plan, seconds) - math.log(self.predictor.feasibility.chance_of_memory(plan))
 
     def _may_fit(self, plan: Plan) -> bool:
         return self.predictor.feasibility.chance_of_memory(plan) >= LEAST_CHANCE_TO_MOVE

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Literal
@@ -28,6 +29,8 @@ from quartet_plugin.protocol.masking import MASK, is_secret, masked
 SQLITE, JOURNAL = "sqlite", "journal"
 FORMS = "sqlite, journal, postgresql://USER@HOST/DATABASE or grpc://HOST:PORT"
 SQLITE_NAME, JOURNAL_NAME, STUDY_NAME = "study.sqlite3", "study.journal", "study.json"
+# What every connection imports.
+_LIBRARIES = ("optuna.storages", "sqlalchemy.engine")
 
 # How long a lost server is waited for, and between how many seconds it is asked again.
 PATIENCE_S = 600.0
@@ -166,6 +169,13 @@ class StudyStorage:
             name = f"{self.run}-{secrets.token_hex(4)}"
             content = {"schema_version": 1, "study_name": name, "storage": self.shown}
             write_json_atomic(self.folder / STUDY_NAME, content)
+
+    def import_libraries(self) -> None:
+        """Import what `connect` imports: the first study of a process takes most of its time to open so."""
+        for name in _LIBRARIES:
+            import_module(name)
+        if self.address == SQLITE:
+            import_module("alembic.command")
 
     def connect(self) -> Any:
         """Optuna's storage. Raises ConfigError where its driver is missing, StorageError when it is lost."""

@@ -200,7 +200,9 @@ class AttemptMonitor:
             self._watchdog.forgive(now - self._lost_since_s)
             self._lost_since_s = None
         self._watchdog.observe(snapshot.beats.values())
-        phase = slowest_phase(snapshot)
+        is_done = is_complete(snapshot, num_processes=self.attempt.command.num_processes)
+        # A rank's report is there before its last heartbeat.
+        phase: Phase = "done" if is_done else slowest_phase(snapshot)
         if (phase, iteration) != self._shown:
             self._shown = (phase, iteration)
             if self.on_progress is not None:

@@ -9,11 +9,12 @@ from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.space.features import WHOLE_NODES, Axis, lock_lines
 from quartet_plugin.space.knobs.cp_comm_type import HIERARCHICAL_SIZES
 from quartet_plugin.space.partition_limits import stock_partition_reason
-from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.space.plan_space import Space
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.context import TuningContext
-from quartet_plugin.tuner.proposer import kept_machine
-from quartet_plugin.tuner.schedule_files import kept_schedules
+from quartet_plugin.tuner.early_plans import EarlyPlans
+from quartet_plugin.tuner.proposer import Proposer
+from quartet_plugin.tuner.run_space import space_around
 
 
 def check_baseline(context: TuningContext, result: TrialResult) -> None:
@@ -34,24 +35,22 @@ def check_baseline(context: TuningContext, result: TrialResult) -> None:
     raise InfrastructureError(f"your command failed: {result.reason}; {advice}")
 
 
-def open_space(context: TuningContext, result: TrialResult) -> Space:
-    """The space around the baseline; the cluster is written, and the user reads the limits."""
+def open_space(
+    context: TuningContext, result: TrialResult, *, early: EarlyPlans
+) -> tuple[Space, Proposer | None]:
+    """The space around the baseline, and its proposer where `early` has made it.
+
+    The cluster is written, and the user reads the limits.
+    """
     run = context.run
     job = parse_training_job(result.job or {}, where=str(result.folder))
     nodes = context.backend.nodes(result)
     content = {"schema_version": 1, "nodes": [dump(node) for node in nodes]}
     write_json_atomic(run.folder.cluster_file, content)
-    space = build_space(
-        job,
-        nodes=nodes,
-        search=run.config.search,
-        run=run.name,
-        seed=run.config.study.seed,
-        written=kept_schedules(run.config.search, folder=run.folder),
-        scale_up_devices=kept_machine(run.folder).scale_up_devices,
-    )
+    space, proposer = early.take(job, nodes=nodes)
+    space = space or space_around(job, nodes=nodes, run=run)
     _show_limits(context, space, job)
-    return space
+    return space, proposer
 
 
 def _show_limits(context: TuningContext, space: Space, job: TrainingJob) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from quartet_plugin.errors import QuartetError, StorageError
 from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.launchers.local import resolve_device
-from quartet_plugin.model.trial_record import objective_of, score
+from quartet_plugin.model.trial_record import score
 from quartet_plugin.protocol.work_queue_files import WorkerRequirement, worker_name
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.trial.request import Timeouts, TrialResult
@@ -30,12 +30,19 @@ from quartet_plugin.tuner.conclusion import Conclusion
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.depth_proxy import depth_proxy_for
 from quartet_plugin.tuner.drift import DriftMonitor
+from quartet_plugin.tuner.early_plans import EarlyPlans
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.full_size import FullSizeNodes
 from quartet_plugin.tuner.launches_left import launches_left
 from quartet_plugin.tuner.memory_limit import LimitedBackend, above_limit
 from quartet_plugin.tuner.parity import ParityKeeper
-from quartet_plugin.tuner.proposer import kept_machine, predictor_of, proposer_of
+from quartet_plugin.tuner.proposer import (
+    Proposer,
+    kept_machine,
+    objective_in,
+    predictor_of,
+    proposer_of,
+)
 from quartet_plugin.tuner.sequential_search import SequentialSearch
 from quartet_plugin.tuner.slow_nodes import NodeMonitor
 from quartet_plugin.tuner.study_opening import StudyOpener
@@ -108,7 +115,8 @@ class Coordinator:
         context.events.add("begin", run=self._run.name)
         self._take_over()
         self._open_work_queue()
-        first = self._first_launcher()
+        early = EarlyPlans(self._run)
+        first = self._first_launcher(early)
         launch = TrialLaunch(
             number=BASELINE,
             label=str(BASELINE),
@@ -119,7 +127,7 @@ class Coordinator:
         )
         result = launch_baseline(first, launch, num_left=launches_left(self._config, num_tried=0) + 1)
         check_baseline(context, result)
-        space = open_space(context, result)
+        space, proposer = open_space(context, result, early=early)
         baseline = self._baseline_score(space, result)
         launcher = self._trial_launcher(first, result, baseline=baseline)
         launcher.show(launch, result)
@@ -128,7 +136,14 @@ class Coordinator:
         )
         parity = ParityKeeper.open(context, job=space.job, compared=compared)
         launcher.judge = parity.judged
-        tuned = self._search(space, result, launcher=launcher, baseline=baseline, parity=parity)
+        tuned = self._search(
+            space,
+            result,
+            launcher=launcher,
+            baseline=baseline,
+            parity=parity,
+            proposer=proposer or proposer_of(space, run=self._run, objective=baseline.objective),
+        )
         context.events.add(
             "end",
             winner=None if tuned.winner is None else tuned.winner.trial.number,
@@ -148,8 +163,8 @@ class Coordinator:
 
     # The baseline
 
-    def _first_launcher(self) -> TrialLauncher:
-        """The launcher of the user's command, of which no time is known yet."""
+    def _first_launcher(self, early: EarlyPlans) -> TrialLauncher:
+        """The launcher of the user's command, of which no time is known yet. `early` follows its progress."""
         deadline_s = self._run.config.trial.deadline_s
         is_cold = resolve_device(self._run.config.device, environment=os.environ) == "cuda"
         return TrialLauncher(
@@ -157,6 +172,7 @@ class Coordinator:
             baseline=None,
             timeouts=Timeouts.cold(deadline_s) if is_cold else Timeouts.within(deadline_s),
             node_monitor=NodeMonitor(context=self._context),
+            on_progress=early.observe,
         )
 
     def _baseline_score(self, space: Space, result: TrialResult) -> BaselineScore:
@@ -164,9 +180,7 @@ class Coordinator:
         baseline = BaselineScore(
             plan=space.baseline,
             score=score(space.baseline, iteration_s=result.iteration_s),
-            objective=objective_of(
-                self._config.objective, num_shapes=len({space.baseline.shape, *space.shapes})
-            ),
+            objective=objective_in(space, run=self._run),
             is_within_memory=self._limit_bytes is None or result.peak_memory_bytes <= self._limit_bytes,
         )
         if not baseline.is_within_memory:
@@ -225,6 +239,7 @@ class Coordinator:
         launcher: TrialLauncher,
         baseline: BaselineScore,
         parity: ParityKeeper,
+        proposer: Proposer | None,
     ) -> TuneResult:
         """Spend the study and run the final rounds; `result` is the baseline's."""
         context = self._context
@@ -238,7 +253,6 @@ class Coordinator:
             is_self_contained=self._earlier_run is None and not self._slices,
         )
         study = opener.open(result)
-        proposer = proposer_of(space, run=self._run, objective=baseline.objective)
         predictor = (
             predictor_of(space, run=self._run, machine=kept_machine(self._run.folder))
             if proposer is None

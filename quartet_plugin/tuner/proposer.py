@@ -20,7 +20,7 @@ from quartet_plugin.model.cluster import read_cluster
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.measurement import Objective, Prediction
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.model.trial_record import FinishedTrial, objective_of
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.plan_scorer import PlanScorer, ScoredPlan, is_samplers_turn
 from quartet_plugin.planner.space_request import request_of_space
@@ -43,6 +43,12 @@ def proposer_of(space: Space, *, run: TuningRun, objective: Objective) -> "Propo
         constants=machine.constants,
         explore=run.config.study.explore,
     )
+
+
+def objective_in(space: Space, *, run: TuningRun) -> Objective:
+    """What the plans of a run's space are compared by."""
+    shapes = {space.baseline.shape, *space.shapes}
+    return objective_of(run.config.study.objective, num_shapes=len(shapes))
 
 
 def predictor_of(space: Space, *, run: TuningRun, machine: KnownMachine) -> PlanPredictor:

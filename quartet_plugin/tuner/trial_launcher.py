@@ -106,7 +106,8 @@ class TrialLauncher:
     `modules` are the classes that ran in the user's command. `cold_reason` is why the latest launch did
     not start warm, as it was said. `accepted_functions` are the changed functions that the event log names as
     accepted. `node_monitor` takes in every launch. `judge` says what a launch comes to once the parity gate
-    has compared its first iterations.
+    has compared its first iterations. `on_progress` is called with the folder of a running attempt and where
+    it is.
     """
 
     context: TuningContext
@@ -120,6 +121,7 @@ class TrialLauncher:
     cold_reason: str | None = None
     accepted_functions: tuple[str, ...] = ()
     judge: Callable[[TrialLaunch, TrialResult], TrialResult] = lambda _, result: result
+    on_progress: Callable[[Path, Progress], None] = lambda *_: None
 
     def launch(self, launch: TrialLaunch, *, num_left: int) -> TrialResult:
         """The settled result of one launch; `num_left` launches, this one included, are still to come.
@@ -172,6 +174,7 @@ class TrialLauncher:
                 reason = "" if earlier is None else f": {earlier.reason}"
                 context.observer.message(f"trial {launch.label} is launched once more{reason}")
             attempt = progress.attempt
+            self.on_progress(launch.folder / f"{PREFIX}{attempt}", progress)
             if not shown and launch.phase == "baseline" and context.command.starter == "other":
                 words = words_of(read_starts(launch.folder / f"{PREFIX}{progress.attempt}"))
                 if words is not None:

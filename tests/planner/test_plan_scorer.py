@@ -7,8 +7,11 @@ import pytest
 from quartet_plugin.calibration.machine_prior import KnownMachine
 from quartet_plugin.calibration.predictor import PlanPrediction, PlanPredictor
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.planner.plan_scorer import PlanScorer
+from quartet_plugin.planner import candidate_plans
+from quartet_plugin.planner.plan_scorer import PlanScorer, ScoredPlan
 from quartet_plugin.planner.space_request import request_of_space
+from quartet_plugin.space.choices import ParamSource
+from quartet_plugin.space.plan_space import Space
 from tests.calibration.test_predictor import outcomes, ranker_of, space_of, trial
 from tests.calibration.truth import Truth
 
@@ -87,3 +90,52 @@ def test_each_plan_is_compared_once_a_call(monkeypatch: pytest.MonkeyPatch) -> N
     num_asked = len(asked)
     assert scorer.scored_plans() == scored
     assert len(asked) == 2 * num_asked
+
+
+def test_what_is_prepared_changes_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = space_of(2)
+    truth = Truth(space.nodes)
+    trials = outcomes(space, truth, num=2)
+
+    def scorer_of() -> PlanScorer:
+        return PlanScorer(
+            space_of(2),
+            predictor=ranker_of(truth),
+            objective="tokens_per_s",
+            request=request_of_space(space, machine=KnownMachine()),
+        )
+
+    def scored_by(scorer: PlanScorer) -> tuple[list[ScoredPlan], tuple[str, ...]]:
+        scorer.predictor.learn(trials)
+        return scorer.scored_plans(), scorer.limits
+
+    monkeypatch.setattr(candidate_plans, "MAX_CHOICES", 96)
+    expected = scored_by(scorer_of())
+    assert any(line.startswith("combinations: ") for line in expected[1])
+    for num_plans in (0, 7, 10_000):
+        left = iter([False] * num_plans)
+        scorer = scorer_of()
+        scorer.prepare_candidates(is_stopped=lambda left=left: next(left, True))  # type: ignore[misc]
+        assert scored_by(scorer) == expected
+
+
+def test_what_was_prepared_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = space_of(2)
+    truth = Truth(space.nodes)
+    scorer = PlanScorer(
+        space,
+        predictor=ranker_of(truth),
+        objective="tokens_per_s",
+        request=request_of_space(space, machine=KnownMachine()),
+    )
+    scorer.prepare_candidates(is_stopped=lambda: False)
+    scorer.predictor.learn(outcomes(space, truth, num=2))
+    decoded: list[object] = []
+    decode = Space.decode
+
+    def counting(self: Space, source: ParamSource, *, trial: int) -> Plan:
+        decoded.append(source)
+        return decode(self, source, trial=trial)
+
+    monkeypatch.setattr(Space, "decode", counting)
+    assert len(decoded) < len(scorer.scored_plans()) / 2

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, StorageError
 from quartet_plugin.space.plan_space import build_space
+from quartet_plugin.study import storage
 from quartet_plugin.study.storage import (
     StudyStorage,
     check_address,
@@ -471,3 +472,14 @@ def test_a_study_whose_tuner_was_killed_in_a_transaction_is_a_study(tmp_path: Pa
     subprocess.run([sys.executable, "-c", killed, str(tmp_path / "study.sqlite3")], check=False)
     assert (tmp_path / "study.sqlite3-journal").exists()
     storage.check()
+
+
+@pytest.mark.parametrize(("address", "has_tables"), [("sqlite", True), ("journal", False)])
+def test_libraries_are_those_of_the_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str, has_tables: bool
+) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(storage, "import_module", imported.append)
+    StudyStorage(folder=tmp_path, run="r", address=address).import_libraries()
+    assert "optuna.storages" in imported
+    assert any(name.startswith("alembic") for name in imported) == has_tables
