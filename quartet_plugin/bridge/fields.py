@@ -6,6 +6,7 @@ makes them of. The others are listed here. Nothing of the Bridge is imported.
 
 from argparse import Namespace
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import fields, is_dataclass
 from enum import Enum, EnumType
 from typing import Any, get_args
@@ -56,6 +57,8 @@ _LEFT_OUT: dict[str, Any] = {
     **dict.fromkeys(("sequence_parallel", "use_distributed_optimizer"), False),
     "moe_layer_recompute": False,
     "moe_enable_deepep": False,
+    "fine_grained_activation_offloading": False,
+    "offload_modules": [],
     "moe_flex_dispatcher_backend": "deepep",
     "overlap_p2p_comm_warmup_flush": False,
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
@@ -152,7 +155,7 @@ def leave_out(config: Any, name: str) -> None:
 
 def _without_flag(name: str) -> Any:
     switches = {knob.destination: knob.without_flag for knob in SETTINGS if knob.kind == "switch"}
-    return {**_LEFT_OUT, **switches}.get(name)
+    return copy({**_LEFT_OUT, **switches}.get(name))
 
 
 def vocabulary_of(config: Any) -> int | None:

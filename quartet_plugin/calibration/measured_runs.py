@@ -95,5 +95,10 @@ def _check_priced(job: TrainingJob, *, where: str) -> None:
         raise ConfigError(
             f"{where}.mtp_layers: null; the number of layers of multi-token prediction is missing; {again}"
         )
+    if "activation_offload" in features and job.setting("offload_modules") is None:
+        raise ConfigError(
+            f"{where}.settings: no offload_modules; the modules whose activations are on the host are "
+            f"missing, or no plan has them; {again}"
+        )
     if job.experts is not None and job.settings is None:
         raise ConfigError(f"{where}.settings: null; the experts' dispatcher and shares are missing; {again}")

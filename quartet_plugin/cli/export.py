@@ -465,12 +465,19 @@ def native_path(run_folder: Path) -> Path:
 
 
 def _exports(plan: "Plan") -> str:
-    """The line that sets the variable which Megatron requires before Blackwell if TP or CP is above 1."""
+    """The lines that set the variables which Megatron asks for with the plan's values.
+
+    Before Blackwell if TP or CP is above 1, and where the plan offloads modules.
+    """
+    from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES, OFFLOAD_VARIABLE
+
     baseline, layout = plan.made_for.baseline.layout, plan.layout
     raised = max(layout.tensor_parallel, layout.context_parallel) > 1
-    if not raised or max(baseline.tensor_parallel, baseline.context_parallel) > 1:
-        return ""
-    return "export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}\n"
+    is_new = raised and max(baseline.tensor_parallel, baseline.context_parallel) == 1
+    modules = layout.setting(OFFLOAD_MODULES.name)
+    names = ["CUDA_DEVICE_MAX_CONNECTIONS"] if is_new else []
+    names += [OFFLOAD_VARIABLE] if modules is not None and OFFLOAD_MODULES.is_for_gpus(modules) else []
+    return "".join(f"export {name}=${{{name}:-1}}\n" for name in names)
 
 
 def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:

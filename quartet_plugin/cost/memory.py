@@ -12,7 +12,14 @@ from itertools import accumulate, compress
 
 import numpy as np
 
-from quartet_plugin.cost import compute, held_bytes, layer_partition, plain_operations, state_space
+from quartet_plugin.cost import (
+    activation_offload,
+    compute,
+    held_bytes,
+    layer_partition,
+    plain_operations,
+    state_space,
+)
 from quartet_plugin.cost.iteration.orders import activation_peak, stages_of_devices
 from quartet_plugin.cost.plain_operations import SINGLE
 from quartet_plugin.cost.run import HalfPrecision, Software, TrainingRun
@@ -225,11 +232,11 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
 def bytes_per_weight(precision: HalfPrecision, software: Software) -> tuple[float, float, float]:
     """Bytes of a weight, of its summed gradient, and of its optimizer state, all unsharded.
 
-    An fp32 weight is its own master weight: the optimizer keeps its moments alone. On the host it keeps
-    nothing of the device's.
+    An fp32 weight is its own master weight: the optimizer keeps its moments alone. The part that is on the
+    host keeps nothing of the device's.
     """
     gradient = float(software.main_gradient_bytes)
-    kept = 0.0 if software.offloads_optimizer else 1.0
+    kept = 1.0 - software.optimizer_on_host
     if precision == "fp32":
         return SINGLE, gradient, kept * (software.optimizer_bytes - SINGLE)
     return HALF, gradient, kept * software.optimizer_bytes
@@ -304,13 +311,13 @@ def _layers_behind(run: TrainingRun, num_repeated: Sequence[int]) -> list[tuple[
 
 
 def _layer_kept_bytes(run: TrainingRun, boundary: float, *, experts: Experts | None) -> float:
-    """Bytes that one layer keeps of one microbatch where full recompute repeats it not."""
-    layer = layer_activation_bytes(run, experts=experts)
+    """Bytes that one layer keeps of one microbatch on the device where full recompute repeats it not."""
+    kept = layer_activation_bytes(run, experts=experts)
+    if run.layout.recompute == "selective":
+        kept = _kept_bytes(run, kept, boundary, experts=experts)
     # A static input of the layer's graph, whatever its kernels read (`get_layer_static_inputs`).
     mask = plain_operations.mask_bytes(run) if run.has_graph_masks else 0.0
-    if run.layout.recompute != "selective":
-        return layer + mask
-    return _kept_bytes(run, layer, boundary, experts=experts) + mask
+    return kept + mask - activation_offload.layer_bytes(run, experts=experts).freed_bytes
 
 
 def _bytes_of_depth(run: TrainingRun, boundary: float) -> tuple[float, float]:
@@ -482,7 +489,10 @@ def _ffn_bytes(run: TrainingRun, ffn: float) -> float:
 
 
 def _temporary(run: TrainingRun, *, has_embedding: bool, is_last: bool) -> float:
-    """Bytes of buffers: weight gradients or placeholders, a layer's gradients, logits, buckets."""
+    """Bytes of buffers: weight gradients or placeholders, a layer's gradients, logits, buckets.
+
+    With those of modules whose activations are never offloaded.
+    """
     shape, tp, t = run.shape, run.layout.tensor_parallel, run.tokens_per_microbatch
     sizes = _product_sizes(run)
     width = max(kind_run.shape.ffn_hidden_size for kind_run, _ in run.runs_by_kind) / tp
@@ -510,7 +520,7 @@ def _temporary(run: TrainingRun, *, has_embedding: bool, is_last: bool) -> float
         backward += _ffn_module_bytes(run, experts=None)
     backward += layer_partition.buffer_bytes(run)
     held = gradients + max(backward, logits) + run.software.bucket_bytes
-    return held + _gathered_bytes(run) + _stashed_bytes(run)
+    return held + _gathered_bytes(run) + _stashed_bytes(run) + activation_offload.kept_on_device(run)
 
 
 def _product_sizes(run: TrainingRun) -> list[tuple[float, float]]:

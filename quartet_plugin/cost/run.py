@@ -142,7 +142,11 @@ class Software:
     is_fragmenting: bool = False
     """Whether an old caching allocator leaves holes between activations, which cost memory."""
     offloads_optimizer: bool = False
-    """Whether the host holds the optimizer's state, and steps it."""
+    """Whether the host holds the optimizer's state, or a part of it, and steps that."""
+    optimizer_offload_fraction: float = 1.0
+    """The part of the optimizer that the host has where it has some."""
+    offloaded_modules: tuple[str, ...] = ()
+    """The modules of a layer whose activations the host holds until the backward."""
     optimizer_bytes: float = 12.0
     """Bytes a parameter: master weight, moments and, where it is kept, an fp32 gradient."""
     bucket_bytes: float = 0.0
@@ -209,6 +213,11 @@ class Software:
 
     Each of these operations saves its operands.
     """
+
+    @property
+    def optimizer_on_host(self) -> float:
+        """The part of the optimizer that the host has."""
+        return self.optimizer_offload_fraction if self.offloads_optimizer else 0.0
 
 
 # Megatron-Core on processors: plain PyTorch operations in fp32, and collectives that stop the computation.

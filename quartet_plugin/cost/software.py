@@ -20,6 +20,7 @@ from quartet_plugin.cost.run import (
 from quartet_plugin.model.hierarchical_context import SIZES, sizes_of
 from quartet_plugin.model.job_description import JobPrecision
 from quartet_plugin.model.layout import SettingValue
+from quartet_plugin.model.offload_modules import offload_modules_of
 
 # GPT-2 and GPT-3 recipes train with dropout, materialize the attention scores and reduce half gradients.
 _EARLY = Software(
@@ -125,13 +126,17 @@ def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> S
     switches: dict[str, Any] = {
         field: of_gpu.get(name, getattr(software, field)) is True for name, field in _SWITCHES_OF_GPU.items()
     }
-    parts = of_gpu.get("cuda_graph_modules")
+    parts, modules = of_gpu.get("cuda_graph_modules"), of_gpu.get("offload_modules")
     # Megatron gathers parameters beside the forward only where it reduces gradients beside the backward.
     reduces = settings.get("overlap_grad_reduce", True) is True
     comm, sizes = of_gpu.get("cp_comm_type"), sizes_of(of_gpu.get(SIZES))
     return replace(
         software,
         **switches,
+        offloaded_modules=software.offloaded_modules if modules is None else offload_modules_of(str(modules)),
+        optimizer_offload_fraction=float(
+            of_gpu.get("optimizer_offload_fraction", software.optimizer_offload_fraction)
+        ),
         graphed_share=_graphed_share(f"graphed_{part}" for part in parts.split("+"))
         if isinstance(parts, str)
         else software.graphed_share,

@@ -63,7 +63,7 @@ NUMBERS: dict[str, int | None] = {
     "mamba_num_heads": None,
 }
 # The same of numbers that need not be whole, nor above 0.
-FRACTIONS: dict[str, float | None] = {
+FACTORS: dict[str, float | None] = {
     "moe_expert_capacity_factor": None,
     "moe_expert_rank_capacity_factor": None,
     "moe_paged_stash_buffer_size_factor_cuda": 1.1,
@@ -100,11 +100,14 @@ TEXTS: dict[str, str | int | None] = {
     "hybrid_override_pattern": None,
     "mtp_hybrid_override_pattern": None,
 }
+# Numbers from 0 to 1.
+FRACTIONS = {"optimizer_offload_fraction": 1.0}
 # Flags with several values.
 LISTS: dict[str, list[str] | str | float | None] = {
     "cuda_graph_modules": [],
     "cuda_graph_scope_deprecated": None,
     "recompute_modules": None,
+    "offload_modules": [],
     "cp_comm_type": ["p2p"],
     "hierarchical_context_parallel_sizes": None,
     "moe_router_load_balancing_type": "aux_loss",
@@ -139,6 +142,7 @@ SWITCHES = (
     "moe_router_padding_for_quantization",
     "overlap_grad_reduce",
     "overlap_param_gather",
+    "fine_grained_activation_offloading",
 )
 # Switches that are on without their flag.
 NEGATED = {
@@ -205,7 +209,7 @@ def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
     Raises ConfigError, naming the flag, for a value that is none and for a job that no plan describes.
     """
     switches = {**dict.fromkeys(SWITCHES, False), **dict.fromkeys(NEGATED.values(), True)}
-    values: dict[str, Any] = {**NUMBERS, **FRACTIONS, **TEXTS, **LISTS, **switches}
+    values: dict[str, Any] = {**NUMBERS, **FACTORS, **FRACTIONS, **TEXTS, **LISTS, **switches}
     unread: list[str] = []
     for flag, given in flags_among(words):
         dest = _DESTS.get(flag, flag[2:].replace("-", "_"))
@@ -221,10 +225,12 @@ def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
             values[dest] = True
         elif dest in NUMBERS:
             values[dest] = _number(flag, given, least=0 if dest in MAY_BE_ZERO else 1)
-        elif dest in FRACTIONS:
-            values[dest] = _fraction(flag, given)
+        elif dest in FACTORS:
+            values[dest] = _factor(flag, given)
         elif dest in TEXTS:
             values[dest] = _value(flag, given)
+        elif dest in FRACTIONS:
+            values[dest] = _fraction(flag, given)
         elif dest in LISTS:
             values[dest] = list(given)
             if dest == "cp_comm_type" and len(given) > 1:
@@ -268,10 +274,17 @@ def _number(flag: str, given: Sequence[str], *, least: int) -> int:
     return int(text)
 
 
-def _fraction(flag: str, given: Sequence[str]) -> float:
+def _factor(flag: str, given: Sequence[str]) -> float:
     text = _value(flag, given)
     if not re.fullmatch(r"-?[0-9]{1,15}(\.[0-9]{0,15})?", text, re.ASCII):
         raise ConfigError(f"{flag}: {text[:60]!r}; must be a number")
+    return float(text)
+
+
+def _fraction(flag: str, given: Sequence[str]) -> float:
+    text = _value(flag, given)
+    if not re.fullmatch(r"0|1(\.0{1,15})?|0?\.[0-9]{1,15}", text, re.ASCII):
+        raise ConfigError(f"{flag}: {text[:60]!r}; must be a number from 0 to 1")
     return float(text)
 
 

@@ -94,16 +94,26 @@ def live_job(chunks: Sequence[Any], *, optimizer: Any = None, shards_layers: boo
         optimizer=getattr(chunks[0], "ddp_config", None),
         tensor_partition=_tensor_partition(chunks),
         offloads_optimizer=offloads_optimizer(optimizer),
+        optimizer_offload_fraction=optimizer_offload_fraction(optimizer),
         shards_layers=shards_layers,
     )
 
 
 def offloads_optimizer(optimizer: Any) -> bool | None:
     """Whether an optimizer, or one that it is a chain of, steps on the host; None without one."""
-    if optimizer is None:
-        return None
+    return None if optimizer is None else bool(_host_optimizers(optimizer))
+
+
+def optimizer_offload_fraction(optimizer: Any) -> float | None:
+    """The part of an optimizer, or of those that it is a chain of, that is on the host; None without one."""
+    return next((float(part.offload_fraction) for part in _host_optimizers(optimizer)), None)
+
+
+def _host_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers in a chain, or the optimizer alone, that step on the host."""
     parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
-    return any(type(getattr(part, "optimizer", part)).__name__ == _HOST_OPTIMIZER for part in parts)
+    held = (getattr(part, "optimizer", part) for part in parts)
+    return [part for part in held if type(part).__name__ == _HOST_OPTIMIZER]
 
 
 def _tensor_partition(chunks: Sequence[Any]) -> str | None:

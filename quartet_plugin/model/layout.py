@@ -8,11 +8,11 @@ from quartet_plugin.model.schema import ADDED, Bounds, Length, Matches, record
 from quartet_plugin.model.tensor_partition import TensorPartition
 
 Recompute = Literal["none", "selective", "full"]
-# The value of a setting; a text is words or numbers with commas or + between, never free text.
+# A fraction, or words or numbers with commas or + between, never free text.
+_TEXT = r"0\.[0-9]{1,6}|[a-z0-9][a-z0-9_-]*([,+][a-z0-9][a-z0-9_-]*)*"
+# The value of a setting.
 SettingValue = (
-    bool
-    | Annotated[int, Bounds(ge=0, le=2**53)]
-    | Annotated[str, Length(most=200), Matches(pattern=r"[a-z0-9][a-z0-9_-]*([,+][a-z0-9][a-z0-9_-]*)*")]
+    bool | Annotated[int, Bounds(ge=0, le=2**53)] | Annotated[str, Length(most=200), Matches(pattern=_TEXT)]
 )
 
 

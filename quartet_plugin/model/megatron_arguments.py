@@ -60,7 +60,8 @@ FEATURES = {
     "overlap_grad_reduce": ("overlap_grad_reduce",),
     "overlap_param_gather": ("overlap_param_gather",),
     "overlap_moe": ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
-    "cpu_offload": ("cpu_offloading_num_layers", "fine_grained_activation_offloading"),
+    "cpu_offload": ("cpu_offloading_num_layers",),
+    "activation_offload": ("fine_grained_activation_offloading",),
     "precision_aware_optimizer": ("use_precision_aware_optimizer",),
     "fp8_param_gather": ("fp8_param_gather",),
     "tp_comm_overlap": ("tp_comm_overlap",),
@@ -621,11 +622,6 @@ def features_of(args: Namespace) -> list[str]:
     if {"mtp", "moe"} <= set(features) and _is_last_layer_dense(args) and not is_before_last:
         # Of a last stage without layers Megatron would make them with experts (training/models/gpt.py).
         features.append("bare_last_stage")
-    if "precision_aware_optimizer" in features and _optional(args, "optimizer_offload_fraction") not in (
-        None,
-        1.0,
-    ):
-        features.append("optimizer_offload_part")
     if getattr(args, "num_distributed_optimizer_instances", 1) > 1:
         features.append("distributed_optimizer_instances")
     if _is_on(args, "async_save") and _is_on(args, "use_persistent_ckpt_worker"):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quartet_plugin.cost import communication
+from quartet_plugin.cost import activation_offload, communication
 from quartet_plugin.cost.compute import MEMORY_RATE
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.step import OPTIMIZER_BYTES
@@ -267,8 +267,11 @@ def _unit(
     # A stage's time beside its layers is left out, multi-token prediction before the last stage, too.
     unit = unit_parts(replace(run, is_mtp_before_last=job.is_mtp_before_last), constants)
     (parts,), ((kind_run, experts),) = unit.layers, run.runs_by_kind
-    layer, *ends = (_both_ways(Times.sum_of(part.values())) for part in (parts, unit.embedding, unit.head))
+    # Recompute leaves less to copy, and hides more of it, than a run without it has.
+    timed = {name: times for name, times in parts.items() if name != "offload"}
+    layer, *ends = (_both_ways(Times.sum_of(part.values())) for part in (timed, unit.embedding, unit.head))
     whole = layer_activation_bytes(kind_run, experts=experts)
+    whole -= activation_offload.layer_bytes(kind_run, experts=experts).freed_bytes
     boundary = HALF * run.tokens_per_microbatch * shape.hidden_size / tp
     bare = [
         sum(part[name].total_s for name in COMPUTE if name in part)

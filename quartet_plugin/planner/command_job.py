@@ -47,7 +47,9 @@ from quartet_plugin.space.knobs.expert_overlap import (
 )
 from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL, WHOLE
 from quartet_plugin.space.knobs.moe_grouped_gemm import MOE_GROUPED_GEMM
+from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES
 from quartet_plugin.space.knobs.optimizer_cpu_offload import OPTIMIZER_CPU_OFFLOAD
+from quartet_plugin.space.knobs.optimizer_offload_fraction import OPTIMIZER_OFFLOAD_FRACTION
 from quartet_plugin.space.knobs.registry import settings_of
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
 from quartet_plugin.space.runtime_refusals import refusal
@@ -66,6 +68,7 @@ _READ = (
     "overlap_moe",
     "cuda_graphs",
     "graphed_",
+    "activation_offload",
     "sliding_window",
     "attention_sink",
 )
@@ -77,7 +80,7 @@ _READ_FOR_SETTINGS = (
     "cp_comm_by_layer",
 )
 # Those that only the command's words tell, by which layouts are legal, and values of settings.
-_READ_IN_WORDS = WHOLE_NODES | {"step_param_gather", "bf16_end_layer", "hybrid"}
+_READ_IN_WORDS = WHOLE_NODES | {"step_param_gather", "bf16_end_layer", "hybrid", "tp_pp_dp_order"}
 _READ_IN_WORDS_FOR_SETTINGS = frozenset({"saved_params", "ddp_num_buckets"})
 _OF_EXPERTS = (
     EXPERT_TENSOR_PARALLEL.name,
@@ -215,9 +218,11 @@ def _settings(args: Namespace, search: SearchConfig) -> tuple[Setting, ...]:
     """
     is_searched = bool(searched_settings(search))
     experts = _OF_EXPERTS if args.num_experts else ()
-    offload = (OPTIMIZER_CPU_OFFLOAD.name,) if args.optimizer_cpu_offload else ()
+    on_host = (OPTIMIZER_CPU_OFFLOAD.name, OPTIMIZER_OFFLOAD_FRACTION.name)
+    offload = on_host if args.optimizer_cpu_offload else ()
     context = (CP_COMM_TYPE.name, SIZES) if CP_COMM_TYPE.read(args) != P2P else (SIZES,)
-    read = (*experts, *offload, *context)
+    modules = (OFFLOAD_MODULES.name,) if args.fine_grained_activation_offloading else ()
+    read = (*experts, *offload, *modules, *context)
     return tuple(setting for setting in settings_of(args) if is_searched or setting.name in read)
 
 

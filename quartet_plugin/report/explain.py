@@ -38,6 +38,7 @@ _GIB = float(2**30)
 _MEANING = {
     "compute": "matrix multiplications, attention, elementwise kernels, head",
     "recompute": "forwards repeated in the backward",
+    "offload": "copies of activations to the host and back that nothing hides",
     "tp_comm": "tensor-parallel collectives",
     "cp_comm": "context-parallel exchange",
     "ep_comm": "experts' exchange",

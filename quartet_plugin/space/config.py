@@ -115,7 +115,7 @@ def _form_of(knob: Knob, *, takes_stock: bool, is_rule: bool) -> Any:
         "size": _Size,
         "sizes": Annotated[str, BeforeValidator(_two_sizes)],
         "switch": bool,
-        "word": Annotated[Literal[*(knob.words or ("",))], BeforeValidator(_no_switch)],
+        "word": Annotated[Literal[*(knob.words or ("",))], BeforeValidator(partial(_word_of, knob))],
         "partition": Annotated[str, BeforeValidator(_partition_label)],
     }
     names = f"one of {', '.join(SCHEDULE_NAMES)}"
@@ -288,11 +288,15 @@ def _two_sizes(value: Any) -> str:
     return str(text)
 
 
-def _no_switch(value: Any) -> Any:
-    """Raises ValueError for `true` and `false`, which Python takes for the numbers 1 and 0."""
+def _word_of(knob: Knob, value: Any) -> Any:
+    """A value, or the word of the knob that a number is written as.
+
+    Raises ValueError for `true` and `false`, which Python takes for the numbers 1 and 0.
+    """
     if isinstance(value, bool):
         raise ValueError("must be one of the knob's values, not true or false")
-    return value
+    is_text = isinstance(value, int | float) and f"{value:g}" in knob.words
+    return f"{value:g}" if is_text else value
 
 
 def _as_is(value: Any) -> Any:

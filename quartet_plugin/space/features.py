@@ -89,9 +89,11 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     # A plan has one tensor-parallel size, the experts' too, or whole experts.
     "expert_tensor_parallel": frozenset({Axis.DEGREES}),
     "moe_shared_expert_overlap": _NONE,
-    # Offloading the optimizer needs the first; offloading a part of it has no price. Parameters that are
-    # gathered in FP8 need the distributed optimizer.
+    # Offloading the optimizer needs the first; older reports name a part of it. Parameters that are gathered
+    # in FP8 need the distributed optimizer.
     **dict.fromkeys(("precision_aware_optimizer", "optimizer_offload_part", "fp8_param_gather"), _NONE),
+    # A rule of recompute, graphs and experts: modules whose activations are on the host.
+    "activation_offload": _NONE,
     # Read for predictions alone: the flex dispatcher's kernels, random routing, what graphs replay.
     **dict.fromkeys(("moe_deepep", "moe_hybridep", "moe_forced_balance"), _NONE),
     **dict.fromkeys((f"graphed_{part}" for part in (*GRAPHED_PARTS, "layer", "iteration", "by_te")), _NONE),

@@ -18,6 +18,7 @@ from quartet_plugin.model.megatron_arguments import (
     shape_of,
     split_of,
 )
+from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
 from quartet_plugin.space.needed_flags import missing_flag_features
 from tests.bridge.configurations import MambaModelProvider, make_config, make_model
@@ -193,3 +194,15 @@ def test_a_dispatcher_is_written_with_its_back_end() -> None:
                 set_argument(config, name, argument)
         assert TOKEN_DISPATCHER.read(arguments_of(config)) == value
         assert config.model.moe_flex_dispatcher_backend == backend
+
+
+def test_modules_on_the_host_are_two_fields() -> None:
+    config = make_config(make_model(fine_grained_activation_offloading=False, offload_modules=[]))
+    assert OFFLOAD_MODULES.read(arguments_of(config)) == "none"
+    for name, value in OFFLOAD_MODULES.arguments("core_attn").items():
+        set_argument(config, name, value)
+    assert config.model.offload_modules == ["core_attn"]
+    assert OFFLOAD_MODULES.read(arguments_of(config)) == "core_attn"
+    for name in OFFLOAD_MODULES.arguments("none"):
+        leave_out(config, name)
+    assert (config.model.fine_grained_activation_offloading, config.model.offload_modules) == (False, [])

@@ -351,6 +351,15 @@ def test_the_script_sets_what_megatron_needs_with_more_tensor_parallelism(tmp_pa
     assert line not in native_text(NATIVE_PLAN, command=("torchrun", "x.py"), cwd=tmp_path)
 
 
+def test_the_script_sets_what_transformer_engine_reads_where_modules_are_offloaded(tmp_path: Path) -> None:
+    layout = NATIVE_PLAN.layout.with_setting("offload_modules", "core_attn")
+    text = native_text(replace(NATIVE_PLAN, layout=layout), command=("torchrun", "x.py"), cwd=tmp_path)
+    assert "export NVTE_CPU_OFFLOAD_V1=${NVTE_CPU_OFFLOAD_V1:-1}" in text.splitlines()
+    assert "--fine-grained-activation-offloading --offload-modules core_attn" in text
+    none = replace(NATIVE_PLAN, layout=NATIVE_PLAN.layout.with_setting("offload_modules", "none"))
+    assert "export" not in native_text(none, command=("torchrun", "x.py"), cwd=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("plan", "command", "says"),
     [

@@ -130,6 +130,37 @@ def test_an_optimizer_on_the_host_leaves_the_device_and_takes_longer() -> None:
     assert on_host > 3 * on_device
 
 
+def test_a_part_of_the_optimizer_on_the_host_has_a_part_of_the_price() -> None:
+    base = replace(run(dp=8, tp=1, zero=1, sp=False), optimizer_group=8)
+    device = replace(base.cluster.device, host_link_bytes_per_s=6e10, host_memory_bytes_per_s=7e10)
+    base = replace(base, cluster=replace(base.cluster, device=device))
+    runs = {
+        part: replace(base, software=with_settings(base.software, {"optimizer_cpu_offload": True, **part_of}))
+        for part, part_of in (
+            ("all", {}),
+            *((part, {"optimizer_offload_fraction": part}) for part in ("1", "0.5", "0.1", "0")),
+        )
+    }
+    usual = peak_memory(base).optimizer_bytes
+    left = {part: peak_memory(each).optimizer_bytes / usual for part, each in runs.items()}
+    assert left == {"all": 0.0, "1": 0.0, "0.5": 0.5, "0.1": pytest.approx(0.9), "0": 1.0}
+    held, constants = Weights(num_dense=8e10, num_expert=0.0), Constants(optimizer=1.0)
+    step_s = {
+        part: optimizer_s(each, constants, held, counts=held_layers(each, 0)) for part, each in runs.items()
+    }
+    on_device_s = optimizer_s(base, constants, held, counts=held_layers(base, 0))
+    assert step_s["all"] == step_s["1"]
+    assert step_s["0"] == pytest.approx(on_device_s)
+    # Of ten billion parameters: the device steps the other half in less time than the host needs.
+    assert step_s["1"] - step_s["0.5"] == pytest.approx(5e9 * (6 / 6e10 + 28 / 7e10))
+    # What is copied beside the device's own step, which hides the host's.
+    memory_rate = device.memory_bandwidth_bytes_per_s * 0.85
+    host_s, copied_s = 1e9 * 28 / 7e10, 1e9 * 6 / 6e10
+    stepped_s = 9e9 * 28 / memory_rate
+    cleared_s = on_device_s - 1e10 * 28 / memory_rate
+    assert step_s["0.1"] - cleared_s == pytest.approx(copied_s + max(host_s, stepped_s))
+
+
 def test_modules_that_are_recomputed_are_not_kept() -> None:
     found = run(LLAMA, tp=2, dp=4, gbs=16, recompute="selective")
     kept = {

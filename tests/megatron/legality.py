@@ -39,9 +39,10 @@ from quartet_plugin.space.knobs.expert_overlap import (
     SHARED_EXPERT_OVERLAP,
 )
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
-from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL
+from quartet_plugin.space.knobs.expert_tensor_parallel import AS_LAYERS, EXPERT_TENSOR_PARALLEL, WHOLE
 from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
+from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES
 from quartet_plugin.space.knobs.optimizer_cpu_offload import OPTIMIZER_CPU_OFFLOAD
 from quartet_plugin.space.knobs.overlap_param_gather import OVERLAP_PARAM_GATHER
 from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
@@ -115,6 +116,8 @@ def random_command(generator: random.Random) -> ProductionCommand:
         words += [f"--hybrid-layer-pattern={pattern}", *_STATE_SPACES]
     if pattern is None and "transformer_engine" in words and generator.random() < 0.4:
         words += _random_context(generator, sizes["--seq-length"] // tensor, num_devices // tensor)
+    if generator.random() < 0.2:
+        words += ["--use-tp-pp-dp-mapping"]
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return ProductionCommand("random", tuple(words), num_devices, environment)
 
@@ -197,6 +200,7 @@ def check_groups(
     expert_tensor: int,
     context: int,
     hierarchy: tuple[int, ...],
+    order: str,
 ) -> None:
     """Megatron's process groups of these degrees, over processes that are not there."""
     from megatron.core import parallel_state
@@ -213,6 +217,7 @@ def check_groups(
                 expert_tensor_parallel_size=expert_tensor,
                 context_parallel_size=context,
                 hierarchical_context_parallel_sizes=list(hierarchy) or None,
+                order=order,
                 create_gloo_process_groups=False,
             )
     finally:
@@ -236,6 +241,8 @@ def refusal_of(words: Sequence[str]) -> str | None:
             args.expert_tensor_parallel_size,
             args.context_parallel_size,
             tuple(args.hierarchical_context_parallel_sizes or ()),
+            # As megatron/training/initialize.py says the order.
+            "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         )
         with contextlib.redirect_stdout(None):
             core_transformer_config_from_args(args)
@@ -267,6 +274,10 @@ def refused_values(
     fault = EXPERT_TENSOR_PARALLEL.fault(0, context)
     if layout.tensor_parallel > 1 and fault and "biases" in fault:
         yield {"expert_tensor_parallel_size": None}, fault
+    for value in (AS_LAYERS, WHOLE) if layout.tensor_parallel > 1 and rules.job.experts else ():
+        fault = EXPERT_TENSOR_PARALLEL.fault(value, context)
+        if fault and "--use-tp-pp-dp-mapping" in fault:
+            yield {"expert_tensor_parallel_size": value or None}, fault
     size = generator.choice((2, 3, 4, 5, 7, 8))
     fault = PIPELINE_PARALLEL.fault(size, context)
     # Too few layers for a hybrid model's stages are not refused before it is built.
@@ -305,6 +316,12 @@ def refused_values(
         fault = OPTIMIZER_CPU_OFFLOAD.fault(True, context)
         if fault:
             yield {"optimizer_cpu_offload": True}, fault
+    fault = OFFLOAD_MODULES.fault("expert_fc1", context)
+    is_local = rules.job.layer_impl == "local"
+    # Before 0.19 Megatron does not compare what is offloaded with what is recomputed.
+    compares = not rules.job.framework_version.startswith(("0.17", "0.18"))
+    if fault and (is_local or (compares and "recompute of moe" in fault)):
+        yield OFFLOAD_MODULES.arguments("expert_fc1"), fault
     if layout.context_parallel > 1 and CP_COMM_TYPE.kept(rules) is None:
         fault = CP_COMM_TYPE.fault("a2a+p2p", context)
         # That heads divide is a rule of Transformer Engine, which a step checks.

@@ -273,7 +273,7 @@ def features_beside(recipe: Mapping[str, Any]) -> Iterator[str]:
     if knobs.get("tp_comm_overlap") and (recipe["tp"] or 1) > 1:
         yield "tp_comm_overlap"
     if knobs.get("fine_grained_activation_offloading"):
-        yield "cpu_offload"
+        yield "activation_offload"
     if knobs.get("moe_expert_rank_capacity_factor"):
         yield "moe_capacity"
     if recipe["model"].startswith(LINEAR_ATTENTION):

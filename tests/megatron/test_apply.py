@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE, HIERARCHICAL_S
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL
 from quartet_plugin.space.knobs.knob import LiveJob
+from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES
 from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS, settings_of
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, make_plan
@@ -387,7 +389,9 @@ def test_settings_become_flags_and_are_read_back() -> None:
         "overlap_param_gather": False,
         "ddp_bucket_size": 4000,
         "optimizer_cpu_offload": False,
+        "optimizer_offload_fraction": "1",
         "cp_comm_type": "p2p",
+        "offload_modules": "none",
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
         "recompute_modules": "core_attn",
@@ -436,6 +440,36 @@ def test_switches_of_experts_become_flags_and_are_read_back_of_the_model() -> No
     knobs = [knob for knob in SETTINGS if knob.name in values]
     assert {knob.name: knob.read_back(live) for knob in knobs} == values
     assert all(knob.read_back(LiveJob(degrees={}, model=SimpleNamespace())) is None for knob in knobs)
+
+
+def test_modules_on_the_host_become_flags() -> None:
+    plan, flags = make_plan(split=(6,), data=2), native_flags()
+    listed = replace(plan, layout=plan.layout.with_setting(OFFLOAD_MODULES.name, "attn_proj+core_attn"))
+    edited, _ = rewrite(listed, flags=flags, words=[*MEGATRON_FLAGS])
+    added = ["--fine-grained-activation-offloading", "--offload-modules", "attn_proj", "core_attn"]
+    assert edited == [*MEGATRON_FLAGS, *added]
+    assert OFFLOAD_MODULES.read(flags.values(edited)) == "attn_proj+core_attn"
+    none = replace(plan, layout=plan.layout.with_setting(OFFLOAD_MODULES.name, "none"))
+    edited, _ = rewrite(none, flags=flags, words=edited)
+    assert edited == [*MEGATRON_FLAGS]
+    assert OFFLOAD_MODULES.read(flags.values(edited)) == "none"
+    unknown = flags.values([*MEGATRON_FLAGS, *added[:2], "layer_input"])
+    assert OFFLOAD_MODULES.read(unknown) is None
+    assert OFFLOAD_MODULES.read(Namespace()) is None
+
+
+def test_a_part_of_the_optimizer_on_the_host_becomes_a_flag() -> None:
+    words = [*MEGATRON_FLAGS, "--use-distributed-optimizer", "--use-precision-aware-optimizer"]
+    plan, flags = make_plan(split=(6,), data=2), native_flags()
+    layout = replace(plan.layout, distributed_optimizer=True).with_setting("optimizer_cpu_offload", True)
+    layout = layout.with_setting("optimizer_offload_fraction", "0.25")
+    edited, _ = rewrite(replace(plan, layout=layout), flags=flags, words=words)
+    assert edited == [*words, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.25"]
+    whole = replace(plan, layout=layout.with_setting("optimizer_offload_fraction", "1"))
+    edited, notes = rewrite(whole, flags=flags, words=edited)
+    assert notes == ["the plan replaces --optimizer-offload-fraction 0.25 -> 1.0"]
+    read = {setting.name: setting.value for setting in settings_of(flags.values(edited))}
+    assert read["optimizer_offload_fraction"] == "1"
 
 
 def test_the_communication_of_shared_sequences_becomes_a_flag_and_is_read_back() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.megatron_words import (
+    FACTORS,
     FRACTIONS,
     LISTS,
     MAY_BE_ZERO,
@@ -18,11 +19,12 @@ from quartet_plugin.launchers.megatron_words import (
 from tests.megatron.entry_launch import MEGATRON_FLAGS
 from tests.megatron.native import native_flags
 
+DEFAULTS = {**NUMBERS, **FACTORS, **TEXTS, **FRACTIONS, **LISTS, **dict.fromkeys(SWITCHES, False)}
+
 
 def test_the_table_is_megatrons() -> None:
     flags = native_flags()
-    switches = dict.fromkeys(SWITCHES, False)
-    for dest, default in {**NUMBERS, **FRACTIONS, **TEXTS, **LISTS, **switches}.items():
+    for dest, default in DEFAULTS.items():
         action = flags._actions[flag_of(dest)]
         assert action.dest == dest
         assert flags.defaults[dest] == default, dest
@@ -43,6 +45,7 @@ def test_the_table_is_megatrons() -> None:
         ["--moe-expert-rank-capacity-factor", "2", "--moe-paged-stash", "--moe-token-drop-policy", "probs"],
         ["--moe-paged-stash-buffer-size-factor-cuda", "-1.2"],
         ["--microbatch-group-size-per-virtual-pipeline-stage", "4", "--data-path", "a", "b", "--fp16"],
+        ["--optimizer-offload-fraction", "0.25", "--offload-modules", "core_attn", "moe_act"],
     ],
 )
 def test_values_are_those_that_megatron_reads(more: list[str]) -> None:
@@ -73,6 +76,7 @@ def test_another_expression_is_refused(text: str) -> None:
     ("words", "says"),
     [
         (["--num-layers", "many"], "--num-layers: 'many'"),
+        (["--optimizer-offload-fraction", "1.5"], "--optimizer-offload-fraction: '1.5'; must be a number"),
         (["--hidden-size"], "--hidden-size: its value is missing"),
         (["--moe-expert-capacity-factor", "much"], "--moe-expert-capacity-factor: 'much'; must be a number"),
         *(

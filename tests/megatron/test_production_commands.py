@@ -37,8 +37,9 @@ from quartet_plugin.space.config import DEFAULT_NAMES, STOCK_NAMES
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext
+from quartet_plugin.space.knobs.offload_modules import SETS
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
-from quartet_plugin.space.layouts import stock_choice
+from quartet_plugin.space.layouts import runs_custom_schedules, stock_choice
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.space.runtime_refusals import refusal
@@ -47,7 +48,7 @@ from tests.megatron.native import native_flags
 from tests.space.jobs import make_nodes
 
 PLANS_A_COMMAND = 24
-FREE = dict.fromkeys(
+FREE: dict[str, Any] = dict.fromkeys(
     (
         "sequence_parallel",
         "recompute",
@@ -63,11 +64,14 @@ FREE = dict.fromkeys(
         "moe_grouped_gemm",
         "cuda_graph_modules",
         "optimizer_cpu_offload",
+        "optimizer_offload_fraction",
         "cp_comm_type",
         "hierarchical_context_parallel_sizes",
     ),
     "auto",
 )
+# They are searched only by name.
+FREE["offload_modules"] = ["stock", *SETS]
 TRANSFORMER_ENGINE = "2.9.0"
 
 
@@ -236,7 +240,10 @@ def _assert_runtime_agrees(space: Space, layout: Layout, args: Namespace) -> Non
     rules = space.rules()
     if layout.pipeline_parallel == 1 or Axis.SCHEDULE in rules.locked or rules.can_change_objective(layout):
         return
-    offered = set(space.schedules_of(layout, shape=space.job.shape)) & set(DEFAULT_NAMES)
+    shape = space.job.shape
+    # A plan may have a setting beside which no custom schedule is chosen.
+    runs = runs_custom_schedules(layout, shape=shape, rules=rules)
+    offered = set(space.schedules_of(layout, shape=shape)) & set(DEFAULT_NAMES) if runs else set()
     reason = refusal(args) or needs_full_backwards(args)
     # A layout whose stages no custom schedule has, such as eight a device, is offered none.
     assert not (offered and reason), f"{layout.label}: {sorted(offered)}, but {reason}"

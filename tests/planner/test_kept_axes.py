@@ -72,7 +72,7 @@ def plans(job: CommandJob) -> list[Ranked]:
         ("--reset-position-ids", KEPT_DEGREES),
         ("--use-tp-pp-dp-mapping", {"mapping"}),
         ("--num-distributed-optimizer-instances 2", {"degrees"}),
-        ("--fine-grained-activation-offloading", {"split", "schedule"}),
+        ("--fine-grained-activation-offloading --offload-modules qkv_linear", set()),
         ("--eval-micro-batch-size 2", {"degrees"}),
         ("--eval-global-batch-size 24", KEPT_DEGREES),
         ("--eval-global-batch-size 32", set()),
@@ -375,3 +375,28 @@ def test_the_command_says_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert main(["plan", "--json", *command]) == 0
     assert json.loads(capsys.readouterr().out)["locked"]["micro_batch"] == "moe_microbatch_loss"
+
+
+def test_planned_experts_have_the_pipelines_of_the_layers_in_the_order_tp_pp_dp() -> None:
+    flags = f"{EXPERTS} --expert-tensor-parallel-size 1"
+    assert any(not has_equal_pipelines(plan.layout) for plan in plans(read(flags)))
+    planned = plans(read(f"{flags} --use-tp-pp-dp-mapping"))
+    assert {plan.layout.pipeline_parallel for plan in planned} > {1, 2}
+    assert all(has_equal_pipelines(plan.layout) for plan in planned)
+
+
+def has_equal_pipelines(layout: Layout) -> bool:
+    """Whether whole experts and layers have the same pipelines in the order tp-cp-ep-pp-dp."""
+    devices = layout.tensor_parallel * layout.context_parallel
+    return layout.pipeline_parallel == 1 or layout.expert_parallel == devices
+
+
+def test_plans_of_a_command_are_priced_with_what_it_has_on_the_host() -> None:
+    modules = "--fine-grained-activation-offloading --offload-modules core_attn attn_proj"
+    flags = f"{modules} {NEEDS_SHARDING[0]} --optimizer-cpu-offload --optimizer-offload-fraction 0.25"
+    job = read(flags)
+    assert job.unread == ()
+    software = job.request.software
+    assert software.offloaded_modules == ("attn_proj", "core_attn")
+    assert software.optimizer_on_host == 0.25
+    assert read("").request.software.optimizer_on_host == 0.0

@@ -293,3 +293,23 @@ def test_a_hierarchy_without_fitting_sizes_is_refused(search: dict[str, Any], wo
     with pytest.raises(ConfigError) as refused:
         rank(sharing_job(1, **{"context_parallel": 4, **search}))
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("memory", [5, 6, 80])
+def test_the_best_with_modules_on_the_host_is_that_of_exhaustive_search(memory: int) -> None:
+    model = {"num_layers": 4, "num_experts": 4, "gated_ffn": True, "shared_expert_ffn_hidden_size": 512}
+    search = {
+        "offload_modules": ["none", "core_attn", "attn_proj+core_attn+expert_fc1+moe_act"],
+        "recompute": ["none", "selective"],
+        "micro_batch_size": [1, 2],
+        "schedule": ["stock"],
+    }
+    cluster = {"devices_per_node": 4, "memory_bytes": memory * 2**30}
+    job = parse_job(job_data(model=model, cluster=cluster, search=search), where="job")
+    try:
+        every = rank(job, top=20, exhaustive=True)
+    except InfeasibleError:
+        pytest.fail(f"{memory} GiB: make it fit")
+    assert rank(job, top=20).best == every.best
+    sets = {plan.layout.setting("offload_modules") for plan in every.best}
+    assert sets > {None}

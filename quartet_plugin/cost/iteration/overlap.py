@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from quartet_plugin.cost import communication, compute
+from quartet_plugin.cost import activation_offload, communication, compute
 from quartet_plugin.cost.compute import Rates
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.orders import stages_of_devices
@@ -33,7 +33,8 @@ type CountedLayers = tuple[int, TrainingRun, Experts | None]
 def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
     """Seconds an iteration of the busiest rank's communication behind its compute, by the exposed term.
 
-    Transfers that do not block are hidden as a whole: the waiting that they cause is in the bubble.
+    Transfers that do not block are hidden as a whole: the waiting that they cause is in the bubble. Copies of
+    activations between device and host count as communication.
     """
     parts = stage_parts(run, constants)
     sums = [Times.sum_of(part.values()) for part in parts]
@@ -56,6 +57,7 @@ def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
             if run.has_pairs
             else sum(num * _exchange_s(kind_run, constants, experts) for num, kind_run, experts in layers)
         ),
+        "offload_s": sum(num * _copies_s(kind_run, constants, experts) for num, kind_run, experts in layers),
         "pp_comm_s": 0.0 if blocks_on_sends(run) else count * sent,
         "fsdp_comm_s": count * _sharded_s(run, constants, held, forward_s=forward_s, backward_s=backward_s),
         "dp_comm_s": _gradients_s(run, constants, held, forward_s=forward_s, backward_s=backward_s),
@@ -94,6 +96,15 @@ def _exchange_s(run: TrainingRun, constants: Constants, experts: Experts | None)
     layer = compute.layer_times(run, constants, Rates(run, constants), experts=experts)
     whole = with_repeated(run, "moe", communication.expert_parallel(run, constants, experts))
     return whole.total_s - communication.beside_compute(run, constants, whole, layer).total_s
+
+
+def _copies_s(run: TrainingRun, constants: Constants, experts: Experts | None) -> float:
+    """The seconds of copies of activations, to the host and back, that a layer hides."""
+    if not run.software.offloaded_modules:
+        return 0.0
+    layer = compute.layer_times(run, constants, Rates(run, constants), experts=experts)
+    left = activation_offload.exposed(run, layer, experts=experts)
+    return 2.0 * activation_offload.copies_s(run, experts=experts) - left.total_s
 
 
 def _context_s(layers: Sequence[CountedLayers], constants: Constants) -> float:

@@ -54,6 +54,8 @@ PART_OF = {
     "elementwise": Coefficient.ELEMENTWISE,
     "launch": Coefficient.LAUNCH,
     "recompute": Coefficient.RECOMPUTE,
+    # Copies to and from the host are bound by memory, too.
+    "offload": Coefficient.ELEMENTWISE,
 }
 # Whether the groups of `group_sizes` are in several domains.
 type GroupsApart = tuple[bool, ...]

@@ -266,22 +266,24 @@ def _stepped_s(run: TrainingRun, constants: Constants, parameters: float, *, sha
     # Reading gradients for their norm and clearing them touches all gradients, the step the rank's shard.
     clear = 6.0 if run.zero_stage != 3 else 6.0 / shards
     passed_s = constants.optimizer * parameters / memory
-    if run.software.offloads_optimizer:
-        return passed_s * clear + _host_step_s(run, constants, parameters / shards)
-    return passed_s * (OPTIMIZER_BYTES / shards + clear)
+    if not run.software.offloads_optimizer:
+        return passed_s * (OPTIMIZER_BYTES / shards + clear)
+    share = run.software.optimizer_on_host
+    on_device_s = (1.0 - share) * passed_s * OPTIMIZER_BYTES / shards
+    return passed_s * clear + _host_step_s(run, constants, share * parameters / shards, beside_s=on_device_s)
 
 
-def _host_step_s(run: TrainingRun, constants: Constants, parameters: float) -> float:
+def _host_step_s(run: TrainingRun, constants: Constants, parameters: float, *, beside_s: float) -> float:
     """Seconds of a step of `parameters` on the host: gradients in fp32 to it, Adam there, weights back.
 
-    One after the other, as Megatron does without --overlap-cpu-optimizer-d2h-h2d
+    One after the other, as Megatron does without --overlap-cpu-optimizer-d2h-h2d. The device steps its own
+    part in `beside_s` seconds while the host computes, and takes weights back behind that
     (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py).
     """
     device = run.cluster.device
     copied_s = (GRADIENT_COPY_BYTES + run.element_bytes) / device.resolved_host_link_bytes_per_s
-    return parameters * (
-        copied_s + constants.optimizer * OPTIMIZER_BYTES / device.resolved_host_memory_bytes_per_s
-    )
+    adam_s = constants.optimizer * OPTIMIZER_BYTES / device.resolved_host_memory_bytes_per_s
+    return parameters * (copied_s + adam_s) + max(0.0, beside_s - parameters * adam_s)
 
 
 def tensors_of_layer(run: TrainingRun) -> int:

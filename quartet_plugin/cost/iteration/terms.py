@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from quartet_plugin.cost import communication, compute, layer_partition
+from quartet_plugin.cost import activation_offload, communication, compute, layer_partition
 from quartet_plugin.cost.compute import LayerTimes, Rates
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.run import TrainingRun
@@ -147,7 +147,7 @@ def layer_parts(
     tensor = tensor.scaled((attention + routed + shared) / 2.0)
     again = repeated * _pairs_again(run, routed, shared, has_experts=experts is not None) / 2.0
     tensor = Times(tensor.forward_s, tensor.input_grad_s + again, tensor.weight_grad_s)
-    return {
+    parts = {
         "gemm": layer.gemm,
         "attention": layer.attention,
         "elementwise": layer.elementwise,
@@ -157,6 +157,9 @@ def layer_parts(
         "cp_comm": _shared_sequences(run, constants, layer),
         "ep_comm": Times() if experts is None else _exchanges(run, constants, experts, layer),
     }
+    if run.software.offloaded_modules:
+        parts["offload"] = activation_offload.exposed(run, layer, experts=experts)
+    return parts
 
 
 def _shared_sequences(run: TrainingRun, constants: Constants, layer: LayerTimes) -> Times:

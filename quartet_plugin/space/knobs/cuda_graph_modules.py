@@ -79,7 +79,8 @@ def _kept(rules: KnobRules) -> str | None:
         return "the command captures whole layers, or the iteration"
     if job.setting("delay_wgrad_compute") is True:
         return "delayed weight gradients in graphs need a newer Transformer Engine"
-    return next((name for name in ("hybrid", "cpu_offload") if name in job.features), None)
+    bound = ("hybrid", "cpu_offload", "activation_offload")
+    return next((name for name in bound if name in job.features), None)
 
 
 CUDA_GRAPH_MODULES = _PartsKnob(

@@ -17,7 +17,7 @@ SHARED, OVERLAP, DELAY = (
 )
 # Features beside which another value was not tried: graphs are captured for one order of work, and sharded
 # or offloaded tensors come and go in one.
-_BOUND = ("cuda_graphs", "fsdp", "cpu_offload")
+_BOUND = ("cuda_graphs", "fsdp", "cpu_offload", "activation_offload")
 # The release from which on it runs without a pipeline, too, beside a layer of multi-token prediction.
 _MTP_ON_ONE_STAGE = Version("0.18")
 

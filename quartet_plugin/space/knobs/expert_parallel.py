@@ -1,10 +1,11 @@
 """Expert parallelism: the devices that share the experts."""
 
 import math
+from dataclasses import replace
 
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.divisors import divisors
-from quartet_plugin.space.knobs.expert_tensor_parallel import expert_devices
+from quartet_plugin.space.knobs.expert_tensor_parallel import expert_devices, unlike_pipelines
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
 from quartet_plugin.space.knobs.token_dispatcher import has_only_flex, lacks_peers
 
@@ -27,7 +28,9 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     if job.experts is not None and job.experts.num_experts % size:
         return f"must divide the {job.experts.num_experts} experts"
     devices, words = expert_devices(context.layout, context.rules)
-    return f"must divide {words}" if devices % size else None
+    if devices % size:
+        return f"must divide {words}"
+    return unlike_pipelines(replace(context.layout, expert_parallel=size), context.rules)
 
 
 def _kept(rules: KnobRules) -> str | None:
@@ -44,7 +47,8 @@ EXPERT_PARALLEL = LayoutKnob(
     axis=Axis.DEGREES,
     change_class="B",
     rule="divides the experts, and DP x CP, or TP x DP x CP where ETP is 1 (megatron/training/arguments.py, "
-    "megatron/core/parallel_state.py); must be above 1 with flex or overlap of expert communication "
+    "megatron/core/parallel_state.py); EP x ETP is TP x CP with --use-tp-pp-dp-mapping and PP above 1 "
+    "(megatron/core/parallel_state.py); must be above 1 with flex or overlap of expert communication "
     "(megatron/core/transformer/transformer_config.py)",
     flag="--expert-model-parallel-size",
     offers=_offers,

@@ -1,6 +1,6 @@
 """Expert tensor parallelism: whether tensor-parallel devices share each expert, or hold whole ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
@@ -19,6 +19,8 @@ from quartet_plugin.space.knobs.token_dispatcher import may_keep_flex
 AS_LAYERS, WHOLE = 0, 1
 NAME = "expert_tensor_parallel"
 BIASED = "moe_linear_bias"
+# The command's ranks are ordered with pipelines inside of the copies.
+_ORDER = "tp_pp_dp_order"
 # What Megatron asserts of experts with biases (megatron/core/transformer/transformer_config.py).
 BIASES_FAULT = "experts with linear biases are not shared by tensor-parallel devices"
 
@@ -40,10 +42,37 @@ def expert_devices(layout: Layout, rules: KnobRules) -> tuple[int, str]:
     return copies, f"DP x CP ({copies})"
 
 
+def unlike_pipelines(layout: Layout, rules: KnobRules) -> str | None:
+    """The rule of the order tp-cp-ep-pp-dp that degrees break with every share that plans' experts may have.
+
+    There a pipeline's next rank is TP x CP ranks away, and EP x ETP for experts, and both have the same
+    pipelines (megatron/core/parallel_state.py, initialize_model_parallel).
+    """
+    return _fault_of_order(layout, rules, shares=_shares_of_plans(rules))
+
+
+def _fault_of_order(layout: Layout, rules: KnobRules, *, shares: Iterable[Value]) -> str | None:
+    if _ORDER not in rules.job.features or layout.pipeline_parallel == 1:
+        return None
+    devices = layout.tensor_parallel * layout.context_parallel
+    holders = {1 if share == WHOLE else layout.tensor_parallel for share in shares}
+    if devices in {layout.expert_parallel * size for size in holders}:
+        return None
+    return f"EP x ETP must be TP x CP ({devices}) with --use-tp-pp-dp-mapping and PP above 1"
+
+
 def _may_have_whole_experts(rules: KnobRules) -> bool:
     """Whether some plan of the job has whole experts on tensor-parallel devices."""
+    return WHOLE in _shares_of_plans(rules)
+
+
+def _shares_of_plans(rules: KnobRules) -> set[Value]:
+    """The values that plans of the job may have; a command's that is not known is that of the layers."""
     is_kept = Axis.OPTIONS in rules.locked or _kept(rules) is not None
-    return may_be_whole(rules.job.setting(NAME), (STOCK,) if is_kept else rules.search.requested(NAME))
+    command = rules.job.setting(NAME)
+    if command is None:
+        return {AS_LAYERS}
+    return _shares(command, (STOCK,) if is_kept else rules.search.requested(NAME))
 
 
 def may_be_whole(command: Value | None, asked: Sequence[Value] | None) -> bool:
@@ -51,8 +80,13 @@ def may_be_whole(command: Value | None, asked: Sequence[Value] | None) -> bool:
 
     `command` is the command's own value, None where it is not known.
     """
+    return command is not None and WHOLE in _shares(command, asked)
+
+
+def _shares(command: Value, asked: Sequence[Value] | None) -> set[Value]:
+    """The values that a search asks for; None is all of them."""
     values = (AS_LAYERS, WHOLE) if asked is None else asked
-    return command is not None and WHOLE in (command if value == STOCK else value for value in values)
+    return {command if value == STOCK else value for value in values}
 
 
 def _offers(context: KnobContext) -> tuple[int, ...]:
@@ -70,7 +104,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     if value == AS_LAYERS and layout.needs_whole_experts:
         copies = layout.data_parallel * layout.context_parallel
         return f"must be 1: EP {layout.expert_parallel} does not divide DP x CP ({copies})"
-    return None
+    return _fault_of_order(layout, context.rules, shares=(value,))
 
 
 def _kept(rules: KnobRules) -> str | None:
@@ -103,7 +137,8 @@ EXPERT_TENSOR_PARALLEL = SettingKnob(
     axis=Axis.OPTIONS,
     change_class="B",
     rule="TP above 1; 0 only where EP divides DP x CP (megatron/core/parallel_state.py); 1 not with flex "
-    "where EP is 1 (megatron/core/transformer/moe/token_dispatcher.py); 1 with linear biases "
+    "where EP is 1 (megatron/core/transformer/moe/token_dispatcher.py); EP x ETP is TP x CP with "
+    "--use-tp-pp-dp-mapping and PP above 1 (megatron/core/parallel_state.py); 1 with linear biases "
     "(megatron/core/transformer/transformer_config.py); kept with blockwise Muon or SOAP "
     "(megatron/core/optimizer/emerging_optimizers.py)",
     flag="--expert-tensor-parallel-size",

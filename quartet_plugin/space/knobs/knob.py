@@ -169,6 +169,7 @@ class LiveJob:
     holds; `optimizer` decides how gradients and parameters are shared, Megatron's DDP configuration or
     DeepSpeed's engine. `tensor_partition` is the label of what cuts the layers, None where nothing tells.
     `offloads_optimizer`: the optimizer that was built steps on the host; None where it was not seen.
+    `optimizer_offload_fraction` is the part of it that does; None for an optimizer of the device.
     `shards_layers`: the copies of the model share the optimizer by whole layers.
     """
 
@@ -177,6 +178,7 @@ class LiveJob:
     optimizer: Any = None
     tensor_partition: str | None = None
     offloads_optimizer: bool | None = None
+    optimizer_offload_fraction: float | None = None
     shards_layers: bool = False
 
 

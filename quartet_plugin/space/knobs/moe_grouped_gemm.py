@@ -6,7 +6,7 @@ from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob,
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER, has_only_flex, is_flex
 
 # Features that want grouped products in some of their forms, of which no rule here can tell.
-_BOUND = ("cuda_graphs", "cpu_offload")
+_BOUND = ("cuda_graphs", "cpu_offload", "activation_offload")
 _FLEX = "moe_flex_dispatcher"
 # Features of which Transformer Engine's grouped products ask for one.
 _BIASES_TAKEN = frozenset({"no_linear_bias", "moe_unfused_bias"})

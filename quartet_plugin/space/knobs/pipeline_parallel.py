@@ -1,9 +1,12 @@
 """Pipeline parallelism: the devices that the layers are spread over."""
 
+from dataclasses import replace
+
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.features import PIPELINE_KEPT, STAGES_KEPT, Axis
 from quartet_plugin.space.knobs.divisors import divisors
+from quartet_plugin.space.knobs.expert_tensor_parallel import unlike_pipelines
 from quartet_plugin.space.knobs.knob import (
     KnobContext,
     KnobRules,
@@ -44,6 +47,10 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return f"must be at most {len(experts)}: each device needs a layer with experts of logged losses"
     if "bf16_end_layer" in context.rules.job.features and ranks > context.shape.num_layers:
         return f"must be at most the {context.shape.num_layers} layers with a bf16 layer at an end"
+    layout = replace(context.layout, pipeline_parallel=ranks)
+    # A model with experts may have another EP, which is chosen behind.
+    if context.rules.job.experts is None and (fault := unlike_pipelines(layout, context.rules)):
+        return f"must be 1: {fault}"
     most = most_stages(context.shape)
     return f"must be at most {most} for {context.shape.num_layers} layers" if ranks > most else None
 
@@ -59,7 +66,8 @@ PIPELINE_PARALLEL = LayoutKnob(
     kind="degree",
     axis=Axis.DEGREES,
     change_class="A",
-    rule="TP x CP x PP divides the processes (megatron/core/parallel_state.py); at most the layers with "
+    rule="TP x CP x PP divides the processes; must be 1 in a dense model with CP above 1 and "
+    "--use-tp-pp-dp-mapping (megatron/core/parallel_state.py); at most the layers with "
     "experts of a hybrid model that logs their losses (megatron/training/training.py); kept with several "
     "bf16 layers at an end of an FP8 model (megatron/core/transformer/transformer_config.py)",
     flag="--pipeline-model-parallel-size",

@@ -1,6 +1,7 @@
 """Recompute: the activations that the backward computes again instead of keeping them."""
 
 from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.model.offload_modules import NONE, offload_modules_of
 from quartet_plugin.model.recompute_modules import modules_of
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, kept_fault
@@ -28,6 +29,8 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return "overlap of expert communication refuses full recompute"
     if kept := kept_fault(value, job.layout.recompute, recompute_kept(context.rules)):
         return kept
+    if value == "full" and "activation_offload" in job.features and job.layout.recompute != "full":
+        return "full recompute saves nothing of a module that the command offloads"
     modules = job.setting("recompute_modules")
     if value == "selective" and job.layout.recompute != "selective" and modules is not None:
         fault = module_fault(str(modules), context)
@@ -50,7 +53,6 @@ def module_fault(text: str, context: KnobContext) -> str | None:
     """
     rules = context.rules
     features, experts = rules.job.features, rules.job.experts
-    is_overlapped = context.is_on("overlap_moe_expert_parallel_comm", feature="overlap_moe")
     is_grouped = context.is_on("moe_grouped_gemm", feature="moe_grouped_gemm")
     with_fp8 = "not supported with the delayed scaling of fp8" if "fp8" in features else None
     # Where a checkpoint discards its output, 0.19 asks Transformer Engine for fp8 whatever the precision
@@ -63,7 +65,7 @@ def module_fault(text: str, context: KnobContext) -> str | None:
         "mlp": None if "no_linear_bias" in features else "needs --disable-bias-linear",
         "moe_act": with_fp8 if is_grouped else "needs --moe-grouped-gemm",
         "mla_up_proj": None if "multi_latent_attention" in features else "needs --multi-latent-attention",
-        "moe": "not supported with overlap of expert communication" if is_overlapped else None,
+        "moe": _moe_fault(context),
     }
     if "moe" not in features:
         faults["moe"] = faults["moe_act"] = faults["shared_experts"] = "the model has no experts"
@@ -74,6 +76,15 @@ def module_fault(text: str, context: KnobContext) -> str | None:
     return next((f"{name}: {fault}" for name in modules_of(text) if (fault := faults.get(name))), None)
 
 
+def _moe_fault(context: KnobContext) -> str | None:
+    """Why the experts of a layer are not repeated whole; None where they can be."""
+    if context.is_on("overlap_moe_expert_parallel_comm", feature="overlap_moe"):
+        return "not supported with overlap of expert communication"
+    offloaded = offload_modules_of(str(context.setting("offload_modules") or NONE))
+    inside = next((name for name in ("expert_fc1", "fused_group_mlp", "moe_act") if name in offloaded), None)
+    return None if inside is None else f"not supported with offloading of {inside}"
+
+
 RECOMPUTE = LayoutKnob(
     name="recompute",
     label="recompute",
@@ -82,7 +93,8 @@ RECOMPUTE = LayoutKnob(
     words=MODES,
     axis=Axis.RECOMPUTE,
     change_class="A",
-    rule="not with offloading or CUDA graphs; not full with overlap of expert communication "
+    rule="not with offloading by layers or CUDA graphs; not full with overlap of expert communication, or "
+    "beside modules that the command offloads "
     "(megatron/core/transformer/transformer_config.py)",
     flag="--recompute-granularity",
     default="stock",

@@ -97,7 +97,8 @@ RECOMPUTE_MODULES = _ModulesKnob(
     change_class="A",
     rule="with selective recompute; mlp without linear biases, layernorm with Transformer Engine, moe_act "
     "with grouped products of experts, mla_up_proj with latent attention, moe_act and layernorm not with "
-    "fp8, moe not with overlap of expert communication, shared_experts not with its overlap "
+    "fp8, moe not with overlap of expert communication or offloading inside of it, shared_experts not with "
+    "its overlap "
     "(megatron/core/transformer/transformer_config.py)",
     flag="--recompute-modules",
     destination="recompute_modules",

@@ -27,7 +27,9 @@ from quartet_plugin.space.knobs.knob import Knob, LayoutKnob, LiveJob, SettingKn
 from quartet_plugin.space.knobs.mapping import MAPPING
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
 from quartet_plugin.space.knobs.moe_grouped_gemm import MOE_GROUPED_GEMM
+from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES
 from quartet_plugin.space.knobs.optimizer_cpu_offload import OPTIMIZER_CPU_OFFLOAD
+from quartet_plugin.space.knobs.optimizer_offload_fraction import OPTIMIZER_OFFLOAD_FRACTION
 from quartet_plugin.space.knobs.overlap_grad_reduce import OVERLAP_GRAD_REDUCE
 from quartet_plugin.space.knobs.overlap_param_gather import OVERLAP_PARAM_GATHER
 from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
@@ -76,8 +78,10 @@ SETTINGS: tuple[SettingKnob, ...] = (
     OVERLAP_PARAM_GATHER,
     DDP_BUCKET_SIZE,
     OPTIMIZER_CPU_OFFLOAD,
+    OPTIMIZER_OFFLOAD_FRACTION,
     CP_COMM_TYPE,
     HIERARCHICAL_SIZES,
+    OFFLOAD_MODULES,
     RECOMPUTE_METHOD,
     RECOMPUTE_NUM_LAYERS,
     RECOMPUTE_MODULES,

@@ -34,6 +34,7 @@ REFUSED_FEATURES = {
     "fsdp": "parameters are sharded over devices",
     "torch_fsdp": "parameters are sharded over devices",
     "weight_shards": "parameters are sharded over devices",
+    "activation_offload": "modules whose activations are on the host are the framework's own",
     "emerging_optimizer": "Muon and SOAP update whole matrices, and Lion was not tried",
 }
 

@@ -12,6 +12,7 @@ from quartet_plugin.model.layout import Layout, Setting
 from quartet_plugin.space.knob_table import knob_rows
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext
+from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
@@ -227,3 +228,25 @@ def test_degrees_that_a_kept_spread_of_experts_does_not_divide_are_left_out(
     made = layouts(space)
     assert {(layout.tensor_parallel, layout.expert_parallel) for layout in made} == {(2, 2)}
     assert {layout.pipeline_parallel for layout in made} == pipelines
+
+
+@pytest.mark.parametrize("search", [{}, {"expert_tensor_parallel": "stock"}, {"expert_tensor_parallel": [1]}])
+def test_experts_have_the_pipelines_of_the_layers_in_the_order_tp_pp_dp(search: dict[str, Any]) -> None:
+    """Megatron asserts it (megatron/core/parallel_state.py)."""
+    made = layouts(space_of(features=("tp_pp_dp_order",), search=search))
+    piped = [layout for layout in made if layout.pipeline_parallel > 1]
+    assert {layout.tensor_parallel for layout in piped} == {1, 2}
+    for layout in piped:
+        shares = 1 if layout.setting("expert_tensor_parallel") == 1 else layout.tensor_parallel
+        assert layout.expert_parallel * shares == layout.tensor_parallel * layout.context_parallel
+    assert {layout.expert_parallel for layout in made if layout.pipeline_parallel == 1} > {1, 2}
+
+
+def test_a_dense_model_that_shares_sequences_has_one_stage_in_the_order_tp_pp_dp() -> None:
+    shared: dict[str, Any] = {"experts": None, "data_parallel": 2, "context_parallel": 2}
+    assert {layout.pipeline_parallel for layout in layouts(space_of(**shared))} == {1, 2}
+    space = space_of(features=("tp_pp_dp_order",), **shared)
+    assert {layout.pipeline_parallel for layout in layouts(space)} == {1}
+    context = KnobContext(layout=space.job.layout, shape=space.job.shape, rules=space.rules())
+    reason = "must be 1: EP x ETP must be TP x CP (2) with --use-tp-pp-dp-mapping and PP above 1"
+    assert (PIPELINE_PARALLEL.fault(1, context), PIPELINE_PARALLEL.fault(2, context)) == (None, reason)
