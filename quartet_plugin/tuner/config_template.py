@@ -51,7 +51,7 @@ def _section(kind: type[Section], *, indent: str) -> Iterator[str]:
 
 def _line(name: str, known: FieldInfo, *, indent: str, is_axis: bool) -> str:
     value = "auto" if is_axis and known.default is None else _written(name, known.default)
-    return f"# {indent}{name}: {value}".ljust(_COLUMN) + f"# {known.description}"
+    return f"# {indent}{name}: {value}".ljust(_COLUMN - 1) + f" # {known.description}"
 
 
 def _written(name: str, value: Any) -> str:

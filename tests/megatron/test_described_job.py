@@ -1,5 +1,6 @@
 """A plan of a described job with experts and latent attention, against Megatron's own parser."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 from quartet_plugin.cli.export import flags_of
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.apply import check_fit
-from quartet_plugin.model.megatron_arguments import model_words
+from quartet_plugin.model.job_description import ExpertCapacity
+from quartet_plugin.model.megatron_arguments import expert_capacity_of, model_words
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.planner.job import parse_job
 from quartet_plugin.planner.plans import plain_layout, plan_of
@@ -82,6 +84,28 @@ def test_the_flags_say_what_settings_are_legal_and_predicted_by(
     plan = plan_of(job, best, plain=plain_layout(job, best=best), name="job", place=1)
     args = native_flags().values(words_of(plan))
     assert (args.moe_grouped_gemm, args.add_bias_linear) == (is_grouped, has_bias)
+
+
+@pytest.mark.parametrize(
+    "capacity",
+    [
+        ExpertCapacity(factor=1.5),
+        ExpertCapacity(factor=1.25, is_padded=True),
+        ExpertCapacity(rank_factor=1.5),
+        ExpertCapacity(rank_factor=1.5, stash_factor=1.1),
+        ExpertCapacity(rank_factor=2.0, stash_factor=-1.2),
+    ],
+)
+def test_the_flags_say_the_limits_on_the_tokens_of_experts(tmp_path: Path, capacity: ExpertCapacity) -> None:
+    plan = planned(tmp_path)
+    job = plan.made_for.job
+    assert job is not None
+    assert job.experts is not None
+    limited = replace(job, experts=replace(job.experts, capacity=capacity))
+    plan = replace(plan, made_for=replace(plan.made_for, job=limited))
+    write_plan(plan, path=tmp_path / "limited.json")
+    assert read_plan(tmp_path / "limited.json") == plan
+    assert expert_capacity_of(vars(native_flags().values(words_of(plan)))) == capacity
 
 
 def test_megatron_has_no_grouped_products_on_volta(tmp_path: Path) -> None:
