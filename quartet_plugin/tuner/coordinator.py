@@ -91,6 +91,7 @@ class Coordinator:
         self._make_room = make_room
         self._slices = slices
         self._full_size = full_size
+        self._early = EarlyPlans(context.run)
 
     def tune(self) -> TuneResult:
         """The result of the whole run.
@@ -108,6 +109,7 @@ class Coordinator:
                 self._context.events.add("storage", reason=str(error))
             raise
         finally:
+            self._early.stop()
             discard_weights(self._context)
 
     def _tune(self) -> TuneResult:
@@ -115,8 +117,7 @@ class Coordinator:
         context.events.add("begin", run=self._run.name)
         self._take_over()
         self._open_work_queue()
-        early = EarlyPlans(self._run)
-        first = self._first_launcher(early)
+        first = self._first_launcher()
         launch = TrialLaunch(
             number=BASELINE,
             label=str(BASELINE),
@@ -127,7 +128,7 @@ class Coordinator:
         )
         result = launch_baseline(first, launch, num_left=launches_left(self._config, num_tried=0) + 1)
         check_baseline(context, result)
-        space, proposer = open_space(context, result, early=early)
+        space, proposer = open_space(context, result, early=self._early)
         baseline = self._baseline_score(space, result)
         launcher = self._trial_launcher(first, result, baseline=baseline)
         launcher.show(launch, result)
@@ -163,8 +164,8 @@ class Coordinator:
 
     # The baseline
 
-    def _first_launcher(self, early: EarlyPlans) -> TrialLauncher:
-        """The launcher of the user's command, of which no time is known yet. `early` follows its progress."""
+    def _first_launcher(self) -> TrialLauncher:
+        """The launcher of the user's command, of which no time is known yet."""
         deadline_s = self._run.config.trial.deadline_s
         is_cold = resolve_device(self._run.config.device, environment=os.environ) == "cuda"
         return TrialLauncher(
@@ -172,7 +173,7 @@ class Coordinator:
             baseline=None,
             timeouts=Timeouts.cold(deadline_s) if is_cold else Timeouts.within(deadline_s),
             node_monitor=NodeMonitor(context=self._context),
-            on_progress=early.observe,
+            on_progress=self._early.observe,
         )
 
     def _baseline_score(self, space: Space, result: TrialResult) -> BaselineScore:

@@ -25,6 +25,8 @@ from quartet_plugin.tuner.run_space import space_around
 from quartet_plugin.tuner.trial_backend import nodes_of
 
 THREAD = "quartet-early-plans"
+# What the end of the tuner waits for the thread.
+STOP_S = 5.0
 
 
 class EarlyPlans:
@@ -57,11 +59,19 @@ class EarlyPlans:
 
     def take(self, job: TrainingJob, *, nodes: Sequence[NodeInfo]) -> tuple[Space | None, Proposer | None]:
         """End the thread; what it has made for this job on these nodes."""
-        self._is_stopped.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._end(limit_s=None)
         is_same = self._job == (job, tuple(nodes))
         return (self._space, self._proposer) if is_same else (None, None)
+
+    def stop(self) -> None:
+        """End the thread, as far as that takes no longer than a moment: nothing of it is taken."""
+        # A process whose thread runs machine code while it exits may crash.
+        self._end(limit_s=STOP_S)
+
+    def _end(self, *, limit_s: float | None) -> None:
+        self._is_stopped.set()
+        if self._thread is not None:
+            self._thread.join(limit_s)
 
     def _import(self) -> None:
         with suppress(Exception):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.errors import ConfigError
+from quartet_plugin.errors import ConfigError, InfrastructureError
 from quartet_plugin.planner.plan_scorer import PlanScorer
 from quartet_plugin.study.storage import StudyStorage
-from quartet_plugin.trial.request import Progress, TrialRequest, TrialResult
+from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner import baseline_space, early_plans
 from quartet_plugin.tuner.early_plans import EarlyPlans
 from tests.space.jobs import make_job, make_layout
@@ -95,6 +95,30 @@ def test_the_thread_ends_at_its_next_plan_where_another_attempt_begins(
     assert len(stops) == 1
     # What it has made by then is of the same job.
     assert early.take(JOB, nodes=machine.cluster) != (None, None)
+
+
+def test_a_run_that_ends_without_its_plans_ends_their_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_waiting, stops = threading.Event(), []
+
+    def prepare(scorer: PlanScorer, *, is_stopped: Callable[[], bool]) -> None:
+        is_waiting.set()
+        while not is_stopped():
+            pass
+        stops.append(scorer)
+
+    class DivergingMachine(WritingMachine):
+        def run(self, request: TrialRequest, **options: Any) -> TrialResult:
+            result = super().run(request, **options)
+            options["on_progress"](at("done"))
+            assert is_waiting.wait(60.0)
+            return replace(result, outcome=Outcome.WRONG)
+
+    monkeypatch.setattr(PlanScorer, "prepare_candidates", prepare)
+    with pytest.raises(InfrastructureError, match="diverges"):
+        tune(begin_with_journal(tmp_path), DivergingMachine(job=JOB))
+    assert len(stops) == 1
 
 
 def test_a_run_is_the_same_with_early_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
