@@ -34,7 +34,7 @@ SCRIPT = Path(__file__).with_name("freeing_pretrain.py")
 GOAL = 0.08
 MIB = 2**20
 FLAGS = """
-    --num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --seq-length 512
+    --num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4
     --max-position-embeddings 512 --swiglu --position-embedding-type rope --normalization RMSNorm
     --untie-embeddings-and-output-weights --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
     --mock-data --tokenizer-type NullTokenizer --vocab-size 8191 --train-iters 100 --lr 1e-4 --min-lr 1e-5
@@ -59,12 +59,14 @@ class Case:
     flags: str
     num_processes: int = 2
     num_samples: int = 4
+    seq_length: int = 512
     is_forced: bool = True
 
     def words(self, *more: str) -> list[str]:
         """The command, with `more` flags at its end."""
         forced = FORCED if self.is_forced else ""
-        flags = f"{FLAGS} {forced} {self.flags} --global-batch-size {self.num_samples} {' '.join(more)}"
+        sizes = f"--seq-length {self.seq_length} --global-batch-size {self.num_samples}"
+        flags = f"{FLAGS} {forced} {self.flags} {sizes} {' '.join(more)}"
         torchrun = str(Path(sys.executable).with_name("torchrun"))
         return [torchrun, "--nproc-per-node", str(self.num_processes), str(SCRIPT), *shlex.split(flags)]
 
@@ -89,9 +91,10 @@ CASES = (
         flags=f"{_EP2} {_WEIGHTS} --use-distributed-optimizer",
     ),
     Case(
-        name="dp4 ep2, more weights, distributed optimizer",
+        name="dp4 ep2, few tokens, distributed optimizer",
         flags=f"{_EP2} {_WEIGHTS} --use-distributed-optimizer",
         num_processes=4,
+        seq_length=128,
     ),
     Case(
         name="ep2, allgather",
@@ -142,16 +145,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     options = parser.parse_args(arguments)
     chosen = [case for case in CASES if case.name in options.only]
-    process_bytes: dict[int, float] = {}
+    process_bytes: dict[tuple[int, int], float] = {}
     rows = []
     print(head(chosen), flush=True)
     for case in chosen:
-        count = case.num_processes
-        if count not in process_bytes:
+        like = case.num_processes, case.seq_length
+        if like not in process_bytes:
             empty = trained(case.words(TINY))
-            process_bytes[count] = empty.peak_memory_bytes - predicted_bytes(empty, num_processes=count)
+            predicted = predicted_bytes(empty, num_processes=case.num_processes)
+            process_bytes[like] = empty.peak_memory_bytes - predicted
         result = trained(case.words())
-        rows.append(row_of(case, result, process_bytes=process_bytes[count]))
+        rows.append(row_of(case, result, process_bytes=process_bytes[like]))
         print(line_of(rows[-1], width=width_of(chosen)), flush=True)
     print(summary(rows))
     return int(any(abs(row.error) > GOAL for row in rows))

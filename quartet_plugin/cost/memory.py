@@ -215,13 +215,16 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
         if ends not in temporary:
             temporary[ends] = _temporary(run, has_embedding=ends[0], is_last=ends[1])
         parameters, gradients, optimizer = states[share]
+        activations = float(peaks[device]) * fragmented
+        copied = max(_copied_bytes(run, weights[k]) for k in stages)
         devices.append(
             Memory(
                 parameters_bytes=parameters,
                 gradients_bytes=gradients,
                 optimizer_bytes=optimizer,
-                activations_bytes=float(peaks[device]) * fragmented,
-                temporary_bytes=temporary[ends],
+                activations_bytes=activations,
+                # Activations are gone where gradients are reduced.
+                temporary_bytes=max(temporary[ends], copied - activations),
                 device=device,
                 capacity_bytes=float(run.cluster.memory_bytes),
             )
@@ -521,6 +524,13 @@ def _temporary(run: TrainingRun, *, has_embedding: bool, is_last: bool) -> float
     backward += layer_partition.buffer_bytes(run)
     held = gradients + max(backward, logits) + run.software.bucket_bytes
     return held + _gathered_bytes(run) + _stashed_bytes(run) + activation_offload.kept_on_device(run)
+
+
+def _copied_bytes(run: TrainingRun, weights: Weights) -> float:
+    """Bytes of the copy of a stage's expert gradients, one buffer, that a sharded optimizer reduces."""
+    if run.zero_stage != 1 or not run.software.copies_reductions:
+        return 0.0
+    return run.software.main_gradient_bytes * weights.num_expert
 
 
 def _product_sizes(run: TrainingRun) -> list[tuple[float, float]]:

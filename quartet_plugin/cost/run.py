@@ -208,6 +208,8 @@ class Software:
     """Whether each graph of a layer has inputs of its own, as those that Transformer Engine makes."""
     gathers_narrow: bool = True
     """Whether sequence parallelism gathers the narrow operands of products in 8 or 4 bits."""
+    copies_reductions: bool = False
+    """Whether a reduce-scatter copies what it reduces, as gloo's does."""
     plain_operations: bool = False
     """Whether norms, rotations, activations and attention are PyTorch's operations one by one.
 
@@ -237,6 +239,7 @@ ON_CPU = Software(
     reduces_ends=True,
     keeps_gathered_inputs=False,
     shares_memory=True,
+    copies_reductions=True,
     plain_operations=True,
 )
 

@@ -17,6 +17,7 @@ from quartet_plugin.cost.memory import (
     weights_of_stages,
 )
 from quartet_plugin.cost.run import HalfPrecision, Software
+from quartet_plugin.model.job_description import Experts
 from tests.cost.live import cpu_run
 from tests.megatron import support
 
@@ -66,6 +67,25 @@ def test_a_whole_gradient_of_the_vocabulary_is_held_for_a_while() -> None:
         peak_memory(cpu_run(pp=1, vocab=vocab, seq=32)).temporary_bytes for vocab in (2048, 65536)
     )
     assert large - small >= 4 * (65536 - 2048) * 256
+
+
+def test_expert_gradients_that_gloo_reduces_are_copied() -> None:
+    """A sharded optimizer's, when no activations are left; the copy counts where it is larger than these."""
+    dense = replace(cpu_run(pp=1, seq=32), zero_stage=1)
+    few, many = (
+        replace(dense, experts=Experts(num_experts=num, experts_per_token=2, ffn_hidden_size=256))
+        for num in (2, 64)
+    )
+    for run in (dense, few, many):
+        whole = peak_memory(run)
+        (copied,) = (4.0 * weights.num_expert for weights in weights_of_stages(run))
+        plain = peak_memory(replace(run, software=replace(run.software, copies_reductions=False)))
+        # Activations and what lives beside them, or the copy.
+        expected = max(plain.activations_bytes + plain.temporary_bytes, copied)
+        assert whole.activations_bytes + whole.temporary_bytes == expected
+        assert (whole == plain) == (run is not many)
+    assert peak_memory(replace(many, zero_stage=0)).temporary_bytes < peak_memory(many).temporary_bytes
+    assert not Software().copies_reductions
 
 
 def test_the_ends_of_a_v_are_on_one_device() -> None:
