@@ -150,9 +150,7 @@ def job_of_command(
         )
     search, cost = _section(sections, "search"), _section(sections, "cost")
     if args.context_parallel_size > 1:
-        # The cost model does not have the transfers by which state-space layers share a sequence.
-        is_kept = shape.layer_kinds is not None and shape.layer_kinds.state_space > 0
-        search.setdefault("context_parallel", args.context_parallel_size if is_kept else "auto")
+        search.setdefault("context_parallel", "auto")
     world_size = command.num_processes if command.starter != "python" else None
     data = {"model": _model(args, shape), "cluster": cluster, "search": search, "cost": cost}
     # The batch follows from the layout where no flag says it, and the layout from the number of devices.
