@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Literal
@@ -29,8 +28,6 @@ from quartet_plugin.protocol.masking import MASK, is_secret, masked
 SQLITE, JOURNAL = "sqlite", "journal"
 FORMS = "sqlite, journal, postgresql://USER@HOST/DATABASE or grpc://HOST:PORT"
 SQLITE_NAME, JOURNAL_NAME, STUDY_NAME = "study.sqlite3", "study.journal", "study.json"
-# What every connection imports.
-_LIBRARIES = ("optuna.storages", "sqlalchemy.engine")
 
 # How long a lost server is waited for, and between how many seconds it is asked again.
 PATIENCE_S = 600.0
@@ -171,11 +168,12 @@ class StudyStorage:
             write_json_atomic(self.folder / STUDY_NAME, content)
 
     def import_libraries(self) -> None:
-        """Import what `connect` imports: the first study of a process takes most of its time to open so."""
-        for name in _LIBRARIES:
-            import_module(name)
+        """Import the libraries of `connect`: most of the time in which a process opens its first study."""
+        import optuna.storages  # noqa: F401
+        import sqlalchemy.engine  # noqa: F401
+
         if self.address == SQLITE:
-            import_module("alembic.command")
+            import alembic.command  # noqa: F401
 
     def connect(self) -> Any:
         """Optuna's storage. Raises ConfigError where its driver is missing, StorageError when it is lost."""
