@@ -25,6 +25,7 @@ UNPRICED = {
     "torch_fsdp": "its parameters are sharded over replicas, which the report does not describe",
     "weight_shards": "its weights are sharded over ranks, which the report does not describe",
     "cpu_offload": "its activations move to the host, which the cost model does not know",
+    "activation_offload_part": "the part of its modules' activations on the host is not in the report",
     "optimizer_offload_part": "the part of the optimizer on the host is not in the report",
     "rampup_batch_size": "its batch changes while it trains",
     "cp_comm_by_layer": "its layers share sequences in several ways, which the cost model takes for one",

@@ -492,6 +492,8 @@ def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
     if "--" in command:
         raise PlanError("the command has a -- of its own, behind which flags are not read")
     switches = {word.partition("=")[0].replace("_", "-") for word in command if word.startswith("--")}
+    # A plan of a run does not know the command's type: with a degree of 1 Megatron refuses this one alone.
+    switches -= set() if any("a2a+p2p" in word for word in command) else {"--cp-comm-type"}
     contradicted = [flag for flag in content["leave_out"] if flag.replace("_", "-") in switches]
     if contradicted:
         raise PlanError(f"remove {', '.join(contradicted)} from the command: the plan does not allow them")

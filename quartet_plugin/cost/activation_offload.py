@@ -86,7 +86,8 @@ def _saved_by_attention(run: TrainingRun, module: str) -> Iterator[_Tensor]:
         # Transformer Engine's product has the norm in it, and saves the norm's input and output.
         yield from (_Tensor(hidden), _Tensor(hidden))
     elif module == "qkv_linear" and latent is not None:
-        yield _Tensor(hidden)
+        # The norm's output, which is free already where the norm is recomputed.
+        yield _Tensor(hidden, is_freed=not run.recomputes("layernorm"))
         # Before their norms and behind them.
         for rank in (latent.q_lora_rank, latent.kv_lora_rank):
             yield from (_Tensor(tokens * rank), _Tensor(tokens * rank))

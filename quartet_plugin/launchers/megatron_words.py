@@ -7,6 +7,7 @@ A contract test holds the table below to the installed Megatron's own parser.
 """
 
 import ast
+import math
 import re
 from argparse import Namespace
 from collections.abc import Sequence
@@ -275,17 +276,22 @@ def _number(flag: str, given: Sequence[str], *, least: int) -> int:
 
 
 def _factor(flag: str, given: Sequence[str]) -> float:
-    text = _value(flag, given)
-    if not re.fullmatch(r"-?[0-9]{1,15}(\.[0-9]{0,15})?", text, re.ASCII):
-        raise ConfigError(f"{flag}: {text[:60]!r}; must be a number")
-    return float(text)
+    return _float(flag, given, least=-math.inf, most=math.inf, rule="a number")
 
 
 def _fraction(flag: str, given: Sequence[str]) -> float:
+    return _float(flag, given, least=0.0, most=1.0, rule="a number from 0 to 1")
+
+
+def _float(flag: str, given: Sequence[str], *, least: float, most: float, rule: str) -> float:
     text = _value(flag, given)
-    if not re.fullmatch(r"0|1(\.0{1,15})?|0?\.[0-9]{1,15}", text, re.ASCII):
-        raise ConfigError(f"{flag}: {text[:60]!r}; must be a number from 0 to 1")
-    return float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not least <= value <= most:
+        raise ConfigError(f"{flag}: {text[:60]!r}; must be {rule}")
+    return value
 
 
 def layer_pattern(text: str) -> int | list[int]:

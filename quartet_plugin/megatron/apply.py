@@ -154,10 +154,20 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
 def _comparable_shape(args: Namespace, planned: ModelShape) -> ModelShape:
     """The arguments' shape with the plan's vocabulary.
 
-    Plans of releases before shapes had the order of a hybrid model's layers are compared without it.
+    Plans of older releases are compared without what shapes did not have then: the order of a hybrid model's
+    layers, the framework's letters for them, and the channels of a state.
     """
     shape = shape_of(args, vocab_size=planned.vocab_size)
-    return shape if planned.pattern else shape.without_pattern
+    kinds, known = shape.layer_kinds, planned.layer_kinds
+    if kinds is None or known is None:
+        return shape
+    if known.pattern is None:
+        kinds = kinds.without_pattern
+    if known.framework_pattern is None:
+        kinds = replace(kinds, framework_pattern=None)
+    if known.state_size is None:
+        kinds = replace(kinds, state_size=None)
+    return replace(shape, layer_kinds=kinds)
 
 
 def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str], list[str]]:

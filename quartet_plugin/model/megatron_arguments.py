@@ -78,6 +78,13 @@ FEATURES = {
     "saved_params": ("save_params_interval",),
 }
 
+# The arguments with which every activation of an offloaded module that is large enough leaves the device.
+_WHOLE_OFFLOAD = {
+    "activation_offload_fraction": 1.0,
+    "delta_offload_bytes_across_pp_ranks": 0,
+    "min_offloaded_tensor_size": 1024 * 1024,
+}
+
 # Arguments that no plan goes with, each with the reason. A custom schedule runs with any batch, but for steps
 # of it see arguments.py and get_optimizer_param_scheduler in megatron/training of 0.18 and 0.19.
 REFUSED_WITH_PLAN = {
@@ -622,6 +629,10 @@ def features_of(args: Namespace) -> list[str]:
     if {"mtp", "moe"} <= set(features) and _is_last_layer_dense(args) and not is_before_last:
         # Of a last stage without layers Megatron would make them with experts (training/models/gpt.py).
         features.append("bare_last_stage")
+    if "activation_offload" in features and any(
+        _optional(args, name) not in (None, whole) for name, whole in _WHOLE_OFFLOAD.items()
+    ):
+        features.append("activation_offload_part")
     if getattr(args, "num_distributed_optimizer_instances", 1) > 1:
         features.append("distributed_optimizer_instances")
     if _is_on(args, "async_save") and _is_on(args, "use_persistent_ckpt_worker"):

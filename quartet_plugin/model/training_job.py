@@ -1,10 +1,11 @@
 """The training job that the framework resolved from the user's command."""
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
 from quartet_plugin.model.cluster import Precision
+from quartet_plugin.model.hierarchical_context import SIZES
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Layout, Setting, SettingValue
 from quartet_plugin.model.packed_lengths import PackedLengths
@@ -100,6 +101,12 @@ class TrainingJob:
 
 
 def parse_training_job(job: Mapping[str, Any], *, where: str = "job") -> TrainingJob:
-    """RANK 0's `job` as a checked object. Raises ConfigError."""
+    """RANK 0's `job` as a checked object. Raises ConfigError.
 
-    return parse(TrainingJob, job, where=where)
+    Reports of older releases have --hybrid-context-parallel under the name of hierarchical sizes.
+    """
+    parsed = parse(TrainingJob, job, where=where)
+    if parsed.setting(SIZES) is not None:
+        return parsed
+    names = {"hierarchical_context_parallel": "hybrid_context_parallel"}
+    return replace(parsed, features=tuple(names.get(name, name) for name in parsed.features))

@@ -93,7 +93,7 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     # in FP8 need the distributed optimizer.
     **dict.fromkeys(("precision_aware_optimizer", "optimizer_offload_part", "fp8_param_gather"), _NONE),
     # A rule of recompute, graphs and experts: modules whose activations are on the host.
-    "activation_offload": _NONE,
+    **dict.fromkeys(("activation_offload", "activation_offload_part"), _NONE),
     # Read for predictions alone: the flex dispatcher's kernels, random routing, what graphs replay.
     **dict.fromkeys(("moe_deepep", "moe_hybridep", "moe_forced_balance"), _NONE),
     **dict.fromkeys((f"graphed_{part}" for part in (*GRAPHED_PARTS, "layer", "iteration", "by_te")), _NONE),

@@ -272,7 +272,7 @@ def read_result(folder: Path) -> TrialResult | None:
     return _result(record, folder=folder)
 
 
-def _job_of(snapshot: Snapshot) -> dict[str, Any] | None:
+def job_of(snapshot: Snapshot) -> dict[str, Any] | None:
     """RANK 0's job, with the documents that all ranks counted in their packed sequences."""
     job = next((report.job for report in snapshot.reports.values() if report.rank == 0), None)
     layout = (job or {}).get("layout")
@@ -312,7 +312,7 @@ def _result(record: ResultRecord, *, folder: Path) -> TrialResult:
         is_cut=bool(record.is_cut),
         is_superseded=bool(record.is_superseded),
         **{name: getattr(record, name) for name in _PLAIN_FIELDS},
-        job=_job_of(snapshot),
+        job=job_of(snapshot),
         folder=folder,
         last_lines=last_lines(read_tail(folder / LOG_FILE)),
         # A later cold start has the imports to make as well.

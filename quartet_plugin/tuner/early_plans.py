@@ -17,7 +17,7 @@ from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.protocol.rank_files import RankFileReader
 from quartet_plugin.space.plan_space import Space
-from quartet_plugin.trial.attempt import open_attempt
+from quartet_plugin.trial.attempt import job_of, open_attempt
 from quartet_plugin.trial.request import Progress
 from quartet_plugin.tuner.proposer import Proposer, objective_in, proposer_of
 from quartet_plugin.tuner.run_folder import TuningRun
@@ -70,8 +70,9 @@ class EarlyPlans:
 
     def _end(self, *, limit_s: float | None) -> None:
         self._is_stopped.set()
-        if self._thread is not None:
-            self._thread.join(limit_s)
+        for thread in (self._imports, self._thread):
+            if thread is not None:
+                thread.join(limit_s)
 
     def _import(self) -> None:
         with suppress(Exception):
@@ -101,6 +102,6 @@ def _job_and_nodes(attempt: Path) -> tuple[TrainingJob, tuple[NodeInfo, ...]]:
     opened = open_attempt(attempt)
     if opened is None:
         raise ConfigError(f"{attempt}: no attempt")
-    reports = RankFileReader(attempt, attempt_id=opened.spec.attempt_id).scan().reports.values()
-    job = next((report.job for report in reports if report.rank == 0), None)
-    return parse_training_job(job or {}, where=str(attempt)), nodes_of(reports)
+    snapshot = RankFileReader(attempt, attempt_id=opened.spec.attempt_id).scan()
+    job = parse_training_job(job_of(snapshot) or {}, where=str(attempt))
+    return job, nodes_of(snapshot.reports.values())

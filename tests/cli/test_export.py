@@ -387,6 +387,15 @@ def test_what_flags_cannot_say_has_no_script(plan: Plan, command: tuple[str, ...
         native_text(plan, command=command, cwd=Path("/"))
 
 
+def test_a_type_that_needs_sizes_is_contradicted_and_no_other() -> None:
+    """The command shares sequences and the plan does not."""
+    plan = with_baseline(NATIVE_PLAN, context_parallel=2)
+    assert "--cp-comm-type" in export(plan)["leave_out"]
+    assert native_text(plan, command=("torchrun", "x.py", "--cp-comm-type", "p2p"), cwd=Path("/"))
+    with pytest.raises(PlanError, match="remove --cp-comm-type from the command"):
+        native_text(plan, command=("torchrun", "x.py", "--cp-comm-type=a2a+p2p"), cwd=Path("/"))
+
+
 @pytest.mark.parametrize(
     ("command", "launcher", "says"),
     [

@@ -73,6 +73,8 @@ def test_bytes_of_experts_and_latent_attention() -> None:
         recomputed_modules=("mla_up_proj",),
     )
     assert freed("core_attn", again) == 0.0
+    norms = replace(again, recomputed_modules=("layernorm",))
+    assert freed("qkv_linear") - freed("qkv_linear", norms) == 2 * tokens * hidden
 
 
 def test_a_module_that_is_recomputed_copies_nothing() -> None:

@@ -15,7 +15,7 @@ from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.apply import check_fit, rewrite
 from quartet_plugin.model.job_description import EqualDevices, JobDescription
 from quartet_plugin.model.layout import SettingValue
-from quartet_plugin.model.megatron_arguments import split_of
+from quartet_plugin.model.megatron_arguments import num_mtp_layers_of, shape_of, split_of
 from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.rank.failure import kind_of
@@ -338,6 +338,29 @@ def test_a_plan_is_for_layers_in_its_order(planned: str | None, pattern: str, is
         check_fit(plan, args, version="0.19.2", world_size=2)
         return
     with pytest.raises(PlanError, match=r"the plan was made for another job: .*layer_kinds"):
+        check_fit(plan, args, version="0.19.2", world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("more", "letters"),
+    [
+        (["--hybrid-layer-pattern", "M-M*/MM"], "M-M*"),
+        (["--hybrid-layer-pattern", "M-M*", "--mamba-state-dim", "64"], "M-M*"),
+    ],
+)
+def test_a_plan_of_an_older_release_lacks_sizes_and_letters(more: list[str], letters: str) -> None:
+    words = [*MEGATRON_FLAGS[2:], *more]
+    args = native_flags().values(words)
+    now = shape_of(args, vocab_size=SHAPE.vocab_size)
+    assert now.layer_kinds is not None
+    assert now.layer_kinds.framework_pattern or now.layer_kinds.state_size
+    before = replace(now, layer_kinds=replace(now.layer_kinds, framework_pattern=None, state_size=None))
+    plan = make_plan(split=(2, 2), pipeline=2, shape=before, made_for_shape=before)
+    plan = replace(plan, made_for=replace(plan.made_for, mtp_layers=num_mtp_layers_of(args) or None))
+    check_fit(plan, args, version="0.19.2", world_size=2)
+    other = replace(now, layer_kinds=replace(now.layer_kinds, framework_pattern="M-M*/M-", state_size=32))
+    plan = replace(plan, shape=other, made_for=replace(plan.made_for, shape=other))
+    with pytest.raises(PlanError, match="layer_kinds"):
         check_fit(plan, args, version="0.19.2", world_size=2)
 
 

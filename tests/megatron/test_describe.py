@@ -453,6 +453,20 @@ def test_a_layer_recompute_of_experts_is_selective_recompute_of_the_module() -> 
         assert {setting.name: setting.value for setting in settings_of(args)}["recompute_modules"] == modules
 
 
+@pytest.mark.parametrize(
+    ("words", "is_part"),
+    [
+        ([], False),
+        (["--activation-offload-fraction", "0.25"], True),
+        (["--min-offloaded-tensor-size", "4096"], True),
+        (["--delta-offload-bytes-across-pp-ranks", "1000"], True),
+    ],
+)
+def test_a_part_of_what_modules_save_is_named(words: list[str], is_part: bool) -> None:
+    args = values("--fine-grained-activation-offloading", "--offload-modules", "core_attn", *words)
+    assert ("activation_offload_part" in features_of(args)) == is_part
+
+
 def test_gated_delta_nets_have_heads_of_keys_and_of_values() -> None:
     heads = ("--linear-num-key-heads", "16", "--linear-num-value-heads", "48")
     variant = ("--experimental-attention-variant", "gated_delta_net")

@@ -46,6 +46,7 @@ def test_the_table_is_megatrons() -> None:
         ["--moe-paged-stash-buffer-size-factor-cuda", "-1.2"],
         ["--microbatch-group-size-per-virtual-pipeline-stage", "4", "--data-path", "a", "b", "--fp16"],
         ["--optimizer-offload-fraction", "0.25", "--offload-modules", "core_attn", "moe_act"],
+        ["--moe-expert-capacity-factor", ".5", "--optimizer-offload-fraction", "5e-1"],
     ],
 )
 def test_values_are_those_that_megatron_reads(more: list[str]) -> None:
@@ -78,6 +79,7 @@ def test_another_expression_is_refused(text: str) -> None:
         (["--num-layers", "many"], "--num-layers: 'many'"),
         (["--optimizer-offload-fraction", "1.5"], "--optimizer-offload-fraction: '1.5'; must be a number"),
         (["--hidden-size"], "--hidden-size: its value is missing"),
+        (["--moe-expert-capacity-factor", "nan"], "--moe-expert-capacity-factor: 'nan'; must be a number"),
         (["--moe-expert-capacity-factor", "much"], "--moe-expert-capacity-factor: 'much'; must be a number"),
         *(
             ([flag, "0"], f"{flag}: '0'; must be a whole number above 0")

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
+from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.planner.plan_scorer import PlanScorer
 from quartet_plugin.study.storage import StudyStorage
+from quartet_plugin.trial import attempt as attempt_files
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner import baseline_space, early_plans
 from quartet_plugin.tuner.early_plans import EarlyPlans
@@ -67,6 +69,18 @@ def test_what_is_made_early_counts_for_the_same_job_on_the_same_nodes(tmp_path: 
     )
     renamed = (replace(machine.cluster[0], host="other"), *machine.cluster[1:])
     assert early.take(JOB, nodes=renamed) == (None, None)
+
+
+def test_documents_that_ranks_counted_belong_to_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, attempt, machine = measured(tmp_path)
+    packed = PackedLengths(tokens_per_sequence=48.0, squares_per_sequence=1152.0)
+    monkeypatch.setattr(attempt_files, "packed_lengths_of", lambda *_, **__: packed)
+    early.observe(attempt, at("done"))
+    ended()
+    job = replace(JOB, packed=packed)
+    assert early.take(job, nodes=machine.cluster) != (None, None)
 
 
 def test_an_attempt_without_reports_makes_nothing_early(tmp_path: Path) -> None:

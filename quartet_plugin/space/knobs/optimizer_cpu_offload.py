@@ -9,7 +9,8 @@ FRACTION = "optimizer_offload_fraction"
 # A fraction of which nothing is on the host: that of configurations which do not say it.
 _NOTHING = "0"
 # Features that hold the optimizer's state in a way of their own, or of which a rule here cannot tell.
-_BOUND = ("fsdp", "torch_fsdp", "fp8", "fp4")
+# Reports of older releases have the last one, and no fraction.
+_BOUND = ("fsdp", "torch_fsdp", "fp8", "fp4", "optimizer_offload_part")
 
 
 def kept_on_device(rules: KnobRules) -> str | None:

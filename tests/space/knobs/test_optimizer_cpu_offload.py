@@ -30,6 +30,7 @@ def test_it_is_searched_in_dense_models_too(command: bool) -> None:
         ({"features": ()}, "needs --use-precision-aware-optimizer in the command"),
         ({"layer_impl": "local"}, "it copies between a GPU and its host; needs --transformer-impl"),
         ({"features": (*AWARE, "fp8")}, "fp8"),
+        ({"features": (*AWARE, "optimizer_offload_part")}, "optimizer_offload_part"),
     ],
 )
 def test_what_keeps_it(job: dict[str, Any], reason: str) -> None:
