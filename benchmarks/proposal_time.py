@@ -10,11 +10,12 @@ candidates, and what limits cut off. The first proposal holds the listing of the
 schedules by FLOPs, and the loading of compiled kernels (before them their compilation, once after an
 installation or a change of a kernel's file).
 
-A user waits for the first two lines between the end of trial 0 and the launch of trial 1, but for what the
-tuner has done until then: it makes the space and prepares candidates from the moment at which all ranks have
-reported, while their processes end. `--early` prepares all of them before the first proposal, on a line of
-its own: the wait is then that of a launch which takes long to end. Orders of custom schedules are never
-searched early. Other work on the machine lengthens the wall time, the CPU time less.
+The first two lines are the user's wait between the end of trial 0 and the launch of trial 1. In a tuning run
+a part of this work is done earlier: from the moment at which all ranks have reported, while their processes
+end, the tuner makes the space and prepares candidates. `--early` prepares all candidates before the first
+proposal, timed on a line of its own; the other lines then show the wait after a launch that ends slowly.
+Orders of custom schedules are never searched early. Other work on the machine lengthens the wall time, and
+the CPU time less.
 """
 
 import argparse

@@ -12,7 +12,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.training_job import TrainingJob
 
-# Features of a job that has no price, by name, and the reason.
+# Features with which measurements of a job are refused, by name, and the reason.
 UNPRICED = {
     "hybrid": "the scan of its state-space layers has no constant that its measurements could correct",
     "heterogeneous": "its layers have several sizes, which the cost model takes for like ones",
@@ -24,7 +24,7 @@ UNPRICED = {
     "fsdp": "its parameters are sharded over replicas, which the report does not describe",
     "torch_fsdp": "its parameters are sharded over replicas, which the report does not describe",
     "weight_shards": "its weights are sharded over ranks, which the report does not describe",
-    "cpu_offload": "its activations move to the host, which the cost model does not know",
+    "cpu_offload": "whole layers' activations move to the host, which the cost model does not know",
     "activation_offload_part": "the part of its modules' activations on the host is not in the report",
     "optimizer_offload_part": "the part of the optimizer on the host is not in the report",
     "rampup_batch_size": "its batch changes while it trains",
@@ -98,8 +98,8 @@ def _check_priced(job: TrainingJob, *, where: str) -> None:
         )
     if "activation_offload" in features and job.setting("offload_modules") is None:
         raise ConfigError(
-            f"{where}.settings: no offload_modules; the modules whose activations are on the host are "
-            f"missing, or no plan has them; {again}"
+            f"{where}.settings: no offload_modules; the report must name the offloaded modules, all of them "
+            f"known to this release; {again}"
         )
     if job.experts is not None and job.settings is None:
         raise ConfigError(f"{where}.settings: null; the experts' dispatcher and shares are missing; {again}")

@@ -288,14 +288,14 @@ class PlanPredictor:
         return CalibratedSplits(model=self._split_model(plan), point=self.posterior_samples()[0].point)
 
     def assumed_split_model(self, plan: Plan) -> CalibratedSplits | None:
-        """The same with all coefficients at their assumed values."""
+        """The plan's model for any split with coefficients as assumed; None without a pipeline."""
         if plan.layout.pipeline_parallel == 1:
             return None
         point = np.zeros(self.machine_model.num_coefficients)
         return CalibratedSplits(model=self._split_model(plan), point=point)
 
     def assumed_s(self, plan: Plan) -> float:
-        """Seconds an iteration with all coefficients at their assumed values, where `knows` holds."""
+        """Seconds an iteration with coefficients at their assumed values; `knows` must hold for the plan."""
         return float(
             self._model_cache.of(plan).seconds(np.zeros((1, self.machine_model.num_coefficients)))[0]
         )

@@ -65,8 +65,8 @@ def exposed(run: TrainingRun, layer: LayerTimes, *, experts: Experts | None) -> 
     return Times(max(0.0, copied_s - forward_s), max(0.0, copied_s - backward_s), 0.0)
 
 
-def kept_on_device(run: TrainingRun) -> float:
-    """Bytes of one microbatch that stay on a device: Megatron leaves out the last group of each module."""
+def unoffloaded_bytes(run: TrainingRun) -> float:
+    """Bytes of one microbatch that stay on a device: Megatron does not offload a module's last group."""
     return max(layer_bytes(kind_run, experts=experts).freed_bytes for kind_run, experts in run.runs_by_kind)
 
 

@@ -523,7 +523,7 @@ def _temporary(run: TrainingRun, *, has_embedding: bool, is_last: bool) -> float
         backward += _ffn_module_bytes(run, experts=None)
     backward += layer_partition.buffer_bytes(run)
     held = gradients + max(backward, logits) + run.software.bucket_bytes
-    return held + _gathered_bytes(run) + _stashed_bytes(run) + activation_offload.kept_on_device(run)
+    return held + _gathered_bytes(run) + _stashed_bytes(run) + activation_offload.unoffloaded_bytes(run)
 
 
 def _copied_bytes(run: TrainingRun, weights: Weights) -> float:

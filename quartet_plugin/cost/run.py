@@ -90,9 +90,9 @@ class ScheduleKind(StrEnum):
         return self is ScheduleKind.CUSTOM or (self.spec is not None and self.spec.split_backward)
 
 
-# The share of a port's nominal rate that exchanges of tokens reach where each device has a port: 46 GB/s of
-# 400 Gbit/s (NCCL's maintainers in issues 290 and 321 of nccl-tests: 46 to 48; DeepEP's README, without the
-# node's own tokens: 45 between two nodes, 46 between four). Rings of collectives reach less.
+# The share of a port's nominal rate that exchanges of tokens reach where each device has a port: 46 of
+# 50 GB/s. NCCL's maintainers state 46 to 48 (issues 290 and 321 of nccl-tests). DeepEP's README, without the
+# node's own tokens, has 45 (dispatch) and 41 (combine) between two nodes, and 46 between four.
 PORT_SHARE = 0.92
 # Tokens of the fullest device of an expert group, over the mean, with balanced routing; and where routing is
 # by chance, as thousands of tokens a device have it.

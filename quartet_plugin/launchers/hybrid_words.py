@@ -47,7 +47,9 @@ def num_pattern_layers(values: Mapping[str, Any]) -> int | None:
     if len(set(depths)) > 1 or "" in depths:
         raise ConfigError(f"{named}; all depths behind a slash must have the same layers, at least one")
     if not 0 < len(parts[0]) <= MAX_LAYERS:
-        raise ConfigError(f"{named}; must have from 1 to {MAX_LAYERS} layers")
+        raise ConfigError(
+            f"{named}; has {len(parts[0])} layers, must have 1 to {MAX_LAYERS}; correct the pattern"
+        )
     _check_stages(named, values, num_stages=len(stages))
     return len(parts[0])
 
@@ -57,11 +59,11 @@ def _check_letters(named: str, part: str) -> None:
     for letter in part:
         if letter in _UNPRICED:
             raise ConfigError(
-                f"{named}; the cost model does not support {_UNPRICED[letter]} ({letter}); tune the command "
+                f"{named}; `quartet plan` does not price {_UNPRICED[letter]} ({letter}); tune the command "
                 "with `quartet tune`"
             )
         if letter not in _PRICED:
-            raise ConfigError(f"{named}; {letter!r} is no layer: layers are {' '.join(_PRICED)}")
+            raise ConfigError(f"{named}; {letter!r} is no layer: layers are {' '.join(_PRICED)}; remove it")
     if {"*", "+"} <= set(part):
         raise ConfigError(f"{named}; Megatron refuses attention (*) beside latent attention (+)")
 
@@ -78,6 +80,6 @@ def _check_stages(named: str, values: Mapping[str, Any], *, num_stages: int) -> 
     ranks = values["pipeline_model_parallel_size"]
     if num_stages > 1 and (ranks == 1 or num_stages % ranks):
         raise ConfigError(
-            f"{named}; {num_stages} stages, which must be a multiple of "
-            f"--pipeline-model-parallel-size ({ranks}) above 1"
+            f"{named}; has {num_stages} stages; set --pipeline-model-parallel-size ({ranks}) to a divisor of "
+            f"{num_stages} above 1, or change the pipes of the pattern"
         )

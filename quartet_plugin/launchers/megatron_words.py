@@ -188,7 +188,7 @@ UNREADABLE = {
     "use_torch_fsdp2": "the cost model does not support sharded parameters",
     "use_custom_fsdp": "the cost model does not support sharded parameters",
     "fp4": "the planner's precisions are bf16, fp16, fp8 and fp32",
-    "cpu_offloading_num_layers": "the cost model does not support offloading",
+    "cpu_offloading_num_layers": "the cost model does not support offloading of layers",
     "perform_rl_step": "the cost model does not support reinforcement learning",
 }
 # The flag by which older releases make a hybrid model, of ratios of its layers where it has no pattern.

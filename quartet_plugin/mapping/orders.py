@@ -27,7 +27,7 @@ STOCK = "stock"
 class RankOrder:
     """A mapping with a name: `stock`, the name of a rule, or the slots' indices ("1,0").
 
-    `node_sizes` are the nodes' numbers of slots, `indices` the int64 indices of the ranks' slots.
+    `node_sizes` [num_nodes] are slots a node, `indices` the int64 slot index of every rank, as bytes.
     """
 
     name: str
@@ -36,7 +36,7 @@ class RankOrder:
 
     @property
     def mapping(self) -> Mapping:
-        """The mapping. It is made when it is asked for: few of a large space's orders are any plan's."""
+        """The mapping, made where it is asked for: a large space has many orders that no plan uses."""
         return _mapping_of(self.node_sizes, self.indices)
 
 

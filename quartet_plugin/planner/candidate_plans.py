@@ -82,7 +82,7 @@ class _Choices:
     candidates: tuple[Candidate, ...]
     is_cut: bool
 
-    def noted(self, path: tuple[int, ...], *, cut: set[tuple[int, ...]]) -> tuple[Candidate, ...]:
+    def noting_cut(self, path: tuple[int, ...], *, cut: set[tuple[int, ...]]) -> tuple[Candidate, ...]:
         """The candidates; their `path` is added to `cut` where there are more."""
         if self.is_cut:
             cut.add(path)
@@ -144,7 +144,7 @@ class PlanCandidates:
         return self._distinct([*every, *ordered])
 
     def prepare(self, *, costs_of: CostsOf, splits_of: SplitsOf, may_fit: MayFit) -> None:
-        """Make the plans that `best` makes for these answers; what it returns for others stays the same.
+        """Make the plans that `best` will need for these answers; this changes no result of `best`.
 
         No order is searched: for a few layouts that takes long.
         """
@@ -314,7 +314,7 @@ class PlanCandidates:
         path = layout.path[: _num_of_layout(layout)]
         if path not in self._opened:
             self._opened[path] = self._branches(path, limit=self._limit)
-        return self._opened[path].noted(path, cut=self._cut)
+        return self._opened[path].noting_cut(path, cut=self._cut)
 
     @property
     def _limit(self) -> int:
@@ -372,7 +372,7 @@ class PlanCandidates:
             if len(self._opened_custom) >= MAX_KEPT_CUSTOM:
                 self._opened_custom.clear()
             self._opened_custom[path] = self._branches(path, limit=self._custom_limit)
-        return self._opened_custom[path].noted(path, cut=self._cut_custom)
+        return self._opened_custom[path].noting_cut(path, cut=self._cut_custom)
 
     def _branches(self, path: tuple[int, ...], *, limit: int) -> "_Choices":
         """All choices that begin with `path`, up to a limit."""

@@ -133,7 +133,7 @@ def layout_table_of(job: PlanRequest, shape: ModelShape, *, is_checked: bool = T
     columns = np.concatenate([np.zeros((0, SCHEDULE), dtype=np.int64), *rows])
     kept, kinds = schedules_of_rows(rules, shape, columns, num_microbatches=num_microbatches(job, columns))
     columns = _of_searched(job, np.column_stack([columns[kept], kinds]))
-    columns = columns[_have_experts(job, shape, columns)]
+    columns = columns[_has_logged_experts(job, shape, columns)]
     forbidden = forbidden_rows(job.search.forbid, _axes(columns), num_rows=len(columns))
     columns, partitions = _with_partitions(rules, shape, columns[~forbidden])
     columns, options = _with_options(
@@ -148,14 +148,14 @@ def layout_table_of(job: PlanRequest, shape: ModelShape, *, is_checked: bool = T
     )
 
 
-def _have_experts(job: PlanRequest, shape: ModelShape, columns: IntArray) -> NDArray[np.bool_]:
+def _has_logged_experts(job: PlanRequest, shape: ModelShape, columns: IntArray) -> NDArray[np.bool_]:
     """Whether each row has a split by which every pipeline rank has one of `job.logged_expert_layers`.
 
     Any row has one where there are no such layers.
     """
-    has_them = np.ones(len(columns), dtype=np.bool_)
+    has_split = np.ones(len(columns), dtype=np.bool_)
     if not job.logged_expert_layers or not len(columns):
-        return has_them
+        return has_split
     written = written_splits(job)
     keys, _, inverse = unique_rows(columns[:, [PP, VIRTUAL, SPLIT, SCHEDULE]])
     for number, (pp, virtual, kind, schedule) in enumerate(keys.tolist()):
@@ -165,10 +165,10 @@ def _have_experts(job: PlanRequest, shape: ModelShape, columns: IntArray) -> NDA
             split = split_with_experts(split, placement=placement, expert_layers=job.logged_expert_layers)
         elif kind >= WRITTEN:
             split = written[kind - WRITTEN]
-        has_them[inverse == number] = (
+        has_split[inverse == number] = (
             fault_of_split(split, placement=placement, expert_layers=job.logged_expert_layers) is None
         )
-    return has_them
+    return has_split
 
 
 def _of_searched(job: PlanRequest, columns: IntArray) -> IntArray:

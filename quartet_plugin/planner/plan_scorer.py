@@ -57,7 +57,7 @@ class PlanToTry:
 
 
 class _StoppedError(Exception):
-    """Candidates are prepared no longer."""
+    """Raised to end the preparation of candidates."""
 
 
 class PlanScorer:
@@ -106,7 +106,7 @@ class PlanScorer:
             yield PlanToTry(params=candidate.params, plan=candidate.plan, scored=scored)
 
     def prepare_candidates(self, *, is_stopped: Callable[[], bool]) -> None:
-        """Make what needs no measurement, for the first plans to be scored: no score depends on it.
+        """Prepare, without measurements, the candidates that are scored first; no score changes.
 
         The candidates are those on a machine as it is assumed. Once stopped, it returns at the next plan.
         """

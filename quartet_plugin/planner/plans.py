@@ -165,7 +165,7 @@ def _stated(job: PlanRequest, layout: Layout) -> Layout:
     """The layout with every setting that the job searches, since no command of it says the others."""
     rules = rules_of(job)
     for knob in searched_settings(job.search):
-        value = None if knob.beside else rules.job.setting(knob.name)
+        value = None if knob.used_by else rules.job.setting(knob.name)
         if layout.setting(knob.name) is None and knob.applies(layout) and value is not None:
             layout = knob.put(layout, value)
     return layout

@@ -119,8 +119,8 @@ def _packed_lines(made_for: MadeFor) -> list[str]:
     if packed is None:
         return []
     return [
-        f"          packed sequences have {packed.tokens_per_sequence:,.0f} tokens in the mean, padding left "
-        f"out; a token's document has {packed.attended_length:,.0f}"
+        f"          packed sequences: {packed.tokens_per_sequence:,.0f} tokens of documents each, in "
+        f"documents of {packed.attended_length:,.0f} tokens (mean over tokens)"
     ]
 
 

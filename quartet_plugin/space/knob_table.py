@@ -119,7 +119,7 @@ def _state(knob: Knob, space: Space) -> str:
     kept = knob.kept(space.rules()) if isinstance(knob, LayoutKnob) else None
     if kept is not None and requested in (None, (STOCK,)):
         return f"kept: {kept}"
-    if isinstance(knob, SettingKnob) and not knob.beside and space.job.setting(knob.name) is None:
+    if isinstance(knob, SettingKnob) and not knob.used_by and space.job.setting(knob.name) is None:
         return "kept: the framework did not report it"
     if requested is None:
         return TUNED

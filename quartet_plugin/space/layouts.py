@@ -312,9 +312,9 @@ def _may_stay_stock(knob: LayoutKnob, rules: LayoutRules) -> bool:
     return knob.kind == "partition" and STOCK in (rules.search.requested(knob.name) or ())
 
 
-def _is_beside(knob: LayoutKnob) -> bool:
+def _is_used_by_other(knob: LayoutKnob) -> bool:
     """Whether a knob does something beside some value of another setting alone, which names its fault."""
-    return isinstance(knob, SettingKnob) and bool(knob.beside)
+    return isinstance(knob, SettingKnob) and bool(knob.used_by)
 
 
 def _with_free(
@@ -346,7 +346,7 @@ def check_offered(
     for knob in knobs:
         wanted = [value for value in rules.search.requested(knob.name) or () if value != STOCK]
         commands = {rules.job.setting(knob.name)} if isinstance(knob, SettingKnob) else set()
-        if not wanted or _is_beside(knob):
+        if not wanted or _is_used_by_other(knob):
             continue
         if {*commands, *(knob.in_layout(layout) for layout in layouts)} & set(wanted):
             continue
@@ -371,7 +371,7 @@ def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: Lay
     """The first knob of whose requested values no layout has one, and why; None where each can be had."""
     for knob in LAYOUT_KNOBS:
         wanted = [value for value in rules.search.requested(knob.name) or () if value != STOCK]
-        if not wanted or knob.axis in rules.locked or _may_stay_stock(knob, rules) or _is_beside(knob):
+        if not wanted or knob.axis in rules.locked or _may_stay_stock(knob, rules) or _is_used_by_other(knob):
             continue
         name = f"search.{knob.name}: {knob.request_text(wanted[0])}"
         if not knob.is_of(rules.job.framework):

@@ -25,7 +25,7 @@ from quartet_plugin.tuner.run_space import space_around
 from quartet_plugin.tuner.trial_backend import nodes_of
 
 THREAD = "quartet-early-plans"
-# What the end of the tuner waits for the thread.
+# Seconds for which an ending tuner waits for the threads.
 STOP_S = 5.0
 
 
@@ -58,13 +58,13 @@ class EarlyPlans:
             self._thread = _started(partial(self._make, attempt))
 
     def take(self, job: TrainingJob, *, nodes: Sequence[NodeInfo]) -> tuple[Space | None, Proposer | None]:
-        """End the thread; what it has made for this job on these nodes."""
+        """The space and the proposer that the thread, now ended, has made for this job on these nodes."""
         self._end(limit_s=None)
         is_same = self._job == (job, tuple(nodes))
         return (self._space, self._proposer) if is_same else (None, None)
 
     def stop(self) -> None:
-        """End the thread, as far as that takes no longer than a moment: nothing of it is taken."""
+        """End the threads, waiting at most STOP_S seconds for each, and discard what they made."""
         # A process whose thread runs machine code while it exits may crash.
         self._end(limit_s=STOP_S)
 

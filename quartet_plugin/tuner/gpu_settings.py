@@ -14,9 +14,9 @@ from quartet_plugin.tuner.config import TuneConfig, placement_of
 def check_gpu_settings(config: TuneConfig, *, environment: Mapping[str, str]) -> None:
     """Raise ConfigError where trials run on processors and the search asks for a setting of GPUs.
 
-    Also where it names modules to offload and the variable of Transformer Engine is not set, which that reads
-    when it is imported: before a rank has its plan. With a launcher `device: auto` and the variable are
-    questions for its nodes; `auto` of a setting keeps the command's value.
+    It also raises where the search names modules to offload and NVTE_CPU_OFFLOAD_V1 is not 1: Transformer
+    Engine reads the variable when it is imported, before a rank has its plan. With a launcher the nodes
+    decide `device: auto` and the variable; `auto` of a setting keeps the command's value.
     """
     is_local = placement_of(config).is_local
     device = resolve_device(config.device, environment=environment) if is_local else config.device

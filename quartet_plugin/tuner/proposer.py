@@ -46,7 +46,7 @@ def proposer_of(space: Space, *, run: TuningRun, objective: Objective) -> "Propo
 
 
 def objective_in(space: Space, *, run: TuningRun) -> Objective:
-    """What the plans of a run's space are compared by."""
+    """The objective by which the plans of a run's space are compared."""
     shapes = {space.baseline.shape, *space.shapes}
     return objective_of(run.config.study.objective, num_shapes=len(shapes))
 

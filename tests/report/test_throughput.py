@@ -123,10 +123,8 @@ def test_the_rates_of_packed_sequences_leave_padding_out() -> None:
     assert rates.tokens_per_s == usual.tokens_per_s / 2
     assert rates.model_flops_per_s_per_device < usual.model_flops_per_s_per_device / 2
     length = PLAN.shape.seq_length / 2
-    words = (
-        f"packed sequences have {length:,.0f} tokens in the mean, padding left out; a token's document has"
-    )
-    assert f"          {words} {100 / length:,.0f}" in plan_lines(plan)
+    words = f"packed sequences: {length:,.0f} tokens of documents each, in documents of"
+    assert f"          {words} {100 / length:,.0f} tokens (mean over tokens)" in plan_lines(plan)
     scored = score(plan, iteration_s=[2.0])
     assert (scored.tokens_per_s, scored.model_flops_per_s_per_device) == (
         rates.tokens_per_s,

@@ -50,7 +50,7 @@ DISTRIBUTED_OPTIMIZER = LayoutKnob(
     axis=Axis.DEGREES,
     change_class="B",
     rule="more than one copy; kept with overlap_param_gather, FSDP, several optimizer instances, offloading "
-    "of activations, the precision-aware optimizer, gathers in FP8, or an optimizer other than adam and sgd "
+    "of layers, the precision-aware optimizer, gathers in FP8, or an optimizer other than adam and sgd "
     "(megatron/training/arguments.py)",
     flag="--use-distributed-optimizer",
     default="stock",

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.divisors import divisors
-from quartet_plugin.space.knobs.expert_tensor_parallel import expert_devices, unlike_pipelines
+from quartet_plugin.space.knobs.expert_tensor_parallel import expert_devices, expert_pipelines_fault
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
 from quartet_plugin.space.knobs.token_dispatcher import has_only_flex, lacks_peers
 
@@ -30,7 +30,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     devices, words = expert_devices(context.layout, context.rules)
     if devices % size:
         return f"must divide {words}"
-    return unlike_pipelines(replace(context.layout, expert_parallel=size), context.rules)
+    return expert_pipelines_fault(replace(context.layout, expert_parallel=size), context.rules)
 
 
 def _kept(rules: KnobRules) -> str | None:

@@ -42,11 +42,11 @@ def expert_devices(layout: Layout, rules: KnobRules) -> tuple[int, str]:
     return copies, f"DP x CP ({copies})"
 
 
-def unlike_pipelines(layout: Layout, rules: KnobRules) -> str | None:
-    """The rule of the order tp-cp-ep-pp-dp that degrees break with every share that plans' experts may have.
+def expert_pipelines_fault(layout: Layout, rules: KnobRules) -> str | None:
+    """The rule on pipelines under --use-tp-pp-dp-mapping that each ETP of a plan breaks; None for no fault.
 
-    There a pipeline's next rank is TP x CP ranks away, and EP x ETP for experts, and both have the same
-    pipelines (megatron/core/parallel_state.py, initialize_model_parallel).
+    In that order the next rank of a pipeline is TP x CP ranks away, that of the experts' EP x ETP; Megatron
+    asserts that both are the same pipelines (megatron/core/parallel_state.py, initialize_model_parallel).
     """
     return _fault_of_order(layout, rules, shares=_shares_of_plans(rules))
 

@@ -257,14 +257,14 @@ class SettingKnob(LayoutKnob):
     `destination` is the name in Megatron's arguments, `unset` the value where the flag is absent: True for a
     switch that its flag turns off. An argument that is a member of an enumeration is known by the member's
     name, which its flag takes. With `needs_gpu` no processor runs another value than that of an absent flag.
-    `beside` names a setting with some value of which alone this one does something: a command need not have a
-    value, and a request that no layout has is no fault.
+    `used_by` names the setting that needs this one for some of its values, and without which this one has no
+    effect: a command need not have a value, and a request that no layout can have is no fault.
     """
 
     destination: str
     unset: Value | None = None
     needs_gpu: bool = False
-    beside: str = ""
+    used_by: str = ""
 
     @property
     def without_flag(self) -> Value | None:

@@ -136,7 +136,7 @@ OFFLOAD_MODULES = _ModulesKnob(
     "(megatron/core/transformer/transformer_config.py), which is not recomputed "
     "(megatron/core/transformer/attention.py); a norm that is a module of its own: attn_norm of latent "
     "attention, mlp_norm before experts (megatron/core/transformer/transformer_layer.py); not with full "
-    "recompute; kept with CUDA graphs, FSDP, offloading by layers, or a hybrid model; needs a GPU, and "
+    "recompute; kept with CUDA graphs, FSDP, offloading of layers, or a hybrid model; needs a GPU, and "
     "NVTE_CPU_OFFLOAD_V1=1 from Transformer Engine 2.10 on (megatron/training/arguments.py)",
     flag="--offload-modules",
     destination=NAME,

@@ -13,7 +13,7 @@ _NOTHING = "0"
 _BOUND = ("fsdp", "torch_fsdp", "fp8", "fp4", "optimizer_offload_part")
 
 
-def kept_on_device(rules: KnobRules) -> str | None:
+def offload_kept_reason(rules: KnobRules) -> str | None:
     """Why a job's optimizer stays where the command has it; None where the host may have it."""
     job = rules.job
     if job.layer_impl == "local":
@@ -26,7 +26,7 @@ def kept_on_device(rules: KnobRules) -> str | None:
 def _fault(value: Value, context: KnobContext) -> str | None:
     rules = context.rules
     command = rules.job.setting("optimizer_cpu_offload") is True
-    if kept := kept_fault(value, command, kept_on_device(rules)):
+    if kept := kept_fault(value, command, offload_kept_reason(rules)):
         return kept
     if not value:
         return None
@@ -51,7 +51,7 @@ OPTIMIZER_CPU_OFFLOAD = SettingKnob(
     default="stock",
     offers=off_and_on,
     fault=_fault,
-    kept=kept_on_device,
+    kept=offload_kept_reason,
     read_back=lambda live: live.offloads_optimizer,
     framework=MEGATRON.framework,
 )

@@ -10,7 +10,7 @@ from quartet_plugin.space.knobs.knob import KnobContext, LiveJob, SettingKnob, V
 from quartet_plugin.space.knobs.optimizer_cpu_offload import (
     FRACTION,
     OPTIMIZER_CPU_OFFLOAD,
-    kept_on_device,
+    offload_kept_reason,
 )
 
 WHOLE = "1"
@@ -46,7 +46,7 @@ def _offers(context: KnobContext) -> tuple[str, ...]:
 
 def _fault(value: Value, context: KnobContext) -> str | None:
     command = context.rules.job.setting(FRACTION) or WHOLE
-    if kept := kept_fault(value, command, kept_on_device(context.rules)):
+    if kept := kept_fault(value, command, offload_kept_reason(context.rules)):
         return kept
     if value == command or context.setting(OPTIMIZER_CPU_OFFLOAD.name) is True:
         return None
@@ -60,12 +60,12 @@ def _read_back(live: LiveJob) -> Value | None:
 OPTIMIZER_OFFLOAD_FRACTION = _FractionKnob(
     name=FRACTION,
     label=FRACTION,
-    meaning="the part of the optimizer's state and step that is on the host",
+    meaning="the fraction of the optimizer's state and step that is on the host",
     kind="word",
     words=WORDS,
     axis=Axis.OPTIONS,
     change_class="B",
-    rule="with optimizer_cpu_offload; kept with what keeps that; needs a GPU "
+    rule="with optimizer_cpu_offload; kept where that is kept; needs a GPU "
     "(megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py)",
     flag="--optimizer-offload-fraction",
     destination=FRACTION,
@@ -74,7 +74,7 @@ OPTIMIZER_OFFLOAD_FRACTION = _FractionKnob(
     default="stock",
     offers=_offers,
     fault=_fault,
-    kept=kept_on_device,
+    kept=offload_kept_reason,
     read_back=_read_back,
     framework=MEGATRON.framework,
 )

@@ -6,7 +6,7 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.features import PIPELINE_KEPT, STAGES_KEPT, Axis
 from quartet_plugin.space.knobs.divisors import divisors
-from quartet_plugin.space.knobs.expert_tensor_parallel import unlike_pipelines
+from quartet_plugin.space.knobs.expert_tensor_parallel import expert_pipelines_fault
 from quartet_plugin.space.knobs.knob import (
     KnobContext,
     KnobRules,
@@ -49,7 +49,7 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return f"must be at most the {context.shape.num_layers} layers with a bf16 layer at an end"
     layout = replace(context.layout, pipeline_parallel=ranks)
     # A model with experts may have another EP, which is chosen behind.
-    if context.rules.job.experts is None and (fault := unlike_pipelines(layout, context.rules)):
+    if context.rules.job.experts is None and (fault := expert_pipelines_fault(layout, context.rules)):
         return f"must be 1: {fault}"
     most = most_stages(context.shape)
     return f"must be at most {most} for {context.shape.num_layers} layers" if ranks > most else None

@@ -93,7 +93,7 @@ RECOMPUTE = LayoutKnob(
     words=MODES,
     axis=Axis.RECOMPUTE,
     change_class="A",
-    rule="not with offloading by layers or CUDA graphs; not full with overlap of expert communication, or "
+    rule="not with offloading of layers or CUDA graphs; not full with overlap of expert communication, or "
     "beside modules that the command offloads "
     "(megatron/core/transformer/transformer_config.py)",
     flag="--recompute-granularity",

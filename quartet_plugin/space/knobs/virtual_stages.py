@@ -51,7 +51,7 @@ VIRTUAL_STAGES = LayoutKnob(
     kind="degree",
     axis=Axis.SCHEDULE,
     change_class="A",
-    rule="no stage but the first and the last is empty, and none of a hybrid model "
+    rule="only the first and the last stage may be empty, and in a hybrid model no stage "
     "(megatron/core/transformer/pipeline_parallel_layer_layout.py); must be above 1 in a pipeline with "
     "overlap of expert communication (megatron/core/transformer/transformer_config.py), and with a gather of "
     "parameters in the optimizer's step (megatron/training/arguments.py)",
