@@ -42,10 +42,10 @@ def test_megatron_agrees_with_the_rules_on_a_few_plans() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("release", [None, "0.18.2", "0.17.1"], ids=str)
-def test_every_release_agrees_with_the_rules_on_2000_plans(release: str | None) -> None:
-    result = verdicts("--plans", "2000", release=release)
+def test_every_release_agrees_with_the_rules_on_1000_plans(release: str | None) -> None:
+    result = verdicts("--plans", "1000", release=release)
     assert result["disagreements"] == []
-    assert result["accepted"] == 2000
-    assert result["spread_over_tensor"] > 50
-    assert result["hybrid"] > 200
-    assert result["refused"] > 1000
+    assert result["accepted"] == 1000
+    assert result["spread_over_tensor"] > 25
+    assert result["hybrid"] > 100
+    assert result["refused"] > 3000
