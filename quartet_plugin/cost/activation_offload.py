@@ -19,7 +19,7 @@ LEAST_ELEMENTS = 2**20
 class OffloadedBytes(NamedTuple):
     """Bytes of one microbatch in one layer: those that the device does not hold, and those copied each way.
 
-    More are copied than left out where another module holds the same tensor on the device.
+    `copied_bytes` is larger than `freed_bytes` where another module holds the same tensor on the device.
     """
 
     freed_bytes: float = 0.0
@@ -79,7 +79,7 @@ def _saved(run: TrainingRun, module: str, experts: Experts | None) -> Iterator[_
 
 def _saved_by_attention(run: TrainingRun, module: str) -> Iterator[_Tensor]:
     tokens, latent = run.tokens_per_microbatch, run.latent
-    hidden = tokens * run.shape.hidden_size / _split(run)
+    hidden = tokens * run.shape.hidden_size / run.sequence_shards
     if module == "attn_norm" and latent is not None:
         yield _Tensor(hidden)
     elif module == "qkv_linear" and latent is None:
@@ -126,13 +126,8 @@ def _saved_by_experts(run: TrainingRun, module: str, experts: Experts) -> Iterat
     routed = run.tokens_per_microbatch * experts.experts_per_token * run.expert_load
     is_whole = module == "fused_group_mlp"
     if module == "mlp_norm":
-        yield _Tensor(run.tokens_per_microbatch * run.shape.hidden_size / _split(run))
+        yield _Tensor(run.tokens_per_microbatch * run.shape.hidden_size / run.sequence_shards)
     if module == "expert_fc1" or is_whole:
         yield _Tensor(routed * run.shape.hidden_size * run.expert_shards / tp)
     if module == "moe_act" or is_whole:
         yield _Tensor(routed * experts.ffn_hidden_size / tp * (2.0 if run.shape.gated_ffn else 1.0))
-
-
-def _split(run: TrainingRun) -> int:
-    """The shards that sequence parallelism makes of a sequence."""
-    return run.layout.tensor_parallel if run.layout.sequence_parallel else 1

@@ -89,7 +89,7 @@ def exchange_s(
     """Seconds of an all-to-all where every rank sends `total_bytes`, the share that it keeps included.
 
     `outside_share` of what leaves the domain crosses the slow links; the domain's own links spread the rest.
-    `port_share` is that of the slow links' nominal rate; None is that of collectives.
+    `port_share` is the share of the slow links' nominal rate that is reached; None takes that of collectives.
     """
     if ranks.size == 1:
         return 0.0

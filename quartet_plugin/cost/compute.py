@@ -356,7 +356,7 @@ def _elementwise_bytes(run: TrainingRun, ffn: float) -> float:
     """Bytes of norms, residuals, rotary embedding and activation in one forward; `ffn` is a rank's width."""
     shape, layout = run.shape, run.layout
     t, tp = run.tokens_per_microbatch, layout.tensor_parallel
-    split = tp if layout.sequence_parallel else 1
+    split = run.sequence_shards
     fused = run.software.fused_elementwise
     modern = shape.position_embedding == "rope"
     # Norms and residual sums; an unfused root-mean-square norm passes over memory twice as often.
@@ -429,7 +429,7 @@ def _modules_s(
 ) -> float:
     """Seconds of the forwards of the modules that selective recompute repeats in a layer."""
     t, tp, h = run.tokens_per_microbatch, run.layout.tensor_parallel, run.shape.hidden_size
-    split = tp if run.layout.sequence_parallel else 1
+    split = run.sequence_shards
     byte_s = constants.elementwise * run.element_bytes * t / rates.memory
     other = times.gemm.forward_s + times.elementwise.forward_s
     seconds = run.software.selective_fraction * other

@@ -75,7 +75,7 @@ def _cut(run: TrainingRun, held: list[HeldProduct]) -> list[HeldProduct]:
 def head_product(run: TrainingRun) -> HeldProduct:
     """The product with the vocabulary, a local layer whatever the other layers are."""
     shape, tp = run.shape, run.layout.tensor_parallel
-    return _held(run, "head", shape.hidden_size / _split(run), shape.vocab_size / tp)
+    return _held(run, "head", shape.hidden_size / run.sequence_shards, shape.vocab_size / tp)
 
 
 def joined_product(run: TrainingRun) -> HeldProduct:
@@ -95,15 +95,10 @@ def _ffn(run: TrainingRun, name: str, ffn: float) -> list[HeldProduct]:
 
 
 def _column(run: TrainingRun, name: str, size_out: float, size_in: float) -> HeldProduct:
-    shards = 1 if run.software.keeps_gathered_inputs else _split(run)
+    shards = 1 if run.software.keeps_gathered_inputs else run.sequence_shards
     return _held(run, name, size_in / shards, size_out)
 
 
 def _held(run: TrainingRun, name: str, size_in: float, size_out: float) -> HeldProduct:
     scale = float(run.element_bytes) * run.tokens_per_microbatch
     return HeldProduct(name, scale * size_in, scale * size_out)
-
-
-def _split(run: TrainingRun) -> int:
-    """The shards that sequence parallelism makes of a sequence."""
-    return run.layout.tensor_parallel if run.layout.sequence_parallel else 1

@@ -176,9 +176,7 @@ def weights_of_stages(run: TrainingRun) -> list[Weights]:
 
 def layer_activation_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
     """Bytes that one layer keeps of one microbatch from forward to backward, without recompute."""
-    shape, layout = run.shape, run.layout
-    t, tp, h = run.tokens_per_microbatch, layout.tensor_parallel, shape.hidden_size
-    split = tp if layout.sequence_parallel else 1
+    t, h, split = run.tokens_per_microbatch, run.shape.hidden_size, run.sequence_shards
     masks = 1.0 if run.software.has_dropout else 0.0
     # Norms, and their outputs to the products (gathered again from their shard).
     size = float(run.element_bytes)
@@ -259,8 +257,7 @@ def _states(run: TrainingRun, dense: float, expert: float) -> tuple[float, float
 
 def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
     """Bytes each stage keeps of a microbatch, before and after its input gradient."""
-    layout = run.layout
-    split = layout.tensor_parallel if layout.sequence_parallel else 1
+    split = run.sequence_shards
     boundary = run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size / split
     kinds = run.runs_by_kind
     kept = [_layer_kept_bytes(kind_run, boundary, experts=experts) for kind_run, experts in kinds]
@@ -344,7 +341,7 @@ def _further_token_bytes(run: TrainingRun, boundary: float, *, layer: float) -> 
     """
     if run.layout.recompute == "full" and run.recomputed_layers is None:
         return 3.0 * boundary
-    split = run.layout.tensor_parallel if run.layout.sequence_parallel else 1
+    split = run.sequence_shards
     return layer + 3.0 * (boundary + run.tokens_per_microbatch * _norm_bytes(run) / split)
 
 
@@ -375,7 +372,7 @@ def _recomputed_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
     t, tp, size = run.tokens_per_microbatch, run.layout.tensor_parallel, float(run.element_bytes)
     again = attention_bytes_again(run) if run.recomputes("core_attn") else 0.0
     if run.recomputes("layernorm"):
-        split = tp if run.layout.sequence_parallel else 1
+        split = run.sequence_shards
         again += run.num_norm_modules(has_experts=experts is not None) * t * _norm_bytes(run) / split
     if run.recomputes("mla_up_proj") and run.latent is not None and run.has_attention:
         mla = run.latent

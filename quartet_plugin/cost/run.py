@@ -597,6 +597,11 @@ class TrainingRun:
         return size * self.packed.tokens_per_sequence / self.packed.attended_length
 
     @property
+    def sequence_shards(self) -> int:
+        """The shards that sequence parallelism makes of a sequence."""
+        return self.layout.tensor_parallel if self.layout.sequence_parallel else 1
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of an activation's element."""
         return 4 if self.half == "fp32" else 2

@@ -1,4 +1,4 @@
-"""What a state-space layer (Mamba-2) has between its projections: its products, and bytes moved and saved.
+"""Counts the products and bytes of a state-space layer (Mamba-2) between its projections.
 
 The scan goes by chunks of a sequence (Dao & Gu 2024, state space duality). Inside of a chunk outputs are
 products as in attention, with the channels of a state in the place of keys; each chunk makes a state, and
@@ -40,7 +40,7 @@ class _Sizes:
     """The sizes of a rank's scan: heads of `head` channels, groups of `state` channels, and a chunk.
 
     `channels` are those of all heads, `keys` those of all groups, `projected` all that the first projection
-    writes. `states` are the numbers of the chunks' states, and `scores` those of groups' products, a token.
+    writes. `states` are the elements of the chunks' states, and `scores` those of groups' products, a token.
     """
 
     heads: float
@@ -140,17 +140,17 @@ def passes_bytes(run: TrainingRun) -> float:
     Of a single sequence nothing is copied. Without fused kernels the scan's operations count here.
     """
     sizes = _sizes(run)
-    numbers = 2.0 * sizes.channels
+    elements = 2.0 * sizes.channels
     if run.layout.micro_batch_size > 1:
-        numbers += 2.0 * (sizes.projected + sizes.channels)
+        elements += 2.0 * (sizes.projected + sizes.channels)
     if run.software.plain_operations:
-        numbers += 28 * sizes.channels + 10 * sizes.keys + 2 * sizes.heads * sizes.state
-        numbers += 10 * sizes.heads * sizes.chunk + 6 * sizes.states
-    return run.element_bytes * run.tokens_per_microbatch * numbers
+        elements += 28 * sizes.channels + 10 * sizes.keys + 2 * sizes.heads * sizes.state
+        elements += 10 * sizes.heads * sizes.chunk + 6 * sizes.states
+    return run.element_bytes * run.tokens_per_microbatch * elements
 
 
 def exchanged_widths(run: TrainingRun) -> tuple[float, ...]:
-    """The numbers of a token in each tensor that ranks exchange which share sequences."""
+    """Elements a token of each tensor that the ranks which share a sequence exchange."""
     sizes = _sizes(run)
     return (sizes.channels, sizes.channels, sizes.keys, sizes.keys, sizes.heads, sizes.channels)
 
@@ -166,7 +166,7 @@ def saved_bytes(run: TrainingRun) -> float:
     """Bytes that the layer keeps of a microbatch for its backward, beside its input.
 
     The kernels save the first projection's output and the outputs before the gate; the norm saves its input
-    and a number a group, the second projection the norm's output.
+    and an element a group, the second projection the norm's output.
     """
     sizes, size = _sizes(run), float(run.element_bytes)
     if run.software.plain_operations:
@@ -181,18 +181,19 @@ def _plain_saved_bytes(sizes: _Sizes) -> float:
     The projection's output; the convolution's, before and behind its activation; keys and queries repeated
     for each head; of the scores four tensors of a head and a mask that heads share; outputs out of the state,
     values that leave it, the sum of outputs, the activated gate, their product, the normalized outputs and
-    the result; a state a chunk; and a dozen numbers a head.
+    the result; a state a chunk; and twelve elements a head.
     """
-    numbers = sizes.projected + 2 * (sizes.channels + 2 * sizes.keys) + 2 * sizes.heads * sizes.state
-    numbers += 7 * sizes.channels + sizes.states + 4 * sizes.heads * sizes.chunk + 12 * sizes.heads
-    return SINGLE * (numbers + sizes.groups) + sizes.chunk
+    elements = sizes.projected + 2 * (sizes.channels + 2 * sizes.keys) + 2 * sizes.heads * sizes.state
+    elements += 7 * sizes.channels + sizes.states + 4 * sizes.heads * sizes.chunk + 12 * sizes.heads
+    return SINGLE * (elements + sizes.groups) + sizes.chunk
 
 
 def backward_bytes(run: TrainingRun) -> float:
     """Bytes of a microbatch that the backward's kernels hold at once.
 
-    Convolved values, gradients of both and of the projection's output, of outputs before the gate; states and
-    scores with their gradients in fp32, and the states' once more in the layers' precision.
+    They hold the convolved elements with their gradients, the gradients of the projection's output and of the
+    outputs before the gate, states and scores with their gradients in fp32, and states with their gradients
+    once more in the layers' precision.
     """
     sizes, size = _sizes(run), float(run.element_bytes)
     convolved = sizes.channels + 2 * sizes.keys

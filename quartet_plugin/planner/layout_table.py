@@ -149,9 +149,9 @@ def layout_table_of(job: PlanRequest, shape: ModelShape, *, is_checked: bool = T
 
 
 def _has_logged_experts(job: PlanRequest, shape: ModelShape, columns: IntArray) -> NDArray[np.bool_]:
-    """Whether each row has a split by which every pipeline rank has one of `job.logged_expert_layers`.
+    """Whether each row has a split that gives every pipeline rank one of `job.logged_expert_layers`.
 
-    Any row has one where there are no such layers.
+    True for every row where the job has no such layers.
     """
     has_split = np.ones(len(columns), dtype=np.bool_)
     if not job.logged_expert_layers or not len(columns):
