@@ -25,8 +25,9 @@ SEARCH_FILES = (
 )
 # A commit, and a later one that counts as having the same search although these files differ:
 SAME_SEARCHES = {
-    # The stock searches are of these commits. Plain TPE proposes the same since: the jobs are dense or have
-    # experts, and what came after is of hybrid models, offloading, sizes of CP and packed sequences.
+    # The stock searches of the rows are of the first three commits, the plugin's searches and all launches of
+    # the last. No commit between them changed what plain TPE may choose for these jobs, nor the final rounds
+    # of plans that the framework's own runtime executes.
     "3fda55926859": "b3671774df68",
     "e42a71ebee38": "b3671774df68",
     "921cbc236fe0": "b3671774df68",
