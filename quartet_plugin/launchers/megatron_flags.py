@@ -43,24 +43,6 @@ class MegatronFlags:
 
     # The model.
     num_layers: int | None = None
-    hidden_size: int | None = None
-    ffn_hidden_size: int | None = None
-    num_attention_heads: int | None = None
-    group_query_attention: bool = False
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    seq_length: int | None = None
-    max_position_embeddings: int | None = None
-    vocab_size: int | None = None
-    padded_vocab_size: int | None = None
-    make_vocab_size_divisible_by: int | None = None
-    swiglu: bool = False
-    untie_embeddings_and_output_weights: bool = False
-    position_embedding_type: str | None = None
-    num_experts: int | None = None
-    moe_ffn_hidden_size: int | None = None
-    moe_router_topk: int | None = None
-    mtp_num_layers: int | None = None
     hybrid_layer_pattern: str | None = None
     hybrid_override_pattern: str | None = None
     heterogeneous_layers_config_path: str | None = None
@@ -74,32 +56,21 @@ class MegatronFlags:
     num_virtual_stages_per_pipeline_rank: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     pipeline_model_parallel_layout: str | None = None
-    decoder_first_pipeline_num_layers: int | None = None
-    decoder_last_pipeline_num_layers: int | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     recompute_activations: bool = False
     moe_layer_recompute: bool = False
     recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    recompute_modules: tuple[str, ...] | None = None
 
-    # The batch and its precision.
+    # The batch.
     micro_batch_size: int | None = None
     global_batch_size: int | None = None
-    rampup_batch_size: tuple[str, str, str] | None = None
     step_batch_size_schedule: str | None = None
-    train_iters: int | None = None
-    bf16: bool = False
-    fp16: bool = False
 
     # What takes the place of the flags above.
     yaml_cfg: str | None = None
-    use_checkpoint_args: bool = False
     use_mp_args_from_checkpoint_args: bool = False
 
     @property
@@ -237,14 +208,10 @@ def _is_value(word: str) -> bool:
     return " " in word and not _INLINE_VALUE.match(word)
 
 
-def _value(kind: Any, words: Sequence[str]) -> int | str | tuple[str, ...] | None:
+def _value(kind: Any, words: Sequence[str]) -> int | str | None:
     """The value of an occurrence; None for one that the framework's parser refuses."""
     if not words:
         return None
-    if kind == tuple[str, ...] | None:
-        return tuple(words)
-    if kind == tuple[str, str, str] | None:
-        return tuple(words[:3]) if len(words) >= 3 else None
     if kind == str | None:
         return words[0]
     try:
