@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.launchers.launcher_scripts import starts_launcher
-from quartet_plugin.launchers.script_imports import trains_with_bridge
+from quartet_plugin.launchers.script_imports import starts_launcher, trains_with_bridge
 from quartet_plugin.launchers.starter_options import ParsedOptions, Starter, read_options
 from quartet_plugin.protocol.program_words import with_flags
 
