@@ -10,7 +10,7 @@ that writes it to its Wait.
 import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from quartet_plugin.schedule.action import Action, ActionKind, OverlappedPair
 
@@ -141,36 +141,6 @@ class Program:
         for row in self.instructions:
             sha.update(" ".join(map(str, row)).encode() + b"\n")
         return sha.hexdigest()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data: every transfer with its peer, group and buffer."""
-        return {
-            "schema_version": 1,
-            "num_devices": self.num_devices,
-            "num_microbatches": self.num_microbatches,
-            "placement": list(self.placement),
-            "groups": list(self.groups),
-            "num_send_buffers": list(self.num_send_buffers),
-            "num_receive_buffers": list(self.num_receive_buffers),
-            "instructions": [[_to_json(instruction) for instruction in row] for row in self.instructions],
-        }
-
-
-def _to_json(instruction: Instruction) -> dict[str, Any]:
-    if isinstance(instruction, Compute):
-        return {"compute": str(instruction)}
-    if isinstance(instruction, Post):
-        return {"post": [_transfer_to_json(transfer) for transfer in instruction.transfers]}
-    return {"wait": _transfer_to_json(instruction.transfer)}
-
-
-def _transfer_to_json(transfer: Transfer) -> dict[str, Any]:
-    return {
-        "transfer": str(transfer),
-        "peer": transfer.peer,
-        "group": transfer.message.group,
-        "buffer": transfer.buffer,
-    }
 
 
 def produces(action: Action, num_stages: int) -> int | None:

@@ -1,6 +1,5 @@
 """Lowered programs: nothing deadlocks, nothing is lost, nothing waits that need not."""
 
-import json
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -244,16 +243,17 @@ def test_text_is_readable() -> None:
     ]
 
 
-def test_json_holds_peers_groups_and_buffers() -> None:
-    data = json.loads(json.dumps(one_forward_one_backward().to_json()))
-    assert data["groups"] == ["forward", "backward"]
-    assert data["num_receive_buffers"] == [1, 1]
-    assert data["num_send_buffers"] == [1, 1]
-    assert data["instructions"][0][:3] == [
-        {"compute": "0F0"},
-        {"post": [{"transfer": "0SEND_F0", "peer": 1, "group": 0, "buffer": 0}]},
-        {"wait": {"transfer": "0SEND_F0", "peer": 1, "group": 0, "buffer": 0}},
-    ]
+def test_transfers_have_peers_groups_and_buffers() -> None:
+    program = one_forward_one_backward()
+    assert program.groups == ("forward", "backward")
+    assert (program.num_receive_buffers, program.num_send_buffers) == ((1, 1), (1, 1))
+    compute, post, wait = program.instructions[0][:3]
+    assert str(compute) == "0F0"
+    assert isinstance(post, Post)
+    (transfer,) = post.transfers
+    assert (transfer.peer, transfer.message.group, transfer.buffer) == (1, 0, 0)
+    assert isinstance(wait, Wait)
+    assert wait.transfer == transfer
 
 
 def changed(program: Program, device: int, rows: list[Instruction]) -> Program:
