@@ -49,11 +49,10 @@ class Seam(seams.FrameworkSeam):
     framework = DEEPSPEED
 
 
-def _seam(module: str, owner: str, name: str, parameters: str, source: str, *callers: str) -> Seam:
-    """The seam `owner.name`; `callers`: methods of the same class that call it."""
-    sites = tuple(f"{module}:{owner}{caller}" for caller in callers)
+def _seam(module: str, owner: str, name: str, parameters: str, source: str) -> Seam:
+    """The seam `owner.name`."""
     known = {"0.19.8": KnownFunction(parameters=parameters, source=source)}
-    return Seam(module, owner + name, known, use_sites=sites)
+    return Seam(module, owner + name, known)
 
 
 _base = partial(_seam, "deepspeed.runtime.engine", "DeepSpeedEngine.")
@@ -73,7 +72,7 @@ CONSTRUCTOR = _module(
     "b117888b0f4d1c54",
 )
 TRAIN_BATCH = _engine("train_batch", "self data_iter", "a055fcc3f34e1958")
-NEXT_BATCH = _engine("_next_batch", "self", "22f37859ba1c9c29", "_exec_load_micro_batch")
+NEXT_BATCH = _engine("_next_batch", "self", "22f37859ba1c9c29")
 SAVE = _base(
     "save_checkpoint",
     "self save_dir tag client_state save_latest exclude_frozen_parameters",
@@ -91,18 +90,18 @@ SAVE_16BIT = _base(
 SEAMS = (
     *(INITIALIZE, CONSTRUCTOR, TRAIN_BATCH, NEXT_BATCH, SAVE, LOAD, SAVE_16BIT),
     # Overridden by PlannedModule, PlannedEngine and GuardedEngine, as SAVE and LOAD are.
-    _module("_partition_layers", "self method", "7863964978e93664", "__init__"),
-    _module("_build", "self", "0678f208d6586e20", "__init__"),
-    _module("stage_owner", "self layer_idx", "d4b5ec39e67511f2", "_index_tied_modules"),
-    _module("_precompute_checkpointable_values", "self", "369e31623a3a627a", "set_checkpoint_interval"),
-    _module("ckpt_layer_path", "self ckpt_dir local_layer_idx", "9647f48298d20844", "save_state_dict"),
-    _module("ckpt_layer_path_list", "self ckpt_dir local_layer_idx", "ca42d0cb4b07b8b5", "load_state_dir"),
-    _module("_synchronize_tied_weights", "self", "c4bf800d5d1934df", "__init__", "load_state_dir"),
-    _engine("_train_schedule", "self", "3989f15a2f1a41e2", "train_batch"),
-    _engine("_inference_schedule", "self micro_batches", "d1161b7b06e52789", "eval_batch"),
-    _engine("is_first_stage", "self", "c14db1ac5589f524", "_exec_load_micro_batch"),
-    _engine("is_last_stage", "self", "dc307f547867a1b4", "_exec_load_micro_batch", "_aggregate_total_loss"),
-    _engine("_loss_stage_global_rank", "self", "562325bdfdc9d476", "_aggregate_total_loss"),
+    _module("_partition_layers", "self method", "7863964978e93664"),
+    _module("_build", "self", "0678f208d6586e20"),
+    _module("stage_owner", "self layer_idx", "d4b5ec39e67511f2"),
+    _module("_precompute_checkpointable_values", "self", "369e31623a3a627a"),
+    _module("ckpt_layer_path", "self ckpt_dir local_layer_idx", "9647f48298d20844"),
+    _module("ckpt_layer_path_list", "self ckpt_dir local_layer_idx", "ca42d0cb4b07b8b5"),
+    _module("_synchronize_tied_weights", "self", "c4bf800d5d1934df"),
+    _engine("_train_schedule", "self", "3989f15a2f1a41e2"),
+    _engine("_inference_schedule", "self micro_batches", "d1161b7b06e52789"),
+    _engine("is_first_stage", "self", "c14db1ac5589f524"),
+    _engine("is_last_stage", "self", "dc307f547867a1b4"),
+    _engine("_loss_stage_global_rank", "self", "562325bdfdc9d476"),
     _engine("reset_activation_shape", "self", "6cfc19f98b864541"),
     _engine(
         "load_module_state_dict",
@@ -115,19 +114,17 @@ SEAMS = (
         "self load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states "
         "load_module_only custom_load_fn",
         "b11759e7b733749a",
-        "load_checkpoint",
     ),
     _base(
         "_common_checkpoint_state",
         "self module_state_dict zero_optimizer_state save_frozen_param",
         "c93ab8e233e0ecfb",
-        *("_save_checkpoint", "_save_moe_checkpoint"),
     ),
     _grid("get_model_parallel_rank", "self", "bb67cc1565c63491"),
     # Called.
-    _base("_get_zero_param_shapes", "self", "be006dacf8fde745", "_common_checkpoint_state"),
-    _module("_set_bounds", "self start stop", "a62126a801d42ab6", "_partition_layers"),
-    _engine("_exec_schedule", "self pipe_schedule", "37c06cd97479c2d7", "train_batch", "eval_batch"),
+    _base("_get_zero_param_shapes", "self", "be006dacf8fde745"),
+    _module("_set_bounds", "self start stop", "a62126a801d42ab6"),
+    _engine("_exec_schedule", "self pipe_schedule", "37c06cd97479c2d7"),
     _engine("_exec_load_micro_batch", "self buffer_id", "50dfde0a302abacb"),
     _engine("_exec_optimizer_step", "self lr_kwargs", "923cdf5310179502"),
     # Done by EngineStages for one stage.

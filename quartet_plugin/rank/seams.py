@@ -56,8 +56,8 @@ class FrameworkSeam:
     """A function or class of the framework: `module.name`, where `name` may be `Class.method`.
 
     `known` are the function's parameters and source by release, None in a release without it. `aliases` are
-    the modules that import the name for good, `use_sites` (`module:function`) the callers: a test compares
-    both with the release, to notice new callers. Each adapter has a subclass with its `framework`.
+    the modules that import the name for good: a test compares them with the release. Each adapter has a
+    subclass with its `framework`.
     """
 
     framework: ClassVar[Framework]
@@ -65,7 +65,6 @@ class FrameworkSeam:
     name: str
     known: Mapping[str, KnownFunction | None] = field(hash=False, compare=False)
     aliases: tuple[str, ...] = ()
-    use_sites: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:

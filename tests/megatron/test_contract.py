@@ -19,6 +19,7 @@ from quartet_plugin.megatron.seams.declared import ALL, CUSTOM_SCHEDULE
 from quartet_plugin.megatron.vendored import patch_of
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.rank.source_tree import SourceTree
+from tests.megatron.callers import CALLERS
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, make_plan
 from tests.megatron.support import REPOSITORY, rank_environment
 
@@ -47,6 +48,7 @@ def tree_of(release: str) -> SourceTree:
 def test_every_place_is_declared_once() -> None:
     paths = [seam.path for seam in ALL]
     assert len(paths) == len(set(paths))
+    assert CALLERS.keys() <= set(paths)
     assert {"training", "core"} == {path.split(".")[1] for path in paths}
 
 
@@ -69,7 +71,7 @@ def test_the_file_of_a_release_holds_its_functions_and_its_patch_applies(release
 
 @pytest.mark.parametrize(
     ("seam", "site"),
-    [(seam, site) for seam in ALL for site in seam.use_sites],
+    [(seam, site) for seam in ALL for site in CALLERS.get(seam.path, ())],
     ids=lambda value: value.path if isinstance(value, Seam) else value,
 )
 def test_it_is_used_where_that_is_said(seam: Seam, site: str) -> None:

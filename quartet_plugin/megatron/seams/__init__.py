@@ -106,12 +106,10 @@ class Seam(seams.FrameworkSeam):
     framework = MEGATRON
 
 
-def declare(
-    module: str, name: str, *, aliases: tuple[str, ...] = (), use_sites: tuple[str, ...] = ()
-) -> Seam:
+def declare(module: str, name: str, *, aliases: tuple[str, ...] = ()) -> Seam:
     """The seam of `module.name` with what the releases' files know of it."""
     path = f"{module}.{name}"
     known: Mapping[str, KnownFunction | None] = {
         release: functions[path] for release, (_, functions) in known_releases().items() if path in functions
     }
-    return Seam(module, name, known, aliases, use_sites)
+    return Seam(module, name, known, aliases)
