@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.schema import Bounds, Length, dump, parse, record
-from quartet_plugin.protocol.attempt_files import FilePath, Name, Pid, Seconds, Text
+from quartet_plugin.protocol.attempt_files import FilePath, Name, Pid, Text
 
 # The server's module, and its arguments: the descriptor of the socket, and packages that it does not import.
 SERVER_MODULE = "quartet_plugin.rank.warm"
@@ -52,7 +52,6 @@ class PreloadAnswer:
 
     refusal: Text | None
     unsafe: Name | None = None
-    import_s: Seconds = 0.0
 
 
 @record

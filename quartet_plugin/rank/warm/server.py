@@ -5,7 +5,6 @@ import os
 import select
 import socket
 import sys
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -50,7 +49,6 @@ class TrialServer:
 
     def prepare(self, left_out: list[str]) -> bool:
         """Make the imports, and say how they went; whether processes can be forked from here."""
-        begin = time.monotonic()
         preload, _ = receive_record(self._channel)
         self._state = StartState(preload.environment)
         self._on_cpu = preload.on_cpu
@@ -72,7 +70,7 @@ class TrialServer:
         sys.path[0] = place
         self._files = LoadedFiles()
         self._state.note_imports()
-        send_record(self._channel, PreloadAnswer(refusal=None, import_s=time.monotonic() - begin))
+        send_record(self._channel, PreloadAnswer(refusal=None))
         return True
 
     def run(self) -> Task | None:
