@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +36,7 @@ def dry_run_record(request: "TuneRequest") -> dict[str, Any]:
         "max_final_launches": study.max_final_launches,
         "deadline_s": trial.deadline_s,
         "longest_s": _longest_s(config),
-        "search": [
-            {
-                "name": axis.name,
-                "choices": axis.choices,
-                "kept_because": axis.feature,
-                "meaning": axis.meaning,
-            }
-            for axis in _axes(config, locked=_locked(config, command)[0])
-        ],
+        "search": _axes(config, locked=_locked(config, command)[0]),
     }
 
 
@@ -115,18 +106,8 @@ def _count(least: int, most: int) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Axis:
-    """A key of `search` with its choices in words; `feature` of the command keeps it, None: nothing does."""
-
-    name: str
-    choices: str
-    feature: str | None
-    meaning: str
-
-
-def _axes(config: "TuneConfig", *, locked: Mapping[str, str]) -> list[_Axis]:
-    """Each axis with its choices, and the feature of the command that keeps it where one does."""
+def _axes(config: "TuneConfig", *, locked: Mapping[str, str]) -> list[dict[str, str | None]]:
+    """Each axis with its choices in words, and the feature of the command that keeps it where one does."""
     from quartet_plugin.space.knobs.registry import BY_NAME
     from quartet_plugin.space.knobs.shape import SHAPE
 
@@ -138,7 +119,12 @@ def _axes(config: "TuneConfig", *, locked: Mapping[str, str]) -> list[_Axis]:
         if name == "scaling" and value is None:
             feature = None
         axes.append(
-            _Axis(name=name, choices=_choices(name, value), feature=feature, meaning=field.description or "")
+            {
+                "name": name,
+                "choices": _choices(name, value),
+                "kept_because": feature,
+                "meaning": field.description or "",
+            }
         )
     return axes
 
@@ -149,10 +135,10 @@ def _space_lines(config: "TuneConfig", command: "Command") -> list[str]:
     lines: list[str] = []
     width = 2 + max(map(len, type(config.search).model_fields))
     for axis in _axes(config, locked=locked):
-        words = f"{axis.choices}: {axis.meaning}"
-        if axis.feature is not None:
-            words = f"kept as in your command, because of {axis.feature} (asked: {axis.choices})"
-        lines.append(f"{'search' if not lines else '':<10}{axis.name:<{width}}{words}")
+        words = f"{axis['choices']}: {axis['meaning']}"
+        if axis["kept_because"] is not None:
+            words = f"kept as in your command, because of {axis['kept_because']} (asked: {axis['choices']})"
+        lines.append(f"{'search' if not lines else '':<10}{axis['name']:<{width}}{words}")
     if is_read and (reason := _no_custom_schedules(command)) is not None:
         lines.append(f"{'':<10}{'':<{width}}custom schedules cannot run, because of {reason}")
     note = "" if is_read else "what the command's features keep, and "
