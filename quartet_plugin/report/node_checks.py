@@ -36,12 +36,31 @@ class CheckRow:
     fix: str = ""
 
 
+# The state, the finding, and what to do about it.
+type _Result = tuple[State, str, str]
+
+
+def _ok(finding: str) -> _Result:
+    return "ok", finding, ""
+
+
+def _warn(finding: str, fix: str) -> _Result:
+    return "warn", finding, fix
+
+
+def _fail(finding: str, fix: str) -> _Result:
+    return "fail", finding, fix
+
+
 def check_rows(facts: NodeFacts, *, expected: Sequence[str]) -> list[CheckRow]:
     """The checks of the nodes that answered; `expected` are the names of all of them."""
-    rows = [_nodes(facts, expected)]
+    results = {"nodes": _nodes(facts, expected)}
     if facts:
-        rows += [check(facts) for check in _CHECKS]
-    return rows
+        results |= {name: check(facts) for name, check in _CHECKS.items()}
+    return [
+        CheckRow(check=name, state=state, finding=finding, fix=fix)
+        for name, (state, finding, fix) in results.items()
+    ]
 
 
 def table_lines(rows: Sequence[CheckRow]) -> list[str]:
@@ -55,39 +74,33 @@ def table_lines(rows: Sequence[CheckRow]) -> list[str]:
     return lines
 
 
-def _nodes(facts: NodeFacts, expected: Sequence[str]) -> CheckRow:
+def _nodes(facts: NodeFacts, expected: Sequence[str]) -> _Result:
     missing = [name for name in expected if name not in facts]
     if missing:
-        return CheckRow(
-            check="nodes",
-            state="fail",
-            finding=f"{len(facts)} of {len(expected)} answered; nothing of {_listed(missing)}",
-            fix="the node needs this folder and this python under the same paths (mount, module, container)",
+        return _fail(
+            f"{len(facts)} of {len(expected)} answered; nothing of {_listed(missing)}",
+            "the node needs this folder and this python under the same paths (mount, module, container)",
         )
-    return CheckRow(check="nodes", state="ok", finding=f"{len(facts)} answered")
+    return _ok(f"{len(facts)} answered")
 
 
-def _packages(facts: NodeFacts) -> CheckRow:
+def _packages(facts: NodeFacts) -> _Result:
     names = sorted({name for node in facts.values() for name in node["packages"]})
     versions = {name: _by_value(facts, partial(_version, package=name)) for name in names}
     differing = [name for name in names if len(versions[name]) > 1]
     if differing:
-        return CheckRow(
-            check="packages",
-            state="fail",
-            finding="; ".join(f"{name}: {_groups(versions[name])}" for name in differing),
-            fix="install the same versions on all nodes: ranks of different releases cannot train together",
+        return _fail(
+            "; ".join(f"{name}: {_groups(versions[name])}" for name in differing),
+            "install the same versions on all nodes: ranks of different releases cannot train together",
         )
     lacking = [name for name in ("quartet-plugin", "torch") if name not in names]
     finding = ", ".join(f"{name} {next(iter(versions[name]))}" for name in names)
     if lacking:
-        return CheckRow(
-            check="packages",
-            state="fail",
-            finding=f"no {' and no '.join(lacking)}; {finding}",
-            fix="install it for the python that starts the trials (python: of site.yaml)",
+        return _fail(
+            f"no {' and no '.join(lacking)}; {finding}",
+            "install it for the python that starts the trials (python: of site.yaml)",
         )
-    return CheckRow(check="packages", state="ok", finding=finding)
+    return _ok(finding)
 
 
 def _version(node: Mapping[str, Any], *, package: str) -> str | None:
@@ -95,27 +108,20 @@ def _version(node: Mapping[str, Any], *, package: str) -> str | None:
     return version
 
 
-def _devices(facts: NodeFacts) -> CheckRow:
+def _devices(facts: NodeFacts) -> _Result:
     groups = _by_value(facts, lambda node: _counted(node["devices"]) or f"{node['num_cores']} cores")
     if len(groups) > 1:
-        return CheckRow(
-            check="devices",
-            state="fail",
-            finding=_groups(groups),
-            fix="trials need nodes of equal size: exclude or release the others",
-        )
+        return _fail(_groups(groups), "trials need nodes of equal size: exclude or release the others")
     finding = next(iter(groups))
     if not any(node["devices"] for node in facts.values()):
-        return CheckRow(
-            check="devices",
-            state="warn",
-            finding=f"{finding}, no accelerator",
-            fix="ask for accelerators (gpus_per_node of site.yaml), or tune with device: cpu",
+        return _warn(
+            f"{finding}, no accelerator",
+            "ask for accelerators (gpus_per_node of site.yaml), or tune with device: cpu",
         )
-    return CheckRow(check="devices", state="ok", finding=finding)
+    return _ok(finding)
 
 
-def _speed(facts: NodeFacts) -> CheckRow:
+def _speed(facts: NodeFacts) -> _Result:
     """The nodes whose slowest device takes longer for a matrix product than that of the median node.
 
     Of an even number of nodes the faster of the two in the middle is the median. Nodes of unequal devices are
@@ -124,7 +130,7 @@ def _speed(facts: NodeFacts) -> CheckRow:
     seconds = {name: max(times) for name, node in facts.items() if (times := node.get("product_s"))}
     groups = _by_value(facts, lambda node: (_counted(node["devices"]), node["num_cores"]))
     if len(seconds) < 2 or len(groups) > 1:
-        return CheckRow(check="speed", state="ok", finding="nothing to compare")
+        return _ok("nothing to compare")
     usual_s = statistics.median_low(seconds.values())
     slow = [
         f"{name}: computations take {taken_s / usual_s:.2f}x the usual time"
@@ -132,31 +138,27 @@ def _speed(facts: NodeFacts) -> CheckRow:
         if taken_s > SLOW_FACTOR * usual_s
     ]
     if slow:
-        return CheckRow(
-            check="speed",
-            state="warn",
-            finding=_listed(slow),
-            fix="check it for other programs, heat and power limits, or exclude the node (--exclude)",
+        return _warn(
+            _listed(slow),
+            "check it for other programs, heat and power limits, or exclude the node (--exclude)",
         )
     worst = max(seconds.values()) / usual_s - 1.0
-    return CheckRow(check="speed", state="ok", finding=f"the slowest takes {100 * worst:.0f} % longer")
+    return _ok(f"the slowest takes {100 * worst:.0f} % longer")
 
 
-def _same(
-    check: str, value: Callable[[Mapping[str, Any]], str], *, fix: str
-) -> Callable[[NodeFacts], CheckRow]:
+def _same(value: Callable[[Mapping[str, Any]], str], *, fix: str) -> Callable[[NodeFacts], _Result]:
     """A check that a value is the same on all nodes."""
 
-    def compare(facts: NodeFacts) -> CheckRow:
+    def compare(facts: NodeFacts) -> _Result:
         groups = _by_value(facts, value)
         if len(groups) > 1:
-            return CheckRow(check=check, state="warn", finding=_groups(groups), fix=fix)
-        return CheckRow(check=check, state="ok", finding=str(next(iter(groups))) or "none")
+            return _warn(_groups(groups), fix)
+        return _ok(str(next(iter(groups))) or "none")
 
     return compare
 
 
-def _links(facts: NodeFacts) -> CheckRow:
+def _links(facts: NodeFacts) -> _Result:
     down = [
         f"{name} {port} ({state})"
         for name, node in facts.items()
@@ -165,65 +167,50 @@ def _links(facts: NodeFacts) -> CheckRow:
     ]
     groups = _by_value(facts, lambda node: f"{len(node['ports'])} InfiniBand or RoCE ports")
     if down or len(groups) > 1:
-        return CheckRow(
-            check="links",
-            state="warn",
-            finding="; ".join(filter(None, (_listed(down), _groups(groups) if len(groups) > 1 else ""))),
-            fix="a port that is down makes its node slow: ask the administrators, or exclude the node",
+        return _warn(
+            "; ".join(filter(None, (_listed(down), _groups(groups) if len(groups) > 1 else ""))),
+            "a port that is down makes its node slow: ask the administrators, or exclude the node",
         )
-    return CheckRow(check="links", state="ok", finding=next(iter(groups)))
+    return _ok(next(iter(groups)))
 
 
-def _port(facts: NodeFacts) -> CheckRow:
+def _port(facts: NodeFacts) -> _Result:
     lost = {name: node["unreached"] for name, node in facts.items() if "unreached" in node}
     if lost:
-        return CheckRow(
-            check="port",
-            state="fail",
-            finding="; ".join(f"{name}: {why}" for name, why in lost.items())[:400],
-            fix="open the ports from 20000 to 32000 between nodes, and let node names resolve on each",
+        return _fail(
+            "; ".join(f"{name}: {why}" for name, why in lost.items())[:400],
+            "open the ports from 20000 to 32000 between nodes, and let node names resolve on each",
         )
     ports = {node["port"] for node in facts.values() if node["num_nodes"] > 1}
-    return CheckRow(
-        check="port",
-        state="ok",
-        finding=f"all reach the first node on {_listed(ports)}" if ports else "one node",
-    )
+    return _ok(f"all reach the first node on {_listed(ports)}" if ports else "one node")
 
 
-def _clock(facts: NodeFacts) -> CheckRow:
+def _clock(facts: NodeFacts) -> _Result:
     offsets = {name: node["clock_offset_s"] for name, node in facts.items() if "clock_offset_s" in node}
     worst = max(offsets, key=lambda name: abs(offsets[name]), default=None)
     if worst is None:
-        return CheckRow(check="clock", state="ok", finding="nothing to compare")
+        return _ok("nothing to compare")
     finding = f"at most {abs(offsets[worst]):.3f} s apart"
     if abs(offsets[worst]) > _CLOCK_S:
-        return CheckRow(
-            check="clock",
-            state="warn",
-            finding=f"{finding} ({worst})",
-            fix="synchronize the nodes' clocks (chrony, ntp): timelines and leases compare their times",
+        return _warn(
+            f"{finding} ({worst})",
+            "synchronize the nodes' clocks (chrony, ntp): timelines and leases compare their times",
         )
-    return CheckRow(check="clock", state="ok", finding=finding)
+    return _ok(finding)
 
 
-def _storage(facts: NodeFacts) -> CheckRow:
+def _storage(facts: NodeFacts) -> _Result:
     seconds = {name: node["storage_s"] for name, node in facts.items()}
     worst = max(seconds, key=lambda name: seconds[name])
     finding = (
         f"a file is written in {statistics.median(seconds.values()):.3f} s, at most {seconds[worst]:.3f} s"
     )
     if seconds[worst] > _STORAGE_S:
-        return CheckRow(
-            check="storage",
-            state="warn",
-            finding=f"{finding} ({worst})",
-            fix="put the run folder on a faster file system: --run-dir",
-        )
-    return CheckRow(check="storage", state="ok", finding=finding)
+        return _warn(f"{finding} ({worst})", "put the run folder on a faster file system: --run-dir")
+    return _ok(finding)
 
 
-def _disk(facts: NodeFacts) -> CheckRow:
+def _disk(facts: NodeFacts) -> _Result:
     free = {
         f"{name} {place}": count
         for name, node in facts.items()
@@ -232,13 +219,11 @@ def _disk(facts: NodeFacts) -> CheckRow:
     least = min(free, key=lambda place: free[place])
     finding = f"at least {free[least] / 2**30:.1f} GiB free ({least})"
     if free[least] < LEAST_FREE_BYTES:
-        return CheckRow(
-            check="disk", state="fail", finding=finding, fix="free space there: a trial needs 2.25 GiB"
-        )
-    return CheckRow(check="disk", state="ok", finding=finding)
+        return _fail(finding, "free space there: a trial needs 2.25 GiB")
+    return _ok(finding)
 
 
-def _limits(facts: NodeFacts) -> CheckRow:
+def _limits(facts: NodeFacts) -> _Result:
     low = [
         f"{host} {name} {node['limits'][name]}"
         for host, node in facts.items()
@@ -251,21 +236,17 @@ def _limits(facts: NodeFacts) -> CheckRow:
         if node["ports"] and node["limits"]["locked memory"] >= 0
     ]
     if locked:
-        return CheckRow(
-            check="limits",
-            state="fail",
-            finding=_listed([*locked, *low]),
-            fix="ulimit -l unlimited for jobs: InfiniBand registers memory (Slurm: PropagateResourceLimits)",
+        return _fail(
+            _listed([*locked, *low]),
+            "ulimit -l unlimited for jobs: InfiniBand registers memory (Slurm: PropagateResourceLimits)",
         )
     if low:
         wanted = ", ".join(f"{name} {least}" for name, least in _LEAST.items())
-        return CheckRow(
-            check="limits", state="warn", finding=_listed(low), fix=f"raise them: at least {wanted}"
-        )
-    return CheckRow(check="limits", state="ok", finding="enough")
+        return _warn(_listed(low), f"raise them: at least {wanted}")
+    return _ok("enough")
 
 
-def _nccl(facts: NodeFacts) -> CheckRow:
+def _nccl(facts: NodeFacts) -> _Result:
     versions = {
         node["packages"][name] for node in facts.values() for name in _NCCL if name in node["packages"]
     }
@@ -273,31 +254,21 @@ def _nccl(facts: NodeFacts) -> CheckRow:
         numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
         for first_well, fault in BROKEN_NCCL:
             if len(numbers) == 2 and numbers < first_well:
-                return CheckRow(
-                    check="nccl",
-                    state="fail",
-                    finding=f"{version}: {fault}",
-                    fix=f"install {first_well[0]}.{first_well[1]} or later",
-                )
-    return CheckRow(
-        check="nccl", state="ok", finding=_listed(sorted(versions)) or "not installed as a package"
-    )
+                return _fail(f"{version}: {fault}", f"install {first_well[0]}.{first_well[1]} or later")
+    return _ok(_listed(sorted(versions)) or "not installed as a package")
 
 
-def _variables(facts: NodeFacts) -> CheckRow:
+def _variables(facts: NodeFacts) -> _Result:
     """The NCCL_* variables whose values differ between nodes, with each node's value."""
     names = sorted({name for node in facts.values() for name in node["nccl_variables"]} - _OF_A_NODE)
     values = {name: _by_value(facts, partial(_nccl_value, variable=name)) for name in names}
     differing = [name for name in names if len(values[name]) > 1]
     if not differing:
-        return CheckRow(check="variables", state="ok", finding=", ".join(names) or "none")
+        return _ok(", ".join(names) or "none")
     words = [f"{name}: {_groups(values[name])}" for name in differing[:_MOST_VARIABLES]]
     left = len(differing) - len(words)
-    return CheckRow(
-        check="variables",
-        state="warn",
-        finding="; ".join(words) + (f"; and {left} more" if left else ""),
-        fix="NCCL_* must be equal on all nodes",
+    return _warn(
+        "; ".join(words) + (f"; and {left} more" if left else ""), "NCCL_* must be equal on all nodes"
     )
 
 
@@ -308,31 +279,29 @@ def _nccl_value(node: Mapping[str, Any], *, variable: str) -> str | None:
     return values[variable] or '""' if variable in values else None
 
 
-_CHECKS: tuple[Callable[[NodeFacts], CheckRow], ...] = (
-    _packages,
-    _same("python", lambda node: str(node["python"]), fix="use the same python on all nodes"),
-    _devices,
-    _speed,
-    _same(
-        "driver",
+_CHECKS: dict[str, Callable[[NodeFacts], _Result]] = {
+    "packages": _packages,
+    "python": _same(lambda node: str(node["python"]), fix="use the same python on all nodes"),
+    "devices": _devices,
+    "speed": _speed,
+    "driver": _same(
         lambda node: str(node["driver"]),
         fix="nodes with another driver may be slower, and fail where a newer CUDA is needed",
     ),
-    _links,
-    _same(
-        "network",
+    "links": _links,
+    "network": _same(
         lambda node: _up(node["interfaces"]),
         fix="set NCCL_SOCKET_IFNAME to the interface that all nodes have",
     ),
-    _port,
-    _clock,
-    _storage,
-    _disk,
-    _limits,
-    _nccl,
-    _same("programs", lambda node: ", ".join(node["programs"]), fix="use one image on all nodes"),
-    _variables,
-)
+    "port": _port,
+    "clock": _clock,
+    "storage": _storage,
+    "disk": _disk,
+    "limits": _limits,
+    "nccl": _nccl,
+    "programs": _same(lambda node: ", ".join(node["programs"]), fix="use one image on all nodes"),
+    "variables": _variables,
+}
 
 
 def _up(interfaces: Mapping[str, str]) -> str:
