@@ -1,15 +1,14 @@
 """A batch while it runs: a live table on a terminal, a line an event elsewhere."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from quartet_plugin.model.batch import BatchResults, JobResult, JobState
 from quartet_plugin.protocol.terminal import terminal_line
 from quartet_plugin.report.batch_table import counts_line, heads_of, table_rows
+from quartet_plugin.report.screen import Lines, Screen, has_screen, print_line
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.live import Live
 
 _STYLES: dict[JobState, str] = {
     "done": "green",
@@ -22,57 +21,24 @@ _STYLES: dict[JobState, str] = {
 _FIRST: tuple[JobState, ...] = ("running", "failed", "stopped", "waiting", "done")
 
 
-class BatchLines:
+class BatchLines(Lines):
     """A line an event, and none for what only moves on: for logs and pipes."""
 
     is_live = False
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write
-
-    def __enter__(self) -> Self:
-        """Enter the block; lines need no preparation."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Leave the block; lines need no cleaning up."""
-
-    def message(self, text: str) -> None:
-        """Write `text` as a line of its own."""
-        self._write(terminal_line(text))
 
     def changed(self, results: BatchResults) -> None:
         """Do nothing: a message has said what happened."""
 
 
-class BatchScreen:
+class BatchScreen(Screen):
     """A table of the jobs, as many as the screen has room for, and their numbers below it."""
 
     is_live = True
+    refresh_per_second = 2
 
     def __init__(self, console: "Console") -> None:
-        self._console = console
+        super().__init__(console)
         self._results: BatchResults | None = None
-        self._live: Live | None = None
-
-    def __enter__(self) -> Self:
-        """Show the table until the end of the block."""
-        from rich.live import Live
-
-        self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=2)
-        self._live.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Leave the last table on the screen."""
-        if self._live is not None:
-            self._live.__exit__(None, None, None)
-
-    def message(self, text: str) -> None:
-        """Print a line above the table."""
-        from rich.text import Text
-
-        self._console.print(Text(terminal_line(text)))
 
     def changed(self, results: BatchResults) -> None:
         """Show these results from now on."""
@@ -108,6 +74,4 @@ def shown_jobs(results: BatchResults, *, num_rows: int) -> list[JobResult]:
 
 def batch_observer(console: "Console") -> BatchLines | BatchScreen:
     """A live table on a terminal, plain lines elsewhere."""
-    if console.is_terminal and not console.is_dumb_terminal:
-        return BatchScreen(console)
-    return BatchLines(lambda text: print(text, flush=True))
+    return BatchScreen(console) if has_screen(console) else BatchLines(print_line)

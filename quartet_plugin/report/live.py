@@ -4,7 +4,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from quartet_plugin.model.launch import LaunchPosition, LaunchRecord, Phase
 from quartet_plugin.model.plan import Plan
@@ -19,11 +19,11 @@ from quartet_plugin.report.formatting import (
     speedup_words,
 )
 from quartet_plugin.report.launch_words import launch_words
+from quartet_plugin.report.screen import Lines, Screen, has_screen, print_line
 from quartet_plugin.space.plan_label import plan_label
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.live import Live
 
 MAX_ROWS = 24
 # A terminal with fewer columns gets the table without those that say the same twice.
@@ -74,24 +74,13 @@ class WatchedLaunch:
         return f"{name}: {plan}{self.rank_phase}{step}, {duration(elapsed_s)}{left}"
 
 
-class PlainLines:
+class PlainLines(Lines):
     """One line an event: for logs and pipes."""
 
     def __init__(self, write: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._write = write
+        super().__init__(write)
         self._clock = clock
         self._running: WatchedLaunch | None = None
-
-    def __enter__(self) -> Self:
-        """Enter the block; lines need no preparation."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Leave the block; lines need no cleaning up."""
-
-    def message(self, text: str) -> None:
-        """Write `text` as a line of its own."""
-        self._write(terminal_line(text))
 
     def plan_started(
         self,
@@ -126,39 +115,21 @@ class PlainLines:
         self._write(terminal_line(sentence(launch)))
 
 
-class LiveTable:
+class LiveTable(Screen):
     """A table of the latest launches, those that run included, and below it how far they are."""
 
     def __init__(self, console: "Console", *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
+        super().__init__(console)
         self._clock = clock
         self._rows: list[LaunchRecord] = []
         self._running: dict[str, WatchedLaunch] = {}
         self._measured_share: float | None = None
-        self._live: Live | None = None
-
-    def __enter__(self) -> Self:
-        """Show the table until the end of the block."""
-        from rich.live import Live
-
-        self._live = Live(
-            get_renderable=self.render, console=self._console, refresh_per_second=4, transient=False
-        )
-        self._live.__enter__()
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Leave the last table on the screen."""
         self._running.clear()
         self._measured_share = None
-        if self._live is not None:
-            self._live.__exit__(None, None, None)
-
-    def message(self, text: str) -> None:
-        """Print a line above the table."""
-        from rich.text import Text
-
-        self._console.print(Text(terminal_line(text)))
+        super().__exit__(*exception)
 
     def plan_started(
         self,
@@ -323,6 +294,4 @@ def plan_cells(plan: Plan | None, *, split_width: int = 24) -> tuple[str, str, s
 
 def reporter(console: "Console", *, clock: Callable[[], float] = time.monotonic) -> PlainLines | LiveTable:
     """A live table on a terminal, plain lines elsewhere."""
-    if console.is_terminal and not console.is_dumb_terminal:
-        return LiveTable(console, clock=clock)
-    return PlainLines(lambda text: print(text, flush=True), clock=clock)
+    return LiveTable(console, clock=clock) if has_screen(console) else PlainLines(print_line, clock=clock)
