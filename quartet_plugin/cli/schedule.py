@@ -202,17 +202,16 @@ def named(
     from quartet_plugin.report.summary import schedule_summary
     from quartet_plugin.schedule.files import read_costs, write_schedule
     from quartet_plugin.schedule.named import named as make_named
-    from quartet_plugin.schedule.named import named_with_pairs
     from quartet_plugin.split.entries import balanced_entries
 
     table = read_costs(costs)
-    make = named_with_pairs if overlap else make_named
-    order = make(
+    order = make_named(
         name,
         num_devices=table.num_devices,
         num_microbatches=table.num_microbatches,
         num_chunks=chunks,
         group=group,
+        with_pairs=overlap,
     )
     if counts == AUTO:
         layers = balanced_entries(table, order.placement, allow_empty=allow_empty)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quartet_plugin.schedule.named import named_with_pairs
+from quartet_plugin.schedule.named import named
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 def test_every_device_has_megatrons_order(p: int, m: int, v: int, group: int) -> None:
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
-    schedule = named_with_pairs("interleaved", num_devices=p, num_microbatches=m, num_chunks=v, group=group)
+    schedule = named(
+        "interleaved", num_devices=p, num_microbatches=m, num_chunks=v, group=group, with_pairs=True
+    )
     table = get_schedule_table(m, v, group)
     for device in range(p):
         ranks = SimpleNamespace(size=lambda: p, rank=lambda device=device: device)

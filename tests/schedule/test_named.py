@@ -1,6 +1,7 @@
 """Named schedules meet their closed forms: bubble and memory in one device's share of a microbatch."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -282,8 +283,9 @@ def test_kinds_match_the_registry() -> None:
     ],
 )
 def test_refuses_impossible_sizes(name: str, extra: dict[str, int], words: str) -> None:
+    sizes: dict[str, Any] = {"num_devices": 4, "num_microbatches": 8, **extra}
     with pytest.raises(ConfigError, match=words):
-        named(name, **({"num_devices": 4, "num_microbatches": 8} | extra))
+        named(name, **sizes)
 
 
 def plain_order(slots: list[int], stages: list[int], spans: list[tuple[int, int]], m: int) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import stage_costs
 from quartet_plugin.schedule.action import Action, ActionKind, OverlappedPair
-from quartet_plugin.schedule.named import NAMED, named, named_with_pairs
+from quartet_plugin.schedule.named import NAMED, named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import simulate
 from quartet_plugin.schedule.validate import validate
@@ -38,7 +38,7 @@ def repeated(schedule: Schedule, times: int) -> Schedule:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_period_is_what_many_repeated_lists_take(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    schedule = named_with_pairs("interleaved", num_devices=3, num_microbatches=6)
+    schedule = named("interleaved", num_devices=3, num_microbatches=6, with_pairs=True)
     table = with_exchanges(rng, random_costs(rng, num_devices=3, num_microbatches=6, num_layers=6))
     costs = stage_costs(table, placement=schedule.placement, layers_per_stage=(1,) * 6)
     spans = [simulate(repeated(schedule, times), costs).makespan_s for times in (20, 40)]
@@ -61,7 +61,7 @@ SIZES = [(2, 4), (2, 7), (4, 8), (4, 10), (4, 19), (6, 12), (8, 32)]
 )
 def test_named_schedules_with_pairs_are_valid(name: str, p: int, m: int) -> None:
     for chunks in (2, 3, 4) if name == "interleaved" else (None,):
-        schedule = named_with_pairs(name, num_devices=p, num_microbatches=m, num_chunks=chunks)
+        schedule = named(name, num_devices=p, num_microbatches=m, num_chunks=chunks, with_pairs=True)
         validate(schedule)
         assert schedule.pairs
         if name != "interleaved":
@@ -76,7 +76,7 @@ def test_named_schedules_with_pairs_are_valid(name: str, p: int, m: int) -> None
 
 def test_interleaved_with_pairs_has_a_forward_of_warm_up_more_and_its_memory() -> None:
     plain = named("interleaved", num_devices=4, num_microbatches=8)
-    paired = named_with_pairs("interleaved", num_devices=4, num_microbatches=8)
+    paired = named("interleaved", num_devices=4, num_microbatches=8, with_pairs=True)
     for device in range(4):
         warm = next(n for n, a in enumerate(plain.actions(device)) if a.kind is ActionKind.B) - 1
         assert warm == 2 * (4 - device - 1) + 4
@@ -89,4 +89,4 @@ def test_a_schedule_without_pairs_says_which_have_them() -> None:
     with pytest.raises(
         ConfigError, match="'1f1b': it has no overlapped pairs; schedules with pairs: interleaved, dual"
     ):
-        named_with_pairs("1f1b", num_devices=4, num_microbatches=8)
+        named("1f1b", num_devices=4, num_microbatches=8, with_pairs=True)

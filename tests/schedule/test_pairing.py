@@ -9,7 +9,7 @@ import pytest
 from quartet_plugin.model.costs import Costs, without_exchanges
 from quartet_plugin.schedule.bound import lower_bound
 from quartet_plugin.schedule.files import costs_from_json
-from quartet_plugin.schedule.named import named, named_with_pairs
+from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.search import SearchResult, search
 from quartet_plugin.schedule.search.pairing import fuse
 from quartet_plugin.schedule.search.problem import ScheduleProblem
@@ -39,7 +39,9 @@ def test_pairs_are_found_and_never_longer_than_the_best_named_schedule(placement
     assert result.named_best is not None
     assert result.simulation.makespan_s <= result.named_best.score_s * (1 + 1e-9)
     for name in ("interleaved", "dualpipev"):
-        known = replace(named_with_pairs(name, num_devices=4, num_microbatches=8), layers_per_stage=(1,) * 8)
+        known = replace(
+            named(name, num_devices=4, num_microbatches=8, with_pairs=True), layers_per_stage=(1,) * 8
+        )
         if placement == "auto" or (placement == "v") == (name == "dualpipev"):
             assert result.simulation.makespan_s <= simulate_costs(known, costs).makespan_s * (1 + 1e-9)
             assert any(each.label.startswith(name) and "pairs" in each.label for each in result.named)

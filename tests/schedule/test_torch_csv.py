@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quartet_plugin.errors import PlanError
 from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.files import to_csv
-from quartet_plugin.schedule.named import named_with_pairs
+from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from tests.schedule.pipelines import random_placement, random_schedule, with_random_pairs
 
@@ -98,7 +98,9 @@ def test_pytorch_loads_and_validates_it_and_has_the_same_dual_pipe_v(tmp_path: P
         path.write_text(to_csv(schedule))
         texts.append(to_csv(schedule))
         arguments.append(",".join(map(str, [path, 6, *placement])))
-    texts += [to_csv(named_with_pairs("dualpipev", num_devices=p, num_microbatches=m)) for p, m in SIZES]
+    texts += [
+        to_csv(named("dualpipev", num_devices=p, num_microbatches=m, with_pairs=True)) for p, m in SIZES
+    ]
     loader = LOADER.replace("SIZES", repr(SIZES))
     done = subprocess.run(
         [sys.executable, "-c", loader, *arguments], capture_output=True, text=True, timeout=240, check=False

@@ -6,8 +6,7 @@ from quartet_plugin.schedule.named.registry import (
     Offer,
     lookup,
     named,
-    named_with_pairs,
     refusal_of,
 )
 
-__all__ = ["NAMED", "NamedSchedule", "Offer", "lookup", "named", "named_with_pairs", "refusal_of"]
+__all__ = ["NAMED", "NamedSchedule", "Offer", "lookup", "named", "refusal_of"]

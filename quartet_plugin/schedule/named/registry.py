@@ -4,7 +4,7 @@ Orders depend on the numbers of devices, microbatches and chunks alone, never on
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
@@ -246,57 +246,33 @@ def named(
     num_microbatches: int,
     num_chunks: int | None = None,
     group: int | None = None,
+    with_pairs: bool = False,
 ) -> Schedule:
     """The named schedule's order, without a split.
 
     `num_chunks`: stages a device (the schedule's own default when None). `group`: microbatches a chunk before
-    the next chunk, for the interleaved ones; num_devices when None. Raises ConfigError for an unknown name
-    and for sizes the schedule does not exist for. Whether an interleaved order can run with a group below
-    num_devices is found by simulating it, as for any other order.
+    the next chunk, for the interleaved ones; num_devices when None. `with_pairs`: the order with the
+    overlapped pairs that it is known with. Raises ConfigError for an unknown name, for sizes the schedule
+    does not exist for, and where `with_pairs` asks for pairs of a schedule without them. Whether an
+    interleaved order can run with a group below num_devices is found by simulating it, as for any other
+    order.
     """
     spec = lookup(name)
-    size = _checked_sizes(spec, num_devices, num_microbatches, num_chunks, group)
-    return _schedule(spec, size, spec.make(size))
-
-
-def named_with_pairs(
-    name: str,
-    *,
-    num_devices: int,
-    num_microbatches: int,
-    num_chunks: int | None = None,
-    group: int | None = None,
-) -> Schedule:
-    """The named schedule's order with the overlapped pairs that it is known with, without a split.
-
-    The arguments are those of `named`. Raises ConfigError as it does, and for a schedule without pairs.
-    """
-    spec = lookup(name)
-    if spec.make_paired is None:
+    if with_pairs and spec.make_paired is None:
         known = ", ".join(known.name for known in _ALL if known.make_paired is not None)
         raise ConfigError(f"schedule {name!r}: it has no overlapped pairs; schedules with pairs: {known}")
-    size = _checked_sizes(spec, num_devices, num_microbatches, num_chunks, group)
-    orders, pairs = spec.make_paired(size)
-    return replace(_schedule(spec, size, orders), pairs=tuple(pairs) if any(map(len, pairs)) else ())
-
-
-def _checked_sizes(
-    spec: NamedSchedule, num_devices: int, num_microbatches: int, num_chunks: int | None, group: int | None
-) -> Sizes:
     reason = refusal_of(
-        spec.name,
-        num_devices=num_devices,
-        num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
-        group=group,
+        name, num_devices=num_devices, num_microbatches=num_microbatches, num_chunks=num_chunks, group=group
     )
     if reason is not None:
         raise ConfigError(reason)
     count = spec.default_num_chunks if num_chunks is None else num_chunks
-    return Sizes(num_devices, num_microbatches, count, num_devices if group is None else group)
-
-
-def _schedule(spec: NamedSchedule, size: Sizes, orders: DeviceOrders) -> Schedule:
+    size = Sizes(num_devices, num_microbatches, count, num_devices if group is None else group)
+    pairs: DeviceOrders = ()
+    if with_pairs and spec.make_paired is not None:
+        orders, pairs = spec.make_paired(size)
+    else:
+        orders = spec.make(size)
     half = size.m // 2
     return Schedule(
         num_devices=size.p,
@@ -306,4 +282,5 @@ def _schedule(spec: NamedSchedule, size: Sizes, orders: DeviceOrders) -> Schedul
         origin={"name": spec.name} | ({"group": size.group} if spec.has_group else {}),
         routes=None if spec.executable else keyed.two_routes(size.p),
         route_of_microbatch=None if spec.executable else (0,) * half + (1,) * half,
+        pairs=tuple(pairs) if any(map(len, pairs)) else (),
     )

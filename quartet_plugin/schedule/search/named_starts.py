@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -56,21 +57,27 @@ class NamedStart:
 
 
 def named_schedules(
-    placements: Sequence[Placement], *, num_devices: int, num_microbatches: int
+    placements: Sequence[Placement], *, num_devices: int, num_microbatches: int, with_pairs: bool = False
 ) -> Iterator[Schedule]:
-    """Every executable named schedule on one of `placements`, interleaved ones with several groups."""
+    """Every executable named schedule on one of `placements`.
+
+    Interleaved ones with several groups, or `with_pairs` each with its overlapped pairs and its usual group.
+    """
     by_chunks = sorted({len(placement) // num_devices for placement in placements})
     groups = sorted({min(g, num_microbatches) for g in (num_devices, 2 * num_devices)})
     for name, spec in NAMED.items():
-        for chunks in by_chunks if spec.executable else []:
-            for group in groups if spec.has_group else [None]:
-                size = {
+        if not spec.executable or (with_pairs and spec.make_paired is None):
+            continue
+        for chunks in by_chunks:
+            for group in groups if spec.has_group and not with_pairs else [None]:
+                sizes: dict[str, Any] = {
                     "num_devices": num_devices,
                     "num_microbatches": num_microbatches,
                     "num_chunks": chunks,
+                    "group": group,
                 }
-                if refusal_of(name, **size, group=group) is not None:
+                if refusal_of(name, **sizes) is not None:
                     continue
-                schedule = named(name, **size, group=group)
+                schedule = named(name, **sizes, with_pairs=with_pairs)
                 if schedule.placement in placements:
                     yield schedule

@@ -14,10 +14,9 @@ import numpy as np
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.schedule import kernel
 from quartet_plugin.schedule.action import Action, ActionKind, OverlappedPair
-from quartet_plugin.schedule.named import NAMED, named_with_pairs, refusal_of
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.schedule import PartArray, Schedule, marked_parts
-from quartet_plugin.schedule.search.named_starts import NamedStart
+from quartet_plugin.schedule.search.named_starts import NamedStart, named_schedules
 from quartet_plugin.schedule.search.problem import NamedResult, ScheduleProblem, SearchResult
 from quartet_plugin.schedule.simulate import flatten, lanes_of, simulate_costs
 from quartet_plugin.split.entries import Entries
@@ -87,7 +86,14 @@ class PairedRounds:
     def _named_results(self) -> Iterator[NamedResult]:
         """Named schedules with pairs under the splits that the search may take, the best split of each."""
         bests: list[NamedResult] = []
-        for schedule in _named_schedules(list(self._options), self._problem):
+        costs = self._problem.costs
+        schedules = named_schedules(
+            list(self._options),
+            num_devices=costs.num_devices,
+            num_microbatches=costs.num_microbatches,
+            with_pairs=True,
+        )
+        for schedule in schedules:
             splits = self._options[schedule.placement][:_MAX_SPLITS]
             label = f"{NamedStart(schedule=schedule, split=()).label} with pairs"
             results = [
@@ -112,19 +118,6 @@ class PairedRounds:
 
     def _score(self, schedule: Schedule) -> float:
         return _Order(schedule, self._problem).score()
-
-
-def _named_schedules(placements: Sequence[Placement], problem: ScheduleProblem) -> Iterator[Schedule]:
-    p, m = problem.costs.num_devices, problem.costs.num_microbatches
-    for name, spec in NAMED.items():
-        if spec.make_paired is None or not spec.executable:
-            continue
-        for chunks in sorted({len(placement) // p for placement in placements}):
-            sizes = {"num_devices": p, "num_microbatches": m, "num_chunks": chunks}
-            if refusal_of(name, **sizes) is None:
-                schedule = named_with_pairs(name, **sizes)
-                if schedule.placement in placements:
-                    yield schedule
 
 
 def fuse(

@@ -15,7 +15,7 @@ from quartet_plugin.cost.run import ScheduleKind, TrainingRun
 from quartet_plugin.cost.times import Times
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.schedule.choice import choice_of
-from quartet_plugin.schedule.named import named_with_pairs
+from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import simulate
 from tests.cost.runs import EXPERTS, run
@@ -34,7 +34,7 @@ def with_order(described: TrainingRun, schedule: Schedule) -> TrainingRun:
 def in_pairs_and_apart(name: str, **changes: object) -> tuple[TrainingRun, TrainingRun]:
     """The run under a schedule with its pairs, and under the same order part by part."""
     described = run(ROW, **changes)
-    schedule = named_with_pairs(name, num_devices=2, num_microbatches=described.num_microbatches)
+    schedule = named(name, num_devices=2, num_microbatches=described.num_microbatches, with_pairs=True)
     described = replace(described, layers_per_stage=(2, 2, 2, 3))
     return with_order(described, schedule), with_order(described, replace(schedule, pairs=()))
 
@@ -60,7 +60,7 @@ def test_the_replay_is_the_simulation_of_the_same_stages() -> None:
     parts = stage_parts(paired, CONSTANTS)
     forward, input_grad, weight_grad = np.array(stage_sums(parts)).T
     exchange = hideable_s(CONSTANTS, [part["ep_comm"] for part in parts])
-    schedule = named_with_pairs("dualpipev", num_devices=2, num_microbatches=paired.num_microbatches)
+    schedule = named("dualpipev", num_devices=2, num_microbatches=paired.num_microbatches, with_pairs=True)
     costs = StageCosts(
         device_of_stage=np.array(schedule.placement),
         forward_s=forward,

@@ -18,7 +18,7 @@ from quartet_plugin.runtime.rehearsal import emulated_device, processes
 from quartet_plugin.runtime.rehearsal.processes import Rehearsal, Step
 from quartet_plugin.runtime.transport import PairTransport
 from quartet_plugin.schedule.action import Action, ActionKind
-from quartet_plugin.schedule.named import named, named_with_pairs
+from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import simulate
 
@@ -77,7 +77,7 @@ def test_every_action_comes_after_what_it_needs(name: str, tmp_path: Path) -> No
 
 
 def test_the_parts_of_a_pair_run_together_once_both_inputs_are_there(tmp_path: Path) -> None:
-    schedule = named_with_pairs("interleaved", num_devices=3, num_microbatches=6)
+    schedule = named("interleaved", num_devices=3, num_microbatches=6, with_pairs=True)
     costs = costs_of(schedule.placement)
     costs = replace(costs, exchange_s=np.full((2, 6), ACTION_S / 2))
     (step,) = rehearsal(schedule, tmp_path, costs=costs, num_steps=1).run()
