@@ -20,7 +20,9 @@ _CONTEXT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/@+-]{0,499}")
 GPU = "nvidia.com/gpu"
 
 
-def _checked(pattern: re.Pattern[str], rule: str) -> AfterValidator:
+def matching(pattern: re.Pattern[str], rule: str) -> AfterValidator:
+    """A check that all of a text matches `pattern`; `rule` says to a user what may be written."""
+
     def check(value: str) -> str:
         if not pattern.fullmatch(value):
             raise ValueError(rule)
@@ -49,11 +51,11 @@ def _labels(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
-Name = Annotated[str, _checked(_NAME, "a name of Kubernetes: lower-case letters, digits, - and .")]
-Label = Annotated[str, _checked(_LABEL, "a name of Kubernetes: lower-case letters, digits and -, at most 63")]
-Image = Annotated[str, _checked(_IMAGE, "a reference of an image, as REGISTRY/NAME:TAG")]
-Key = Annotated[str, _checked(_KEY, "a key as Kubernetes has them")]
-Context = Annotated[str, _checked(_CONTEXT, "the name of a context of the kubeconfig")]
+Name = Annotated[str, matching(_NAME, "a name of Kubernetes: lower-case letters, digits, - and .")]
+Label = Annotated[str, matching(_LABEL, "a name of Kubernetes: lower-case letters, digits and -, at most 63")]
+Image = Annotated[str, matching(_IMAGE, "a reference of an image, as REGISTRY/NAME:TAG")]
+Key = Annotated[str, matching(_KEY, "a key as Kubernetes has them")]
+Context = Annotated[str, matching(_CONTEXT, "the name of a context of the kubeconfig")]
 MountPath = Annotated[str, AfterValidator(_path)]
 
 

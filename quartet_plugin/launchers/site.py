@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.engine_points import installed_engines
-from quartet_plugin.launchers.kubernetes_site import KubernetesSite
+from quartet_plugin.launchers.kubernetes_site import KubernetesSite, matching
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.sections import Section, load_yaml, validate
 
@@ -25,20 +25,6 @@ _RESERVED = (
     "array chdir error export export-file help job-name jobid nodelist nodes ntasks ntasks-per-node output "
     "overlap parsable test-only version wait wrap"
 )
-
-
-def _plain(value: str) -> str:
-    if not _PLAIN.fullmatch(value):
-        raise ValueError(
-            "letters, digits and _.,:@/+=#[]-, at most 200, beginning with a letter, a digit or /"
-        )
-    return value
-
-
-def _program(value: str) -> str:
-    if not _PROGRAM.fullmatch(value):
-        raise ValueError("a path of letters, digits and _./+-, at most 1000")
-    return value
 
 
 def _executor(value: str) -> str:
@@ -72,7 +58,11 @@ def _engines(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return values
 
 
-Plain = Annotated[str, AfterValidator(_plain)]
+Plain = Annotated[
+    str,
+    matching(_PLAIN, "letters, digits and _.,:@/+=#[]-, at most 200, beginning with a letter, a digit or /"),
+]
+Program = Annotated[str, matching(_PROGRAM, "a path of letters, digits and _./+-, at most 1000")]
 Options = Annotated[tuple[str, ...], Field(max_length=100, strict=False), AfterValidator(_options)]
 Variables = Annotated[dict[str, str], Field(max_length=1000), AfterValidator(_variables)]
 Engines = Annotated[dict[str, dict[str, Any]], Field(max_length=100), AfterValidator(_engines)]
@@ -148,7 +138,7 @@ class NemoRunSite(Section):
     executor: Annotated[str, AfterValidator(_executor)] = Field(
         default="local", description="local, slurm, or FILE.py:FUNCTION, which returns an executor"
     )
-    python: Annotated[str, AfterValidator(_program)] | None = Field(
+    python: Program | None = Field(
         default=None, description="the python with NeMo-Run, if it is not the tuner's"
     )
 
@@ -170,7 +160,7 @@ class Site(Section):
         default={}, description="settings of launchers of other packages, by the launcher's name"
     )
     environment: Variables = Field(default={}, description="environment variables of every trial")
-    python: Annotated[str, AfterValidator(_program)] | None = Field(
+    python: Program | None = Field(
         default=None, description="the python on the nodes, if it differs from the tuner's"
     )
 
