@@ -24,12 +24,6 @@ class TileAssignment:
     copies: int
     devices: tuple[int, ...]
 
-    def tiles(self) -> list[tuple[int, int]]:
-        """The tile (row, column) of each device, by device number."""
-        places = list(product(range(self.rows), range(self.columns)))
-        by_device = {device: places[index // self.copies] for index, device in enumerate(self.devices)}
-        return [by_device[device] for device in range(len(self.devices))]
-
     @classmethod
     def of_tiles(cls, tiles: Sequence[tuple[int, int]], rows: int, columns: int) -> "TileAssignment":
         """The assignment from each device's tile. Raises PlanError where tiles have unequal numbers."""

@@ -14,6 +14,7 @@ from quartet_plugin.partition.named import named_partition
 from quartet_plugin.partition.notation.dtensor import to_dtensor
 from quartet_plugin.partition.table import AXES, DIMS, Partition, Phase, Tensor
 from quartet_plugin.partition.tiles import COPY, PARTIAL, SPLIT_COLUMNS, SPLIT_ROWS, home_tiles, signature
+from tests.partition.notation.parsers import tiles_of
 from tests.partition.test_lockstep import sizes_for
 
 OF_TABLE: dict[str, Placement] = {
@@ -38,7 +39,7 @@ def check_homes(partition: Partition, mesh: DeviceMesh, rank: int) -> None:
         words = [placement(word) for word in to_dtensor(partition, tensor)]
         local, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, words)
         tiles = home_tiles(partition, tensor)
-        tile = tiles.tiles()[rank]
+        tile = tiles_of(tiles)[rank]
         size = (rows // tiles.rows, columns // tiles.columns)
         expected = (size, (tile[0] * size[0], tile[1] * size[1]))
         if tensor is Tensor.WEIGHT:

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from quartet_plugin.partition.table import PRODUCTS, Phase, Tensor
@@ -31,6 +32,13 @@ def matched(pattern: str | re.Pattern[str], text: str) -> re.Match[str]:
     return match
 
 
+def tiles_of(assignment: TileAssignment) -> list[tuple[int, int]]:
+    """The tile (row, column) of each device, by device number."""
+    places = list(product(range(assignment.rows), range(assignment.columns)))
+    by_device = {device: places[i // assignment.copies] for i, device in enumerate(assignment.devices)}
+    return [by_device[device] for device in range(len(assignment.devices))]
+
+
 def from_gspmd(text: str) -> TileAssignment:
     match = matched(OF_GSPMD, text)
     dims = [int(word) for word in match[1].split(",")]
@@ -49,7 +57,7 @@ def from_sbp(text: str) -> TileAssignment:
     assert sorted(devices) == list(range(len(devices)))
     # The tiles of an unpermuted mesh, each moved to the device that stands in its place.
     unpermuted = tiles_of_placements(sizes, placements)
-    by_device = dict(zip(devices, unpermuted.tiles(), strict=True))
+    by_device = dict(zip(devices, tiles_of(unpermuted), strict=True))
     tiles = [by_device[device] for device in range(len(devices))]
     return TileAssignment.of_tiles(tiles, unpermuted.rows, unpermuted.columns)
 

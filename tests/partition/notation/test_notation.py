@@ -27,6 +27,7 @@ from tests.partition.notation.parsers import (
     from_sbp,
     is_legal_product,
     product_from_sbp,
+    tiles_of,
 )
 from tests.partition.test_lockstep import factors, sizes_for
 from tests.space.jobs import make_shape
@@ -66,7 +67,7 @@ def cut(whole: Matrix, tiles: TileAssignment) -> list[Matrix]:
     rows, columns = whole.shape[0] // tiles.rows, whole.shape[1] // tiles.columns
     return [
         whole[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
-        for row, column in tiles.tiles()
+        for row, column in tiles_of(tiles)
     ]
 
 
