@@ -1,6 +1,5 @@
 """A job of a batch ranked by the planner, from its description or its command; nothing is started."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,13 @@ from quartet_plugin.tuner.config import TuneConfig
 PLAN_NAME = "plan.json"
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    request: PlanRequest
-    command: CommandJob | None
-
-
 def planned(job: Job, *, config: TuneConfig, cwd: Path, paths: BatchPaths) -> JobResult:
     """The best predicted plan of a job, whose file is written into the job's folder.
 
     The job's command and the machine's files in q.yaml are looked for in `cwd`, as a search does. Raises
     ConfigError for a job that cannot be read, InfeasibleError where nothing fits.
     """
-    asked = _request_of(job, config=config, cwd=cwd)
-    request, command = asked.request, asked.command
+    request, command = _request_of(job, config=config, cwd=cwd)
     calibration = config.machine.calibration
     constants = None if calibration is None else read_calibration(cwd / calibration).constants
     best = planned_ranking(request, top=1, exhaustive=False, has_search=True, constants=constants).best[0]
@@ -70,13 +62,13 @@ def planned(job: Job, *, config: TuneConfig, cwd: Path, paths: BatchPaths) -> Jo
     )
 
 
-def _request_of(job: Job, *, config: TuneConfig, cwd: Path) -> _Request:
+def _request_of(job: Job, *, config: TuneConfig, cwd: Path) -> tuple[PlanRequest, CommandJob | None]:
     sections = _sections_of(job, config=config, cwd=cwd)
     folder = job.described.parent if isinstance(job.described, Path) else job.folder
     if not job.words:
-        return _Request(parse_job(sections, where=f"jobs: {job.name}", folder=folder), None)
+        return parse_job(sections, where=f"jobs: {job.name}", folder=folder), None
     command = job_of_command(parse_command(job.words, cwd=cwd), sections=sections, folder=folder)
-    return _Request(command.request, command)
+    return command.request, command
 
 
 def _sections_of(job: Job, *, config: TuneConfig, cwd: Path) -> dict[str, Any]:

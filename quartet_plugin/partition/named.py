@@ -237,11 +237,7 @@ def _ring_row(count: str) -> Partition:
     )
 
 
-def _summa(side: str, same: str) -> Partition:
-    return _summa_with_depth(side, same, "1")
-
-
-def _summa_with_depth(side: str, same: str, depth: str) -> Partition:
+def _summa(side: str, same: str, depth: str = "1") -> Partition:
     size, layers = int(side), int(depth)
     _check_square(side, same)
 
@@ -412,7 +408,7 @@ _MAKERS: tuple[tuple[str, Callable[..., Partition]], ...] = (
     (rf"ring-column{_N}", _ring_column),
     (rf"ring-row{_N}", _ring_row),
     (rf"2D{_N}x{_N}", _summa),
-    (rf"2\.5D{_N}x{_N}x{_N}", _summa_with_depth),
+    (rf"2\.5D{_N}x{_N}x{_N}", _summa),
     (rf"3D{_N}x{_N}x{_N}", _cube),
     (rf"P{_N}x{_N}", _spatial_temporal),
     (rf"home{_N}x{_N}-(in|out)(?:-([MNK]{{3}}))?", _home_anchored),

@@ -90,12 +90,7 @@ def iteration_spread(measured: Measurement) -> str:
 
 def speedup_spread(speedup: Interval) -> str:
     """A speedup that was measured in turns with the baseline, with its interval."""
-    return spread(speedup, "{:.2f}x")
-
-
-def spread(interval: Interval, form: str) -> str:
-    """A median and its interval, each in the format `form`."""
-    return f"{form.format(interval.median)} ({form.format(interval.low)} to {form.format(interval.high)})"
+    return f"{speedup.median:.2f}x ({speedup.low:.2f}x to {speedup.high:.2f}x)"
 
 
 def clean(text: str, *, limit: int = 500) -> str:

@@ -143,10 +143,10 @@ def x_axis(scale: Scale, y: float, *, top: float, words: str, unit: str = "", co
     return "".join(parts)
 
 
-def y_axis(scale: Scale, x: float, *, right: float, words: str, unit: str = "", count: int = 5) -> str:
+def y_axis(scale: Scale, x: float, *, right: float, words: str, unit: str = "") -> str:
     """Ticks left of `x` with faint lines to `right`, and what the axis shows."""
     parts = []
-    for tick in scale.ticks(count):
+    for tick in scale.ticks():
         y = scale(tick)
         parts.append(element("line", x1=x, x2=right, y1=y, y2=y, cls="grid"))
         parts.append(text(x - 8, y + 4, f"{short(tick)}{unit}", cls="tick", anchor="end"))

@@ -130,15 +130,15 @@ def peak_of(nodes: Sequence[NodeInfo], precision: Precision = "bf16") -> Peak | 
     return None if device is None else Peak.of(device, precision)
 
 
-def throughput_of(plan: Plan, iteration_s: float, *, shape: ModelShape | None = None) -> Throughput:
-    """The rates of a plan, or of `shape` in its place, that takes `iteration_s` seconds per iteration.
+def throughput_of(plan: Plan, iteration_s: float) -> Throughput:
+    """The rates of a plan that takes `iteration_s` seconds per iteration.
 
     The peak is that of the device that the nodes name, in bf16 where nothing says the precision.
     """
     made_for, model = plan.made_for, plan.made_for.described_model
     return throughput(
         iteration_s,
-        shape=shape or plan.shape,
+        shape=plan.shape,
         global_batch_size=made_for.global_batch_size,
         num_devices=made_for.world_size,
         peak=peak_of(made_for.nodes, made_for.peak_precision),

@@ -72,10 +72,8 @@ class _Program:
         cells = {column: -value / self._scale for column, value in seconds.items()}
         self.row({**cells, self._num: 1.0}, lower=constant_s / self._scale)
 
-    def solve(
-        self, *, num_continuous: int, time_limit_s: float, max_nodes: int | None
-    ) -> tuple[float, FloatArray | None]:
-        """The proven bound on T in seconds and the best point; the last variables are continuous.
+    def solve(self, *, time_limit_s: float, max_nodes: int | None) -> tuple[float, FloatArray | None]:
+        """The proven bound on T in seconds and the best point; T alone is continuous.
 
         `max_nodes` ends the solver after these nodes of its tree, wherever the clock stands: 0 solves the
         linear relaxation alone. None sets no limit.
@@ -89,7 +87,7 @@ class _Program:
         shape = (len(self._lower), self._num + 1)
         matrix = coo_array((value, (index, column)), shape=shape).tocsr()
         integral = np.ones(self._num + 1)
-        integral[self._num - num_continuous :] = 0
+        integral[-1] = 0
         cost = np.zeros(self._num + 1)
         cost[-1] = 1.0
         result = milp(
@@ -158,7 +156,7 @@ def over_splits(
     for s in range(last + 1):
         way = _plus(*f[:s], _times(f[s], m), *f[s + 1 :], *i, w[0])
         program.at_least(sum(send) + sum(back), way)
-    bound, point = program.solve(num_continuous=0, time_limit_s=time_limit_s, max_nodes=None)
+    bound, point = program.solve(time_limit_s=time_limit_s, max_nodes=None)
     return SplitBound(max(bound, average_s), None if point is None else stages.split(point))
 
 
@@ -251,7 +249,7 @@ def over_placements(
     if ends_fixed:
         program.row({0: 1.0}, lower=1.0)
     _require_time(program, costs, kinds, ends_fixed=ends_fixed, between=1 if least else 0)
-    bound, _ = program.solve(num_continuous=0, time_limit_s=time_limit_s, max_nodes=max_nodes)
+    bound, _ = program.solve(time_limit_s=time_limit_s, max_nodes=max_nodes)
     return max(bound, average_s)
 
 

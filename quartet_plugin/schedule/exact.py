@@ -8,7 +8,7 @@ width has looked at everything that could beat the incumbent, which is the proof
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,7 +58,6 @@ def exact_optimum(
     split_backward: bool | Sequence[bool] = True,
     time_limit_s: float = 60.0,
     widths: Sequence[int] = WIDTHS,
-    clock: Callable[[], float] = time.monotonic,
 ) -> ExactResult:
     """Find the shortest schedule of a tiny pipeline and prove it.
 
@@ -78,18 +77,16 @@ def exact_optimum(
     unit_s = max(float(device_s.max()), path_s) or 1.0
     problem = _problem(costs, stages, relaxed, full_backward, unit_s)
     # A pass that keeps one row per level compiles the kernel, which the time limit does not include.
-    _search(problem, full_backward, 1, np.inf, deadline=np.inf, clock=clock)
-    started = clock()
+    _search(problem, full_backward, 1, np.inf, deadline=np.inf)
+    started = time.monotonic()
     best: _Incumbent | None = None
     proven = False
     for width in widths:
         upper = np.inf if best is None else best.makespan * (1 - PROOF_TOLERANCE)
-        incumbent, complete = _search(
-            problem, full_backward, width, upper, deadline=started + time_limit_s, clock=clock
-        )
+        incumbent, complete = _search(problem, full_backward, width, upper, deadline=started + time_limit_s)
         best = incumbent or best
         proven = complete or (best is not None and best.makespan <= 1 + PROOF_TOLERANCE)
-        if proven or clock() - started > time_limit_s:
+        if proven or time.monotonic() - started > time_limit_s:
             break
     if best is None:
         reason = "no order fits" if proven else "no order that fits was found within the time limit"
@@ -144,7 +141,6 @@ def _search(
     upper: float,
     *,
     deadline: float,
-    clock: Callable[[], float],
 ) -> tuple[_Incumbent | None, bool]:
     """One pass over the levels: the best schedule below `upper`, if any, and whether nothing was dropped."""
     relaxed = problem.relaxed
@@ -167,7 +163,7 @@ def _search(
         buckets.fill(-1)
         num, row = 0, 0
         while row < rows:
-            if clock() > deadline:
+            if time.monotonic() > deadline:
                 return None, False
             stop = min(rows, row + ROWS_A_CALL)
             num, row = expand(problem, level, row, stop, child, num, upper, buckets, chain)

@@ -57,15 +57,14 @@ class StartState:
         *,
         output: Sequence[int],
         is_rank: bool,
-        keep: Sequence[int] = (),
     ) -> None:
         """Give this forked process its environment, its output, and the state of a new process.
 
-        `output` are the descriptors of standard output and error; all others but `keep` are closed.
+        `output` are the descriptors of standard output and error; all others are closed.
         """
         for number, descriptor in enumerate(output, start=1):
             os.dup2(descriptor, number)
-        close_descriptors(keep=keep)
+        close_descriptors(keep=())
         wanted = self.environment_of(environment, is_rank=is_rank)
         for name in set(os.environ) - set(wanted):
             del os.environ[name]
