@@ -159,7 +159,9 @@ def _is_ready(
     except (ConfigError, PlanError):
         return False
     layout = plan.made_for.baseline.layout
-    stated = flags_of(command).layout(num_processes=command.num_processes)
+    flags = flags_of(command)
+    stated = flags.layout(num_processes=command.num_processes)
+    micro_batch = flags.counts(num_processes=command.num_processes).micro_batch_size
     faults = written.faults(
         num_layers=plan.shape.num_layers,
         pipeline_parallel=layout.pipeline_parallel,
@@ -167,5 +169,7 @@ def _is_ready(
         num_microbatches=plan.num_microbatches,
         whose=COMMAND,
     )
-    is_same = plan.layout == layout and stated in (None, layout) and not faults
+    # A micro-batch that Megatron refuses is in no layout: the command is run, and says so.
+    is_stated = stated in (None, layout) and micro_batch in (None, layout.micro_batch_size)
+    is_same = plan.layout == layout and is_stated and not faults
     return is_same and with_schedule(plan, written).key == plan.key

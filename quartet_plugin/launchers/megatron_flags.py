@@ -115,18 +115,21 @@ class MegatronFlags:
             return None
         if recompute not in ("none", "selective", "full"):
             return None
-        return Layout(
-            tensor_parallel=tensor,
-            pipeline_parallel=pipeline,
-            data_parallel=data,
-            virtual_stages=virtual,
-            context_parallel=context,
-            expert_parallel=self.expert_model_parallel_size or 1,
-            micro_batch_size=micro_batch,
-            sequence_parallel=self.sequence_parallel and tensor > 1,
-            distributed_optimizer=self.use_distributed_optimizer,
-            recompute=recompute,  # type: ignore[arg-type]  # one of the three
-        )
+        try:
+            return Layout(
+                tensor_parallel=tensor,
+                pipeline_parallel=pipeline,
+                data_parallel=data,
+                virtual_stages=virtual,
+                context_parallel=context,
+                expert_parallel=self.expert_model_parallel_size or 1,
+                micro_batch_size=micro_batch,
+                sequence_parallel=self.sequence_parallel and tensor > 1,
+                distributed_optimizer=self.use_distributed_optimizer,
+                recompute=recompute,  # type: ignore[arg-type]  # one of the three
+            )
+        except ConfigError:
+            return None
 
     def _degree(self, given: int | None) -> int | None:
         """A degree of parallelism; Megatron's default is 1, where the command is Megatron's for certain."""

@@ -170,17 +170,17 @@ def test_the_gate_runs_once_and_the_plan_trains(
     assert (gate.num_runs, len(gate.checked), len(gate.trained)) == (1, 1, 2)
 
 
-@pytest.mark.parametrize("changed", ["schedule", "flags"])
+@pytest.mark.parametrize("added", ["", "--use-distributed-optimizer", "--micro-batch-size -1"])
 def test_another_schedule_or_command_is_checked_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added: str
 ) -> None:
     gate = FakeGate()
     gate.install(monkeypatch)
     path = saved(tmp_path)
     assert train(path) == 0
-    if changed == "schedule":
+    if not added:
         saved(tmp_path, edited(by_hand()))
-    assert train(path, flags=FLAGS + (" --use-distributed-optimizer" if changed == "flags" else "")) == 0
+    assert train(path, flags=f"{FLAGS} {added}") == 0
     assert (gate.num_runs, len(gate.checked)) == (2, 2)
 
 

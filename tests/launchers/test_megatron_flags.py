@@ -178,8 +178,18 @@ def test_the_layout_is_the_one_that_a_rank_reads(text: str) -> None:
     assert read_megatron_flags(words).layout(num_processes=4) == expected
 
 
-@pytest.mark.parametrize("text", ["--yaml-cfg m.yaml", "--use-mp-args-from-checkpoint-args"])
-def test_a_layout_that_the_flags_leave_open_is_none(text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--yaml-cfg m.yaml",
+        "--use-mp-args-from-checkpoint-args",
+        # Megatron refuses them.
+        "--micro-batch-size -1",
+        "--expert-model-parallel-size -2",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank -1",
+    ],
+)
+def test_a_layout_that_the_flags_leave_open_or_megatron_refuses_is_none(text: str) -> None:
     assert read_megatron_flags(f"{GPT} {text}".split()).layout(num_processes=4) is None
     assert read_megatron_flags(GPT.split()).layout(num_processes=None) is None
 
