@@ -1,6 +1,6 @@
 """The parallel layouts a job can have: every choice of the layout's knobs that is legal for the framework."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from quartet_plugin.errors import ConfigError
@@ -24,6 +24,7 @@ from quartet_plugin.space.knobs.sequence_parallel import divides_sequence
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
 from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
 from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
+from quartet_plugin.space.option_values import option_values
 from quartet_plugin.space.rules import LayoutRules
 from quartet_plugin.space.schedules import MAX_SEARCHED_ACTIONS, custom_schedules_of
 from quartet_plugin.space.written_schedules import WrittenSchedule
@@ -90,19 +91,22 @@ def chosen_layouts(
     *,
     is_custom: bool = False,
 ) -> Iterable[Layout]:
-    """The layouts with every legal choice of the knobs, the last knob varying fastest.
+    """The layouts with every legal choice of the knobs, the last knob varying fastest, one at a time.
 
     `is_custom`: the layouts have a custom schedule.
     """
     for knob in knobs:
-        layouts = [
-            knob.put(layout, value)
-            for layout in layouts
-            for value in knob.choices(
-                KnobContext(layout=layout, shape=shape, rules=rules, is_custom=is_custom)
-            )
-        ]
+        layouts = _with_choices(layouts, knob, shape, rules, is_custom=is_custom)
     return layouts
+
+
+def _with_choices(
+    layouts: Iterable[Layout], knob: LayoutKnob, shape: ModelShape, rules: LayoutRules, *, is_custom: bool
+) -> Iterator[Layout]:
+    for layout in layouts:
+        context = KnobContext(layout=layout, shape=shape, rules=rules, is_custom=is_custom)
+        for value in knob.choices(context):
+            yield knob.put(layout, value)
 
 
 def _of_degrees(layout: Layout, shape: ModelShape, rules: LayoutRules) -> Layout:
@@ -319,15 +323,10 @@ def _is_used_by_other(knob: LayoutKnob) -> bool:
 
 def _with_free(
     knob: LayoutKnob, layouts: Mapping[ModelShape, Sequence[Layout]], rules: LayoutRules
-) -> list[KnobContext]:
+) -> dict[ModelShape, list[Layout]]:
     """The layouts that a knob does something in, had the request not ruled them out by its values."""
     free = replace(rules, search=rules.search.model_copy(update={knob.name: None}))
-    return [
-        KnobContext(layout=layout, shape=shape, rules=rules)
-        for shape in layouts
-        for layout in legal_layouts(shape, rules=free)
-        if knob.applies(layout)
-    ]
+    return {shape: list(filter(knob.applies, legal_layouts(shape, rules=free))) for shape in layouts}
 
 
 def check_offered(
@@ -376,24 +375,48 @@ def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: Lay
         name = f"search.{knob.name}: {knob.request_text(wanted[0])}"
         if not knob.is_of(rules.job.framework):
             return f"{name}; {capabilities(rules.job.framework).title} has no such knob: leave it out"
-        # An option may depend on those that are chosen before it.
-        before = OPTIONS[: OPTIONS.index(knob)] if knob in OPTIONS else ()
-        contexts = [
-            KnobContext(layout=layout, shape=shape, rules=rules)
-            for shape, kept in layouts.items()
-            for layout in chosen_layouts(kept, before, shape, rules)
-        ]
-        if knob in OPTIONS:
-            commands = {knob.command_value(context) for context in contexts}
-            offered = {value for context in contexts for value in knob.choices(context)} | commands
-        else:
-            offered = {knob.in_layout(context.layout) for context in contexts}
-        if not offered & set(wanted):
-            if isinstance(knob, SettingKnob) and rules.job.setting(knob.name) is None:
-                return f"{name}; the framework did not report the command's own value"
-            able = [context for context in contexts if knob.applies(context.layout)]
-            return f"{name}; {_first_fault(knob, wanted[0], able or _with_free(knob, layouts, rules))}"
+        if _is_offered(knob, wanted, layouts, rules=rules):
+            continue
+        if isinstance(knob, SettingKnob) and rules.job.setting(knob.name) is None:
+            return f"{name}; the framework did not report the command's own value"
+        able = {shape: list(filter(knob.applies, kept)) for shape, kept in layouts.items()}
+        if not any(able.values()):
+            able = _with_free(knob, layouts, rules)
+        return f"{name}; {_first_fault(knob, wanted[0], _contexts(knob, able, rules=rules))}"
     return _unused_group(layouts, rules=rules)
+
+
+def _is_offered(
+    knob: LayoutKnob,
+    wanted: Collection[Value],
+    layouts: Mapping[ModelShape, Sequence[Layout]],
+    *,
+    rules: LayoutRules,
+) -> bool:
+    """Whether a layout has one of the wanted values; no further layout is looked at then."""
+    asked = set(wanted)
+    each = ((shape, layout) for shape, kept in layouts.items() for layout in kept)
+    if knob not in OPTIONS:
+        return any(knob.in_layout(layout) in asked for _, layout in each)
+    before = _options_before(knob)
+    return any(
+        not asked.isdisjoint(values)
+        for shape, layout in each
+        for values in option_values(knob, layout, before=before, shape=shape, rules=rules)
+    )
+
+
+def _options_before(knob: LayoutKnob) -> tuple[LayoutKnob, ...]:
+    return OPTIONS[: OPTIONS.index(knob)] if knob in OPTIONS else ()
+
+
+def _contexts(
+    knob: LayoutKnob, layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: LayoutRules
+) -> Iterator[KnobContext]:
+    """The layouts before a knob's turn: for an option with each choice of the options before it."""
+    for shape, kept in layouts.items():
+        for layout in chosen_layouts(kept, _options_before(knob), shape, rules):
+            yield KnobContext(layout=layout, shape=shape, rules=rules)
 
 
 def _unused_group(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: LayoutRules) -> str | None:
