@@ -13,6 +13,7 @@ from quartet_plugin.cli.command import (
     JsonSwitch,
     check_folder,
     check_range,
+    check_seconds,
     constants_of,
     devices_of,
     invocation,
@@ -95,6 +96,14 @@ def plan_command(
             "--named-only", help="Use named schedules only; search no orders for the ten best layouts."
         ),
     ] = False,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Time limit of the searches of orders, in seconds; the best orders so far are kept.",
+            show_default=False,
+        ),
+    ] = None,
     refused: Annotated[
         bool, typer.Option("--refused", help="List how many layouts each constraint refused.")
     ] = False,
@@ -126,6 +135,13 @@ def plan_command(
             check_range(option, value, most=most)
     check_range("--top", top, most=100)
     counts = _counts(devices)
+    if time_limit is not None:
+        check_seconds("--time-limit", time_limit, least=0.1)
+        if named_only or len(counts) > 1 or frontier is not None:
+            raise UsageError(
+                "--time-limit: limits the searches of orders; --named-only, --frontier and several --devices "
+                "have none"
+            )
     if seq_length is not None and model is None:
         raise UsageError(
             "--seq-length: works only with --model; a JOB.yaml has model.seq_length, a command its own flag"
@@ -171,6 +187,7 @@ def plan_command(
         top=top,
         exhaustive=exhaustive,
         has_search=not named_only,
+        time_limit_s=time_limit,
         refused=refused,
         as_json=as_json,
         constants=constants,
@@ -187,6 +204,7 @@ def _show_ranking(
     top: int,
     exhaustive: bool,
     has_search: bool,
+    time_limit_s: float | None,
     refused: bool,
     as_json: bool,
     constants: "Constants | None",
@@ -202,7 +220,12 @@ def _show_ranking(
 
     with compilation_notice(tell):
         ranking = planned_ranking(
-            request, top=top, exhaustive=exhaustive, has_search=has_search, constants=constants
+            request,
+            top=top,
+            exhaustive=exhaustive,
+            has_search=has_search,
+            time_limit_s=time_limit_s,
+            constants=constants,
         )
     best = ranking.best[0]
     if user is None:

@@ -64,7 +64,8 @@ class CalibratedOrders:
                 self._kept.clear()
             try:
                 limits = self._space.search.family_limits
-                self._kept[key], *_ = best_order(costs, placement, seed=self._space.seed, limits=limits)
+                best = best_order(costs, placement, seed=self._space.seed, limits=limits)
+                self._kept[key] = best.custom
             except InfeasibleError:
                 self._kept[key] = None
         return self._kept[key]

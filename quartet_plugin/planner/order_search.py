@@ -4,8 +4,9 @@ The split and the placement of a plan stay. The order that is kept is the faster
 searched one by the full prediction; what is left to a bound on every order is said with it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -32,6 +33,7 @@ from quartet_plugin.planner.ranking import Ranked, Ranking, best_plans
 from quartet_plugin.planner.table_schedules import has_v_placement, is_searched
 from quartet_plugin.schedule.bound import lower_bound
 from quartet_plugin.schedule.choice import choice_of
+from quartet_plugin.schedule.compilation import compilation_time
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.search.engine import search
@@ -46,6 +48,59 @@ MAX_EVALUATIONS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SearchedOrder:
+    """An order with its makespan, and a lower bound on that of every order with its split and placement.
+
+    `is_cut`: a time limit has ended the search.
+    """
+
+    custom: CustomSchedule
+    makespan_s: float
+    bound_s: float
+    is_cut: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class SearchTime:
+    """The seconds that the searches of a command may take together, None for no limit.
+
+    Compilations do not count: `compiling` tells their seconds. `num_cut` searches were cut short,
+    `num_left_out` plans were left out.
+    """
+
+    limit_s: float | None = None
+    clock: Callable[[], float] = time.monotonic
+    compiling: Callable[[], float] = float
+    num_cut: int = 0
+    num_left_out: int = 0
+    _began_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._began_s = self.clock()
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds that are left, 0 where the limit has passed; None without a limit."""
+        if self.limit_s is None:
+            return None
+        return max(0.0, self.limit_s - (self.clock() - self._began_s - self.compiling()))
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """What the limit has cut off, one line each."""
+        if self.num_cut:
+            yield (
+                f"searched orders: the time limit of {self.limit_s:g} s has cut the search short for "
+                f"{self.num_cut} of the best plans"
+            )
+        if self.num_left_out:
+            yield (
+                f"searched orders: none for {self.num_left_out} of the best plans, because of the time limit "
+                f"of {self.limit_s:g} s"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTimes:
     """The times of a microbatch on each stage, and its transfers to the next stage and the one before."""
 
@@ -55,13 +110,19 @@ class SimulatedTimes:
 
 
 def with_searched_orders(
-    job: PlanRequest, best: Iterable[Ranked], *, constants: Constants, seed: int = 0
+    job: PlanRequest,
+    best: Iterable[Ranked],
+    *,
+    constants: Constants,
+    seed: int = 0,
+    search_time: SearchTime | None = None,
 ) -> tuple[Ranked, ...]:
     """The plans, the fastest first, with searched orders where those are faster.
 
     Where the job asks for searched orders alone, only plans that have one. The same seed gives the same
-    plans. Raises InfeasibleError where none is left.
+    plans, as long as the `search_time` suffices. Raises InfeasibleError where none is left.
     """
+    search_time = search_time or SearchTime()
     is_required = job.search.schedule == (SEARCHED,)
     topology = job.topology(constants)
     done: set[object] = set()
@@ -70,9 +131,19 @@ def with_searched_orders(
         key = _searched_key(ranked)
         if key not in done and len(done) < MAX_SEARCHED and may_search(job, ranked):
             done.add(key)
-            ranked = searched(
-                job, ranked, topology=topology, constants=constants, seed=seed, is_required=is_required
-            )
+            # An order is searched for one plan at least where each plan must have one.
+            if search_time.left_s == 0.0 and not (is_required and not plans):
+                search_time.num_left_out += 1
+            else:
+                ranked = searched(
+                    job,
+                    ranked,
+                    topology=topology,
+                    constants=constants,
+                    seed=seed,
+                    is_required=is_required,
+                    search_time=search_time,
+                )
         if not is_required or ranked.order is not None:
             plans.append(ranked)
     if not plans:
@@ -137,6 +208,7 @@ def searched(
     constants: Constants,
     seed: int,
     is_required: bool,
+    search_time: SearchTime,
 ) -> Ranked:
     """The plan with the searched order if it is faster or `is_required`; elsewhere itself with its gap."""
     run = _async_run(job, ranked)
@@ -144,9 +216,13 @@ def searched(
     costs = order_costs(run, times, memory_limit_bytes=_free_bytes(run))
     limits = job.search.family_limits
     try:
-        custom, makespan_s, bound_s = best_order(costs, device_of_stages(run), seed=seed, limits=limits)
+        best = best_order(
+            costs, device_of_stages(run), seed=seed, limits=limits, time_limit_s=search_time.left_s
+        )
     except InfeasibleError:
         return ranked
+    search_time.num_cut += best.is_cut
+    custom = best.custom
     if custom.named is not None and _is_forbidden(job, ranked.layout, custom.named):
         return ranked
     choice = ScheduleChoice(name="custom", custom=custom)
@@ -164,9 +240,9 @@ def searched(
             equal_work_s=time * ranked.equal_work_s / ranked.iteration_s,
             terms=prediction.terms,
             memory=memory,
-            gap=makespan_s / bound_s - 1.0,
+            gap=best.makespan_s / best.bound_s - 1.0,
         )
-    return replace(ranked, gap=_makespan_s(job, ranked, times) / bound_s - 1.0)
+    return replace(ranked, gap=_makespan_s(job, ranked, times) / best.bound_s - 1.0)
 
 
 def _is_forbidden(job: PlanRequest, layout: Layout, schedule: str) -> bool:
@@ -176,12 +252,17 @@ def _is_forbidden(job: PlanRequest, layout: Layout, schedule: str) -> bool:
 
 
 def best_order(
-    costs: Costs, placement: Placement, *, seed: int, limits: FamilyLimits = FREE
-) -> tuple[CustomSchedule, float, float]:
-    """The best order by a search with the costs of whole stages, its makespan, and the lower bound of that.
+    costs: Costs,
+    placement: Placement,
+    *,
+    seed: int,
+    limits: FamilyLimits = FREE,
+    time_limit_s: float | None = None,
+) -> SearchedOrder:
+    """The best order by a search with the costs of whole stages.
 
-    The search ends where an order reaches the bound. Raises InfeasibleError where none keeps the `limits` and
-    those of memory.
+    The search ends where an order reaches the bound, and after `time_limit_s` seconds with the best order of
+    so far. Raises InfeasibleError where none keeps the `limits` and those of memory.
     """
     if not limits.allows(placement):
         allowed = ", ".join(limits.placements or ())
@@ -198,13 +279,16 @@ def best_order(
         placement=placement,
         split=_whole(placement),
         evaluations=max(1, min(MAX_EVALUATIONS, WORK // num_actions)),
+        time_limit_s=time_limit_s,
         seed=seed,
         lower_bound_s=bound_s,
         limits=limits,
     )
     schedule = replace(result.schedule, layers_per_stage=None)
     custom = choice_of(schedule, _of_stages(costs, placement), memory_limit_bytes=costs.memory_limit_bytes)
-    return custom, result.simulation.makespan_s, bound_s
+    return SearchedOrder(
+        custom=custom, makespan_s=result.simulation.makespan_s, bound_s=bound_s, is_cut=result.is_cut
+    )
 
 
 def predicted(
@@ -330,16 +414,22 @@ def planned_ranking(
     top: int,
     exhaustive: bool = False,
     has_search: bool = True,
+    time_limit_s: float | None = None,
     constants: Constants | None = None,
 ) -> Ranking:
-    """The `top` layouts with mappings and orders: those of the best ten are searched, if `has_search`."""
+    """The `top` layouts with mappings and orders: those of the best ten are searched, if `has_search`.
+
+    The searches of orders take `time_limit_s` seconds at most; `limits` of the ranking says what is cut off.
+    """
     used = constants or fitted()
     if not (has_search and is_searched(job)):
         ranking = best_plans(job, top=top, exhaustive=exhaustive, constants=used)
         return replace(ranking, limits=(*ranking.limits, *_refusal_lines(job)))
     ranking = best_plans(job, top=max(top, MAX_SEARCHED), exhaustive=exhaustive, constants=used)
-    best = with_searched_orders(job, ranking.best, constants=used)
-    limits = (*ranking.limits, *_refusal_lines(job), *_limits(job, ranking.best))
+    with compilation_time() as compiling:
+        search_time = SearchTime(limit_s=time_limit_s, compiling=compiling)
+        best = with_searched_orders(job, ranking.best, constants=used, search_time=search_time)
+    limits = (*ranking.limits, *_refusal_lines(job), *_limits(job, ranking.best), *search_time.lines)
     return replace(ranking, best=best[:top], limits=limits)
 
 

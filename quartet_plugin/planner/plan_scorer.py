@@ -20,6 +20,7 @@ from quartet_plugin.planner.calibrated_orders import CalibratedOrders
 from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
 from quartet_plugin.planner.described_space import first_plans
 from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.schedule.search.effort import stopped_by
 from quartet_plugin.space.param_sources import Params
 from quartet_plugin.space.plan_space import Space
 
@@ -108,13 +109,17 @@ class PlanScorer:
     def prepare_candidates(self, *, is_stopped: Callable[[], bool]) -> None:
         """Prepare, without measurements, the candidates that are scored first; no score changes.
 
-        The candidates are those on a machine as it is assumed. Once stopped, it returns at the next plan.
+        The candidates are those on a machine as it is assumed. Once stopped, it returns at the next plan, or
+        in the middle of the search for a plan's order.
         """
         log_costs: dict[PlanIdentity, float] = {}
 
-        def checked(plan: Plan) -> Plan:
+        def check_stop() -> None:
             if is_stopped():
                 raise _StoppedError
+
+        def checked(plan: Plan) -> Plan:
+            check_stop()
             return plan
 
         def cost_of(plan: Plan) -> float:
@@ -123,7 +128,7 @@ class PlanScorer:
                 log_costs[key] = self._log_cost(plan, self.predictor.assumed_s(plan))
             return log_costs[key]
 
-        with suppress(_StoppedError):
+        with suppress(_StoppedError), stopped_by(check_stop):
             self._candidates.prepare(
                 costs_of=lambda plans: list(map(cost_of, plans)),
                 splits_of=lambda plan: self.predictor.assumed_split_model(checked(plan)),

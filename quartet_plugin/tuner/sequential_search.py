@@ -16,6 +16,7 @@ from quartet_plugin.model.launch import FORBIDDEN, LaunchPosition
 from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score_of_median
+from quartet_plugin.schedule.search.effort import stopped_by
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
 from quartet_plugin.trial.request import Outcome, TrialResult
@@ -119,7 +120,9 @@ class SequentialSearch:
         elif self.proposer is not None:
             self.context.fence()
             self._show_slow_nodes(self.proposer)
-            scored = self.proposer.prepare(self.study, trials, is_known=is_known, pending=list(pending))
+            # A stop does not wait for the end of a search of orders.
+            with stopped_by(self.context.check_stop):
+                scored = self.proposer.prepare(self.study, trials, is_known=is_known, pending=list(pending))
         proposal = self.predict(self.study.ask(), trials)
         by_model: dict[str, object] = {}
         if scored is not None and self.proposer is not None:

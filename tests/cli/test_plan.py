@@ -124,6 +124,39 @@ def test_a_release_must_be_a_version(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
 
 
+def test_a_time_limit_reaches_the_searches_of_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float | None] = []
+
+    class StopError(Exception):
+        pass
+
+    def capture(*_: object, time_limit_s: float | None, **__: object) -> None:
+        limits.append(time_limit_s)
+        raise StopError
+
+    monkeypatch.setattr("quartet_plugin.planner.order_search.planned_ranking", capture)
+    main(["plan", write_job(tmp_path), "--time-limit", "2.5"])
+    main(["plan", write_job(tmp_path)])
+    assert limits == [2.5, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--time-limit", "0"], "--time-limit 0: must be from 0.1 to 1e+06 seconds"),
+        (["--time-limit", "nan"], "--time-limit nan: must be from"),
+        (["--time-limit", "5", "--named-only"], "--time-limit: limits the searches of orders; --named-only"),
+        (["--time-limit", "5", "--frontier", "memory"], "--time-limit: limits the searches of orders"),
+        (["--time-limit", "5", "--devices", "4,8"], "--time-limit: limits the searches of orders"),
+    ],
+)
+def test_a_time_limit_that_limits_nothing_is_refused(
+    options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", write_job(tmp_path), *options]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_exhaustive_writes_the_same_plan(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     assert main(["plan", job, "-o", str(tmp_path / "a.json")]) == 0

@@ -17,7 +17,13 @@ from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.explain import explained, job_of_plan
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import layout_table_of
-from quartet_plugin.planner.order_search import custom_choice, planned_ranking
+from quartet_plugin.planner.order_search import (
+    SearchedOrder,
+    SearchTime,
+    custom_choice,
+    planned_ranking,
+    with_searched_orders,
+)
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import Ranking, rank
 from quartet_plugin.planner.table_schedules import KINDS
@@ -177,7 +183,8 @@ def test_a_search_does_not_end_with_a_forbidden_schedule(monkeypatch: pytest.Mon
     search = {**PIPELINE, "virtual_stages": 1}
     free = parsed(**search, schedule=["stock", "searched"])
     order = custom_choice(free, rank(parsed(**search, schedule="zb-h1")).best[0], constants=fitted())
-    monkeypatch.setattr(order_search, "best_order", lambda *args, **kwargs: (order, 1.0, 1.0))
+    searched = SearchedOrder(custom=order, makespan_s=1.0, bound_s=1.0, is_cut=False)
+    monkeypatch.setattr(order_search, "best_order", lambda *args, **kwargs: searched)
     assert "zb-h1" in {ranked.schedule_label for ranked in planned_ranking(free, top=3).best}
     forbidden = parsed(**search, schedule=["stock", "searched"], forbid=[{"schedule": "zb-h1"}])
     assert "zb-h1" not in {ranked.schedule_label for ranked in planned_ranking(forbidden, top=3).best}
@@ -199,6 +206,38 @@ def test_a_forbidden_schedule_is_not_planned() -> None:
     found = schedules_of(parsed(forbid=[{"schedule": ["zb-v", "1f1b"]}]))
     assert "zb-v" not in set.union(*found.values())
     assert (2, 1, "full") not in found
+
+
+def test_a_time_limit_cuts_the_searches_short_and_says_so() -> None:
+    job = parsed(**PIPELINE)
+    best = planned_ranking(job, top=4, has_search=False).best
+    # A clock that stands: something is left before each search, and nothing in its middle.
+    short = SearchTime(limit_s=1e-9, clock=lambda: 0.0)
+    plans = with_searched_orders(job, best, constants=fitted(), search_time=short)
+    assert any(plan.gap is not None for plan in plans)
+    assert short.num_cut > 0
+    assert short.num_left_out == 0
+    (line,) = short.lines
+    assert line == (
+        "searched orders: the time limit of 1e-09 s has cut the search short for "
+        f"{short.num_cut} of the best plans"
+    )
+    # What has ended before counts in full.
+    enough = SearchTime(limit_s=1e6)
+    whole = with_searched_orders(job, best, constants=fitted(), search_time=enough)
+    assert whole == with_searched_orders(job, best, constants=fitted())
+    assert not list(enough.lines)
+
+
+def test_without_time_no_order_is_searched_where_none_is_needed() -> None:
+    job = parsed(**PIPELINE)
+    ranking = planned_ranking(job, top=4, time_limit_s=0.0)
+    assert {plan.order for plan in ranking.best} == {None}
+    (line,) = [line for line in ranking.limits if "time limit" in line]
+    assert line.startswith("searched orders: none for ")
+    assert line.endswith(" of the best plans, because of the time limit of 0 s")
+    (plan,) = planned_ranking(parsed(**PIPELINE, schedule="searched"), top=1, time_limit_s=0.0).best
+    assert plan.order is not None
 
 
 def test_a_line_says_for_which_of_the_best_plans_no_order_is_searched(

@@ -21,7 +21,9 @@ from quartet_plugin.schedule.files import costs_from_json
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search import SearchResult, search
+from quartet_plugin.schedule.search.effort import stopped_by
 from quartet_plugin.schedule.search.insertion import improve_orders
+from quartet_plugin.schedule.search.limits import FamilyLimits
 from quartet_plugin.schedule.search.refinement import NoisyCosts
 from quartet_plugin.schedule.simulate import flatten, lanes_of, simulate, simulate_costs
 from quartet_plugin.split.entries import even_entries
@@ -124,6 +126,56 @@ def test_the_time_limit_is_kept() -> None:
 
     result = search(costs_for(4, 8, seed=1), time_limit_s=1.0, clock=clock)
     assert result.elapsed_s < 2.0
+
+
+def test_a_limit_ends_the_start_of_a_search_with_the_best_named_schedule() -> None:
+    """A long pipeline's start is most of its search: it ends between its tasks, too."""
+    result = search(costs_for(4, 8, seed=1), split="even", time_limit_s=0.0)
+    assert result.is_cut
+    assert result.num_evaluations == 0  # no order of the family
+    assert result.named_best is not None
+    assert result.named_best.score_s == result.simulation.makespan_s
+    whole = search(costs_for(4, 8, seed=1), split="even", evaluations=1)
+    assert not whole.is_cut
+    assert whole.num_evaluations > 0
+    assert whole.named_best is not None
+    assert whole.named_best.score_s == result.named_best.score_s
+
+
+def test_a_limit_leaves_an_order_where_no_named_schedule_fits() -> None:
+    limits = FamilyLimits(slacks=(1.0,))
+    result = search(costs_for(4, 8, seed=1), split="even", time_limit_s=0.0, limits=limits)
+    assert result.is_cut
+    assert result.named_best is None
+    assert result.num_evaluations > 0
+
+
+def test_a_limit_that_is_not_reached_changes_nothing() -> None:
+    costs = costs_for(4, 8, seed=7)
+    free, limited = (search(costs, evaluations=300, time_limit_s=limit) for limit in (None, 1e6))
+    assert same(free.schedule, limited.schedule)
+    assert (free.num_evaluations, free.best_score_s) == (limited.num_evaluations, limited.best_score_s)
+    assert not limited.is_cut
+
+
+class StoppedError(Exception):
+    """Raised to end a search."""
+
+
+@pytest.mark.parametrize("num_checks", [1, 10, 60])
+def test_a_stop_ends_a_search_in_its_middle_and_leaves_later_ones_alone(num_checks: int) -> None:
+    costs = costs_for(4, 8, seed=7)
+    expected = search(costs, evaluations=300).schedule
+    asked = itertools.count(1)
+
+    def check_stop() -> None:
+        if next(asked) == num_checks:
+            raise StoppedError
+
+    with pytest.raises(StoppedError), stopped_by(check_stop):
+        search(costs, evaluations=300)
+    assert next(asked) == num_checks + 1
+    assert same(search(costs, evaluations=300).schedule, expected)
 
 
 def random_problem(seed: int) -> tuple[Costs, str]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.calibration.machine_prior import KnownMachine
-from quartet_plugin.errors import ConfigError
+from quartet_plugin.errors import ConfigError, InterruptedByUserError
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.plan import Plan, ScheduleName
 from quartet_plugin.model.shape import ModelShape
@@ -19,6 +19,7 @@ from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.runtime.programs import make_schedule, schedule_spec_of
 from quartet_plugin.schedule.choice import relative_costs
 from quartet_plugin.schedule.placement import PlacementKind, kind_of
+from quartet_plugin.schedule.search.effort import stopped_by
 from quartet_plugin.schedule.search.named_starts import NamedStart
 from quartet_plugin.schedule.search.problem import ScheduleProblem
 from quartet_plugin.schedule.simulate import simulate
@@ -273,6 +274,26 @@ def test_schedules_of_ours_are_among_the_candidates_of_a_study() -> None:
         found = candidates.best(costs_of=costs_of, splits_of=lambda plan: None, order_of=lambda plan: None)
         own = {one.plan.schedule.label for one in found if one.plan.schedule.custom is not None}
         assert len(own) > 1
+
+
+def test_an_order_whose_search_was_stopped_is_not_kept() -> None:
+    sizes: dict[str, Any] = {
+        "shape": make_shape(num_layers=10),
+        "num_devices": 2,
+        "num_chunks": 1,
+        "num_microbatches": 7,
+        "end_loads": None,
+        "split": None,
+    }
+
+    def stop() -> None:
+        raise InterruptedByUserError("stopped")
+
+    custom_order.cache_clear()
+    with pytest.raises(InterruptedByUserError), stopped_by(stop):
+        custom_order(SEARCHED, **sizes)
+    assert custom_order.cache_info().currsize == 0
+    assert custom_order(SEARCHED, **sizes).custom.num_devices == 2
 
 
 def test_the_names_of_a_plan_file_are_those_of_the_registry() -> None:

@@ -18,11 +18,13 @@ from quartet_plugin.errors import (
 from quartet_plugin.model.history import DriftMeasurement
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
+from quartet_plugin.schedule.search.effort import stop_check
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.drift import chance_limit
 from quartet_plugin.tuner.finalists import order_of_round
 from quartet_plugin.tuner.history import read_history
 from quartet_plugin.tuner.history_rows import read_events
+from quartet_plugin.tuner.proposer import Proposer
 from quartet_plugin.tuner.tune_result import TuneResult
 from tests.space.jobs import make_job
 from tests.tuner.fakes import FakeMachine, Killed, Watching, resume, tune
@@ -460,6 +462,21 @@ def test_stopping_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
     assert outcomes(tune(resume(tmp_path / "r"), machine, observer=seen)) == outcomes(expected)
     for number in range(1, 5):  # what was measured before is shown again
         assert sum(line.startswith(f"trial {number}: ") and "tokens/s" in line for line in seen.messages) == 1
+
+
+def test_a_stop_does_not_wait_for_the_end_of_a_proposal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops: list[bool] = []
+
+    def prepare(*args: object, **options: object) -> None:
+        stops.append(True)
+        stop_check()()  # as a search of orders does between its tasks
+        raise AssertionError("the search of orders went on")
+
+    monkeypatch.setattr(Proposer, "prepare", prepare)
+    with pytest.raises(InterruptedByUserError, match="--resume"):
+        tune(begin(tmp_path / "r"), FakeMachine(), should_stop=lambda: bool(stops))
 
 
 def test_a_tuner_whose_run_was_taken_writes_nothing_more(tmp_path: Path) -> None:

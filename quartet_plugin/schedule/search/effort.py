@@ -6,7 +6,9 @@ the sequence ends. A search with more evaluations or more seconds therefore does
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 # The evaluations of the first round, and the factor from one round to the next. A limit cuts off at most
@@ -20,6 +22,31 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def go_on() -> None:
+    """Nothing: a search that nobody stops."""
+
+
+_CHECK_STOP: ContextVar[Callable[[], None]] = ContextVar("check_stop", default=go_on)
+
+
+@contextmanager
+def stopped_by(check_stop: Callable[[], None]) -> Iterator[None]:
+    """Let searches in the block, on this thread, call `check_stop` between tasks of a tenth of a second.
+
+    What it raises ends the search without a result.
+    """
+    token = _CHECK_STOP.set(check_stop)
+    try:
+        yield
+    finally:
+        _CHECK_STOP.reset(token)
+
+
+def stop_check() -> Callable[[], None]:
+    """The check of the innermost `stopped_by` around the caller."""
+    return _CHECK_STOP.get()
+
+
 class OutOfTimeError(Exception):
     """The time limit has passed in the middle of a round."""
 
@@ -29,7 +56,8 @@ class Effort:
     """A search's budget, in seconds or in evaluations, and what is used of it.
 
     Compilations are not counted: `compiling` tells their seconds. `goal_s` is a proven lower bound of the
-    score, 0 for none; the search ends where it is reached.
+    score, 0 for none; the search ends where it is reached. `check_stop` raises where the caller ends it.
+    `has_result`: there is an order to return. `is_cut`: the time limit has ended the search.
     """
 
     clock: Callable[[], float]
@@ -38,8 +66,11 @@ class Effort:
     evaluations: int | None
     goal_s: float = 0.0
     compiling: Callable[[], float] = float
+    check_stop: Callable[[], None] = go_on
     used: int = 0
     is_met: bool = False
+    has_result: bool = False
+    is_cut: bool = False
 
     def reached(self, score: float) -> None:
         """Tell that `score` is reached; nothing is left to do if that is the bound."""
@@ -57,11 +88,16 @@ class Effort:
 
     def allows(self, evaluations: float) -> bool:
         """Whether the budget has room for a round of `evaluations`, and the goal is not reached."""
-        if self.is_met or self.left_s <= 0:
+        if self.is_met or (self.evaluations is not None and self.used + evaluations > self.evaluations):
             return False
-        return self.evaluations is None or self.used + evaluations <= self.evaluations
+        return not self._is_late()
 
     def check(self) -> None:
-        """Raise OutOfTimeError once the time limit has passed."""
-        if self.left_s <= 0:
+        """Raise OutOfTimeError once the time limit has passed and there is a result."""
+        self.check_stop()
+        if self.has_result and self._is_late():
             raise OutOfTimeError
+
+    def _is_late(self) -> bool:
+        self.is_cut = self.left_s <= 0
+        return self.is_cut

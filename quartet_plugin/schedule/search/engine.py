@@ -8,6 +8,7 @@ only replaced by an order that is shorter: more evaluations or more seconds neve
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Literal
 
 import numpy as np
@@ -16,7 +17,14 @@ from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.costs import Costs
 from quartet_plugin.schedule.compilation import compilation_time
 from quartet_plugin.schedule.placement import Placement
-from quartet_plugin.schedule.search.effort import FIRST_ROUND, GROWTH, Effort, OutOfTimeError, num_cores
+from quartet_plugin.schedule.search.effort import (
+    FIRST_ROUND,
+    GROWTH,
+    Effort,
+    OutOfTimeError,
+    num_cores,
+    stop_check,
+)
 from quartet_plugin.schedule.search.limits import FREE, FamilyLimits
 from quartet_plugin.schedule.search.named_starts import NamedStart
 from quartet_plugin.schedule.search.pairing import PairedRounds
@@ -67,8 +75,10 @@ def search(
 
     `evaluations` (`default_evaluations` if no limit is given) are the work: the result depends on them and
     `seed` alone, however busy the machine is. `time_limit_s`, for everything but compilation, only cuts it
-    off. More of either never gives a worse result. The search stops early at
-    `lower_bound_s`, a proven bound on the makespan. `on_round` is called with the result so far.
+    off, between tasks of a tenth of a second, with `is_cut` in the result; named schedules are scored
+    whatever it is. More of either never gives a worse result. The search stops early at
+    `lower_bound_s`, a proven bound on the makespan. `on_round` is called with the result so far. What
+    `effort.stopped_by` raises ends the search without a result.
     With the period as the objective, insertion and the exact optimum of small orders, which shorten
     makespans, are left out. Another order replaces the best named one of its round only if its mean
     makespan over 64 paired draws of the costs is lower too. Where the costs have all-to-all, neighbours of
@@ -96,6 +106,7 @@ def search(
             time_limit_s=time_limit_s,
             evaluations=evaluations,
             compiling=compiling,
+            check_stop=stop_check(),
             goal_s=0.0 if problem.has_period_objective else lower_bound_s,
         )
         options = {shape: splits_for(costs, shape, split, allow_empty=allow_empty) for shape in shapes}
@@ -154,6 +165,12 @@ class _ScheduleSearch:
 
     def run(self, on_round: OnRound | None) -> SearchResult:
         """All rounds that the budget allows."""
+        with suppress(OutOfTimeError):
+            self._improve(on_round)
+        return self._finished()
+
+    def _improve(self, on_round: OnRound | None) -> None:
+        """Run the start and the rounds. Raises OutOfTimeError where the time ends in the middle of either."""
         effort = self._tasks.effort
         evaluations = FIRST_ROUND
         self._start()
@@ -161,22 +178,22 @@ class _ScheduleSearch:
         # Moves of layers under a fixed order are cheap: a round has more of them for its part of the work.
         steps = 1.0 + self._named_share * (MOVES_AN_EVALUATION - 1)
         while effort.allows(evaluations * steps):
-            try:
-                self._round(evaluations)
-            except OutOfTimeError:
-                break
+            self._round(evaluations)
             self._accept()
             self._report(on_round)
             evaluations *= GROWTH
-        return self._finished()
 
     def _report(self, on_round: OnRound | None) -> None:
         if on_round is not None and self._incumbent is not None:
             on_round(self._finished())
 
     def _start(self) -> None:
-        """Score named schedules and the first starts of the family, whatever the budget."""
+        """Score named schedules and the first starts of the family, whatever the evaluations.
+
+        Without a named schedule that fits, the time limit does not count either.
+        """
         self._named.start()
+        self._replace([(item.score, item.order) for item in self._named.fitting[:1]])
         pool = self._short or self._family
         pool.starts = ranked_starts(self._tasks.problem, self._options, self._named.items)
         fresh, pool.starts = pool.starts[:_FIRST_STARTS], pool.starts[_FIRST_STARTS:]
@@ -233,6 +250,7 @@ class _ScheduleSearch:
         if self._to_beat is None or self._to_beat[0] is not named:
             self._to_beat = named, self._draws.mean_makespan(named.order)
         for pair in better[:_PROOFS]:
+            self._tasks.effort.check()
             if self._draws.mean_makespan(pair[1]) < self._to_beat[1]:
                 self._replace([pair])
                 return
@@ -241,6 +259,7 @@ class _ScheduleSearch:
         for order in orders:
             if self._incumbent is None or order[0] < self._incumbent[0]:
                 self._incumbent = order
+                self._tasks.effort.has_result = True
 
     def _finished(self) -> SearchResult:
         """The incumbent, with what it is compared to."""
@@ -260,8 +279,9 @@ class _ScheduleSearch:
             simulation=simulate_costs(schedule, costs),
             named_best=table[0] if table else None,
             named=table,
-            best_score_s=min(score, *(pair[0] for pair in self._orders.items[:1])),
+            best_score_s=min([score, *(pair[0] for pair in self._orders.items[:1])]),
             lower_bound_s=effort.goal_s,
             num_evaluations=effort.used,
             elapsed_s=effort.elapsed_s,
+            is_cut=effort.is_cut,
         )

@@ -54,9 +54,21 @@ class TaskPool:
     rng: np.random.Generator
 
     def each[Item, Result](self, items: Sequence[Item], task: Callable[[Item, int], Result]) -> list[Result]:
-        """Run `task(item, seed)` for all items on all cores; results in the items' order."""
+        """Run `task(item, seed)` for all items on all cores; results in the items' order.
+
+        Raises OutOfTimeError between tasks once the time limit has passed; no further one is begun.
+        """
         seeds = self.rng.integers(0, 2**31 - 1, size=len(items)).tolist()
-        return list(self.threads.map(task, items, seeds))
+        futures = [self.threads.submit(task, item, seed) for item, seed in zip(items, seeds, strict=True)]
+        results: list[Result] = []
+        try:
+            for future in futures:
+                self.effort.check()
+                results.append(future.result())
+        finally:
+            for future in futures:
+                future.cancel()
+        return results
 
     def batches(self, evaluations: float, *, num_actions: int, step_s: float) -> Iterator[int]:
         """The number of steps of each task, batch after batch, for the work of `evaluations` typical orders.

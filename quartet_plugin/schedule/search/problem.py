@@ -166,6 +166,7 @@ class SearchResult:
     `named_best` is the best named schedule that fits, None when none does; `named` all that fit, best
     first. `best_score_s` is the best score seen, also when that order lost under noise and was not taken.
     `lower_bound_s` is a makespan that nothing the search was allowed to use can beat, 0 where none is known.
+    `is_cut`: the time limit has ended the search.
     """
 
     schedule: Schedule
@@ -176,3 +177,4 @@ class SearchResult:
     lower_bound_s: float
     num_evaluations: int
     elapsed_s: float
+    is_cut: bool
