@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -264,6 +265,9 @@ class RankProfile:
     job: Mapping[str, Any]
 
 
+# Attempts whose records are kept in memory: the latest one, and one that is read beside it.
+_MAX_KEPT = 2
+
 # The end of the file's name by record.
 _ENDINGS: Mapping[type, str] = {
     Heartbeat: ".beat",
@@ -393,3 +397,12 @@ class RankFileReader:
             errs={entry.launch_rank: entry for entry in current if isinstance(entry, RankFailure)},
             faults=tuple(sorted(entry for entry in records if isinstance(entry, str))),
         )
+
+
+@lru_cache(maxsize=_MAX_KEPT)
+def reader_of(folder: Path, *, attempt_id: str) -> RankFileReader:
+    """The reader of an attempt's folder that the whole process shares.
+
+    Many parts of a tuner look at an attempt that has ended: at 1,024 ranks each new reading is a wait.
+    """
+    return RankFileReader(folder, attempt_id=attempt_id)

@@ -33,7 +33,7 @@ from quartet_plugin.protocol.attempt_files import (
 )
 from quartet_plugin.protocol.environment import ATTEMPT_ID, DEVICE_FLAG, PLAN_FLAG, START, TRIAL_FLAG
 from quartet_plugin.protocol.masking import collect_secrets, masked_argv, recorded_environment
-from quartet_plugin.protocol.rank_files import RankFileReader, Snapshot
+from quartet_plugin.protocol.rank_files import Snapshot, reader_of
 from quartet_plugin.protocol.training_start import START_FILE, STARTS_FOLDER, StartFile
 from quartet_plugin.trial.log import last_lines, read_tail
 from quartet_plugin.trial.outcome import Verdict
@@ -286,7 +286,7 @@ def job_of(snapshot: Snapshot) -> dict[str, Any] | None:
 
 
 def _result(record: ResultRecord, *, folder: Path) -> TrialResult:
-    snapshot = RankFileReader(folder, attempt_id=record.attempt_id).scan()
+    snapshot = reader_of(folder, attempt_id=record.attempt_id).scan()
     phases = [report.phases_s for report in snapshot.reports.values()]
     num_compared = record.num_compared or 0
     compared_s = max(

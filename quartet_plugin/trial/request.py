@@ -12,7 +12,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.protocol.measured_window import EarlyEnd
-from quartet_plugin.protocol.rank_files import RankFileReader, Snapshot
+from quartet_plugin.protocol.rank_files import Snapshot, reader_of
 
 Device = Literal["auto", "cpu", "cuda"]
 Phase = Literal["launch", "import", "init", "warmup", "measure", "done"]
@@ -263,7 +263,7 @@ class TrialResult(AttemptOutcome):
 
     def rank_files(self) -> Snapshot:
         """What its ranks have left in its folder. Raises StorageError where that cannot be read."""
-        return RankFileReader(self.folder, attempt_id=self.attempt_id).scan()
+        return reader_of(self.folder, attempt_id=self.attempt_id).scan()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

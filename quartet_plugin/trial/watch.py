@@ -12,7 +12,7 @@ from quartet_plugin.launchers.protocol import Handle, NodesHandle
 from quartet_plugin.launchers.running_process import boot_id, is_running
 from quartet_plugin.model.files import remove_torn, write_text_atomic
 from quartet_plugin.protocol.process_identity import Identity
-from quartet_plugin.protocol.rank_files import RankFileReader, Snapshot
+from quartet_plugin.protocol.rank_files import Snapshot, reader_of
 from quartet_plugin.trial.attempt import Attempt, attempt_number
 from quartet_plugin.trial.log import CappedLog, read_tail
 from quartet_plugin.trial.outcome import AttemptObservations, StoppedBy, is_complete, slowest_phase
@@ -86,7 +86,7 @@ class AttemptMonitor:
 
     def __post_init__(self) -> None:
         spec, command = self.attempt.spec, self.attempt.command
-        self._files = RankFileReader(self.attempt.folder, attempt_id=spec.attempt_id)
+        self._files = reader_of(self.attempt.folder, attempt_id=spec.attempt_id)
         self._log = CappedLog(self.attempt.log)
         self._watchdog = Watchdog(
             self.timeouts,

@@ -11,7 +11,7 @@ from quartet_plugin.launchers.running_process import is_of_other_boot, runs_on
 from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow, WorkerRow
 from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.protocol.environment import EXPIRY_S
-from quartet_plugin.protocol.rank_files import RankFileReader, RankReport
+from quartet_plugin.protocol.rank_files import RankReport, reader_of
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt, read_result
 from quartet_plugin.trial.lease import LOCK_NAME, read_holder
 from quartet_plugin.trial.request import PHASES, TrialResult
@@ -103,8 +103,7 @@ def _plan_and_reports(
         if (path / "plan.json").exists():
             plan = read_plan(path / "plan.json")
         if result is not None:
-            snapshot = RankFileReader(path, attempt_id=result.attempt_id).scan()
-            reports = tuple(snapshot.reports.values())
+            reports = tuple(result.rank_files().reports.values())
     except QuartetError as error:
         faults.append(str(error))
     return plan, reports
@@ -115,7 +114,7 @@ def _with_progress(launch: AttemptState, *, faults: list[str]) -> AttemptState:
         attempt = open_attempt(launch.folder)
         if attempt is None:
             return launch
-        beats = RankFileReader(launch.folder, attempt_id=attempt.spec.attempt_id).scan().beats.values()
+        beats = reader_of(launch.folder, attempt_id=attempt.spec.attempt_id).scan().beats.values()
     except QuartetError as error:
         faults.append(str(error))
         return launch

@@ -15,7 +15,7 @@ from pathlib import Path
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.protocol.rank_files import RankFileReader
+from quartet_plugin.protocol.rank_files import reader_of
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.trial.attempt import job_of, open_attempt
 from quartet_plugin.trial.request import Progress
@@ -102,6 +102,6 @@ def _job_and_nodes(attempt: Path) -> tuple[TrainingJob, tuple[NodeInfo, ...]]:
     opened = open_attempt(attempt)
     if opened is None:
         raise ConfigError(f"{attempt}: no attempt")
-    snapshot = RankFileReader(attempt, attempt_id=opened.spec.attempt_id).scan()
+    snapshot = reader_of(attempt, attempt_id=opened.spec.attempt_id).scan()
     job = parse_training_job(job_of(snapshot) or {}, where=str(attempt))
     return job, nodes_of(snapshot.reports.values())

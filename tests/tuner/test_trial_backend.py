@@ -1,14 +1,20 @@
 """The nodes that a trial's ranks ran on, and the results that count."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.protocol import rank_files
+from quartet_plugin.protocol.attempt_files import read_shared
 from quartet_plugin.protocol.rank_files import RankReport
 from quartet_plugin.trial.attempt import read_result
+from quartet_plugin.trial.compared_start import read_compared_steps
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.attempts import read_launch
 from quartet_plugin.tuner.trial_backend import LocalBackend, nodes_of
@@ -49,6 +55,32 @@ def launched(folder: Path, *, outcome: Outcome = Outcome.OK) -> TrialResult:
     request = TrialRequest(folder=folder, command=parse_command(COMMAND, environment={}), plan=PLAN)
     machine = WritingMachine(outcome=lambda plan: outcome)
     return machine.run(request, on_progress=lambda progress: None, should_stop=lambda: False)
+
+
+def test_each_ranks_report_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 1,024 ranks each further reading is a wait before the first proposal."""
+    opened: list[str] = []
+
+    def counted(kind: type[Any], path: Path, **options: Any) -> Any:
+        opened.append(path.name)
+        return read_shared(kind, path, **options)
+
+    monkeypatch.setattr(rank_files, "read_shared", counted)
+    launched(tmp_path)
+    backend = LocalBackend()
+    result = backend.recorded(tmp_path, plan_key=PLAN.key)
+    assert result is not None
+    num_slots = sum(node.num_slots for node in backend.nodes(result))
+    backend.node_speeds(result)
+    backend.modules(result)
+    read_compared_steps(result)
+    assert len(read_launch(tmp_path, faults=[]).reports) == num_slots > 1
+    assert sorted(opened) == [f"rank-{rank}.json" for rank in range(num_slots)]
+    # A rank that has written again is read again, and no other one.
+    path = result.folder / "rank-1.json"
+    write_json_atomic(path, {**json.loads(path.read_text()), "pid": 7})
+    assert result.rank_files().reports[1].pid == 7
+    assert opened[num_slots:] == ["rank-1.json"]
 
 
 def test_a_superseded_measurement_stays_on_the_disk_and_does_not_count(tmp_path: Path) -> None:
