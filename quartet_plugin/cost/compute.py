@@ -6,7 +6,7 @@ and kernel starts.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from quartet_plugin.cost import host_operations, state_space
 from quartet_plugin.cost.constants import NEUTRAL, ClusterConstants, Constants
@@ -58,6 +58,27 @@ class LayerTimes:
     def total(self) -> Times:
         """The sum of all causes but recompute."""
         return Times.sum_of((self.gemm, self.attention, self.elementwise, self.launch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FfnPart:
+    """A layer's FFN, its experts or its scan; all zero for a layer of attention alone.
+
+    `dense` are the times of products of (out, in) `sizes`, whose operands are cast. `hidden` is the width of
+    the activation, `last_width` that of the last product's input. `moved_bytes` are further bytes of a
+    forward; `scan` is added to the elementwise times, `launch` to those of the kernels' starts.
+    """
+
+    sizes: list[tuple[float, float]] = field(default_factory=list)
+    dense: Times = _NONE
+    routed_experts: Times = _NONE
+    shared_into: Times = _NONE
+    shared_out: Times = _NONE
+    hidden: float = 0.0
+    last_width: float = 0.0
+    moved_bytes: float = 0.0
+    scan: Times = _NONE
+    launch: Times = _NONE
 
 
 class Rates:
@@ -188,65 +209,93 @@ def layer_times(
     `cut` are the products of another tensor partition than the framework's, and the starts that it adds.
     """
     t = run.tokens_per_microbatch
-    sizes = products(run)
     attention, attention_passes = _attention(run, constants, rates) if run.has_attention else (_NONE, 0.0)
-    gemm = _gemms(rates, t, sizes)
-    products_of_experts = (_NONE, _NONE, _NONE)
-    hidden_ffn = other_passes = last_width = 0.0
-    if not run.has_ffn:
-        pass
-    elif experts is None:
-        dense = dense_products(run)
-        gemm = gemm.plus(_gemms(rates, t, dense))
-        sizes, last_width = sizes + dense, dense[-1][1]
-        if run.scan is None:
-            hidden_ffn = last_width
-        else:
-            other_passes = state_space.passes_bytes(run)
-    else:
-        products_of_experts, hidden_ffn, other_passes = _experts(run, rates, experts)
-        gemm = Times.sum_of((gemm, *products_of_experts))
-        last_width = hidden_ffn
-    passes = _elementwise_bytes(run, hidden_ffn * rates.ratios.activation) + attention_passes + other_passes
+    ffn = _ffn_part(run, constants, rates, experts)
+    sizes = products(run)
+    gemm = Times.sum_of(
+        (_gemms(rates, t, sizes), ffn.dense, ffn.routed_experts, ffn.shared_into, ffn.shared_out)
+    )
+    sizes = sizes + ffn.sizes
+    elementwise_bytes = _elementwise_bytes(run, ffn.hidden * rates.ratios.activation)
+    passes = elementwise_bytes + attention_passes + ffn.moved_bytes
     scale = constants.elementwise / rates.memory
     cast = rates.cast * sum(t * (size_in + size_out) for size_out, size_in in sizes) / rates.memory
     memory = passes * scale
     add = _accumulation_s(run, rates, sizes)
     back = ELEMENTWISE_BACKWARD * rates.ratios.elementwise_backward
-    elementwise = Times(memory + cast / 2, memory * back + cast / 2, add)
+    elementwise = Times(memory + cast / 2, memory * back + cast / 2, add).plus(ffn.scan)
     kernels = FUSED_KERNELS if run.software.fused_elementwise else PLAIN_KERNELS
     start = kernels * run.kernel_ratio(has_experts=experts is not None) * rates.launch_s
     launch = Times(
         start,
         start * rates.ratios.launch_input,
         start * 0.5 * rates.ratios.launch_weight,
-    )
-    if experts is not None:
-        launch = launch.plus(host_operations.kernels_alone(run, experts).scaled(rates.launch_s))
-    if run.scan is not None:
-        elementwise = elementwise.plus(_scan(run, constants, rates))
-        launch = launch.plus(state_space.kernels(run).scaled(rates.launch_s))
+    ).plus(ffn.launch)
     if cut is not None:
         gemm, launch = cut[0], launch.plus(cut[1])
-    routed_experts, shared_into, shared_out = products_of_experts
     times = LayerTimes(
         gemm=gemm,
         attention=attention,
         elementwise=elementwise,
         launch=launch,
-        routed_experts=routed_experts,
-        shared_into=shared_into,
-        shared_out=shared_out,
+        routed_experts=ffn.routed_experts,
+        shared_into=ffn.shared_into,
+        shared_out=ffn.shared_out,
     )
     if experts is not None:
         host = host_operations.operations(run, experts).scaled(rates.host_operation_s)
         wait = host_operations.exposed_times(host, times.total)
         times = replace(times, launch=launch.plus(wait))
     has_last = run.software.has_early_stop and run.has_ffn
-    last = rates.gemm_s(t, run.shape.hidden_size, last_width) if has_last else 0.0
+    last = rates.gemm_s(t, run.shape.hidden_size, ffn.last_width) if has_last else 0.0
     if run.layout.recompute == "selective":
         return replace(times, recompute_s=_modules_s(run, constants, rates, times, experts=experts))
     return replace(times, recompute_s=(times.total.forward_s - last) * run.recomputed_share)
+
+
+def _ffn_part(run: TrainingRun, constants: Constants, rates: Rates, experts: Experts | None) -> _FfnPart:
+    """What a layer has beside attention, by its kind."""
+    if not run.has_ffn:
+        return _FfnPart()
+    if experts is not None:
+        return _part_of_experts(run, rates, experts)
+    return _dense_part(run, rates) if run.scan is None else _part_of_scan(run, constants, rates)
+
+
+def _dense_part(run: TrainingRun, rates: Rates) -> _FfnPart:
+    sizes = dense_products(run)
+    width = sizes[-1][1]
+    return _FfnPart(
+        sizes=sizes,
+        dense=_gemms(rates, run.tokens_per_microbatch, sizes),
+        hidden=width,
+        last_width=width,
+    )
+
+
+def _part_of_scan(run: TrainingRun, constants: Constants, rates: Rates) -> _FfnPart:
+    sizes = dense_products(run)
+    return _FfnPart(
+        sizes=sizes,
+        dense=_gemms(rates, run.tokens_per_microbatch, sizes),
+        last_width=sizes[-1][1],
+        moved_bytes=state_space.passes_bytes(run),
+        scan=_scan(run, constants, rates),
+        launch=state_space.kernels(run).scaled(rates.launch_s),
+    )
+
+
+def _part_of_experts(run: TrainingRun, rates: Rates, experts: Experts) -> _FfnPart:
+    (routed, shared_into, shared_out), width, permuted = _experts(run, rates, experts)
+    return _FfnPart(
+        routed_experts=routed,
+        shared_into=shared_into,
+        shared_out=shared_out,
+        hidden=width,
+        last_width=width,
+        moved_bytes=permuted,
+        launch=host_operations.kernels_alone(run, experts).scaled(rates.launch_s),
+    )
 
 
 def head_times(run: TrainingRun, constants: Constants, rates: Rates) -> LayerTimes:
