@@ -295,22 +295,25 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool | list[str]]:
 
 
 def _stages_in_pattern(plan: "Plan") -> str | None:
-    """The pattern of a hybrid model with the plan's stages; None where neither plan nor command has several.
+    """The pattern of a hybrid model with the plan's stages; None where the command's pattern says the same.
 
     Raises PlanError where the plan does not have the pattern's letters.
     """
     from quartet_plugin.model.megatron_arguments import with_stages
 
     kinds = plan.shape.layer_kinds
-    if kinds is None or max(plan.layout.num_stages, plan.made_for.baseline.layout.num_stages) == 1:
+    if kinds is None:
         return None
     letters = kinds.framework_pattern or kinds.pattern
-    if letters is None:
+    has_stages = max(plan.layout.num_stages, plan.made_for.baseline.layout.num_stages) > 1
+    if has_stages and letters is None:
         raise PlanError(
             "a hybrid model's stages are the | in the command's --hybrid-layer-pattern, and this plan, of an "
             "older release, does not have its letters; start it with `quartet train`"
         )
-    return with_stages(letters, plan.split)
+    # A plan without a run has no command beside it.
+    is_written = has_stages or plan.made_for.job is not None
+    return with_stages(letters, plan.split) if is_written and letters is not None else None
 
 
 def _settings(layout: "Layout") -> list[tuple[str, Any]]:

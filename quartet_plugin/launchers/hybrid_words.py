@@ -1,4 +1,4 @@
-"""The rules that Megatron checks of a hybrid model's pattern, for a command that is read and not started.
+"""The rules that Megatron checks of a hybrid model's pattern, for a job that is read and not started.
 
 They are those of `validate_args` and of megatron/core/models/hybrid/hybrid_layer_allocation.py.
 """
@@ -36,22 +36,28 @@ def num_pattern_layers(values: Mapping[str, Any]) -> int | None:
     if not (pattern or old):
         return None
     flag, text = (PATTERN, str(pattern)) if pattern else (OLD_PATTERN, str(old))
-    named = f"{flag}: {text[:60]!r}"
-    main, *depths = text.split("/")
-    stages = main.split("|")
-    parts = ["".join(stages), *depths]
-    if values["mtp_hybrid_override_pattern"]:
-        parts.append(str(values["mtp_hybrid_override_pattern"]))
-    for part in parts:
+    num_layers = num_layers_in(text, name=flag, depth=str(values["mtp_hybrid_override_pattern"] or ""))
+    _check_stages(f"{flag}: {text[:60]!r}", values, num_stages=len(text.partition("/")[0].split("|")))
+    return num_layers
+
+
+def num_layers_in(pattern: str, *, name: str, depth: str = "") -> int:
+    """The layers of a pattern before its first slash; `depth` are those that another flag has behind it.
+
+    Raises ConfigError, with the `name` of what has the pattern, as `num_pattern_layers` does.
+    """
+    named = f"{name}: {pattern[:60]!r}"
+    main, *depths = pattern.split("/")
+    layers = main.replace("|", "")
+    for part in (layers, *depths, depth):
         _check_letters(named, part)
     if len(set(depths)) > 1 or "" in depths:
         raise ConfigError(f"{named}; all depths behind a slash must have the same layers, at least one")
-    if not 0 < len(parts[0]) <= MAX_LAYERS:
+    if not 0 < len(layers) <= MAX_LAYERS:
         raise ConfigError(
-            f"{named}; has {len(parts[0])} layers, must have 1 to {MAX_LAYERS}; correct the pattern"
+            f"{named}; has {len(layers)} layers, must have 1 to {MAX_LAYERS}; correct the pattern"
         )
-    _check_stages(named, values, num_stages=len(stages))
-    return len(parts[0])
+    return len(layers)
 
 
 def _check_letters(named: str, part: str) -> None:

@@ -1,4 +1,4 @@
-"""Megatron's flags of what a job describes: precision, experts, latent attention and the kind of model.
+"""Megatron's flags of what a job describes: precision, sizes of layers by their kinds, and the kind of model.
 
 A plan of a run is added to the user's command, which has these flags; a plan without a run has no command
 beside it, so all of them are written out.
@@ -13,7 +13,7 @@ from quartet_plugin.model.job_description import (
 )
 from quartet_plugin.model.layout import SettingValue
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.shape import DEFAULT_STATE, LayerKinds, ModelShape
 from quartet_plugin.space.knobs.cp_comm_type import A2A_P2P, CP_COMM_TYPE, HIERARCHICAL_SIZES, P2P
 from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL, WHOLE
 
@@ -26,6 +26,7 @@ def flags_of_job(plan: Plan) -> FlagValues:
     if job is None:
         return {}
     flags = _flags_of_kind(plan.shape)
+    flags |= _flags_of_state_spaces(plan.shape.layer_kinds, job.mtp_kinds)
     flags |= {"--fp8-format": "hybrid", "--bf16": True} if job.precision == "fp8" else {}
     flags |= {f"--{job.precision}": True} if job.precision in ("bf16", "fp16") else {}
     features = job.features or ()
@@ -86,6 +87,23 @@ def _flags_of_kind(shape: ModelShape) -> FlagValues:
     if not shape.tied_embeddings:
         flags["--untie-embeddings-and-output-weights"] = True
     return flags
+
+
+def _flags_of_state_spaces(*kinds: LayerKinds | None) -> FlagValues:
+    """The sizes of a hybrid model's state-space layers; none where no layer is known to be such."""
+    sized = next((each for each in kinds if each is not None and each.state_space_heads), None)
+    if sized is None:
+        return {}
+    heads, groups = sized.state_space_heads, sized.state_space_groups
+    state_size = sized.state_size or DEFAULT_STATE
+    # `projected_size` has three values a channel, two a channel of a group's state, and one a head.
+    channels = sized.projected_size - 2 * groups * state_size - heads
+    return {
+        "--mamba-state-dim": state_size,
+        "--mamba-head-dim": channels // (3 * heads),
+        "--mamba-num-groups": groups,
+        "--mamba-num-heads": heads,
+    }
 
 
 def _flags_of_experts(experts: Experts, *, num_layers: int, has_biases: bool) -> FlagValues:

@@ -145,7 +145,7 @@ def shape_of(args: Namespace, *, vocab_size: int | None = None) -> ModelShape:
         gated_ffn=bool(args.swiglu) or _is_on(args, "quick_geglu"),
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         position_embedding=_position_embedding(args),
-        layer_kinds=_layer_kinds(args),
+        layer_kinds=layer_kinds_of(args),
     )
 
 
@@ -195,17 +195,23 @@ def with_stages(pattern: str, split: Split) -> str:
 
 
 def logged_expert_layers_of(args: Namespace) -> tuple[int, ...]:
-    """The layers of a hybrid model, from 0, whose routers record a loss for Megatron's log; none elsewhere.
-
-    Layers of multi-token prediction with experts count as one layer behind the last.
-    """
-    segments = _hybrid_segments(args)
-    if segments is None or not _is_on(args, "num_experts"):
+    """The layers of a hybrid model, from 0, whose routers record a loss for Megatron's log; else none."""
+    if not _is_on(args, "num_experts"):
         return ()
     has_loss = not set(ROUTER_LOSSES).isdisjoint(_weighing_router_kinds(args))
     if not has_loss and _optional(args, "moe_z_loss_coeff") is None:
         return ()
-    letters = "".join(segments)
+    return hybrid_expert_layers_of(args)
+
+
+def hybrid_expert_layers_of(args: Namespace) -> tuple[int, ...]:
+    """The layers with experts of a hybrid model, from 0; none without a pattern.
+
+    Layers of multi-token prediction with experts count as one layer behind the last.
+    """
+    letters = "".join(_hybrid_segments(args) or [])
+    if not letters:
+        return ()
     layers = [index for index, kind in enumerate(letters) if kind == "E"]
     return (*layers, *([len(letters)] if "E" in _further_pattern(args) else []))
 
@@ -216,7 +222,7 @@ def _hybrid_segments(args: Namespace) -> list[str] | None:
     return main.split("|") if main else None
 
 
-def _layer_kinds(args: Namespace) -> LayerKinds | None:
+def layer_kinds_of(args: Namespace) -> LayerKinds | None:
     """The layers of a hybrid model by their letters (hybrid_layer_allocation.py); None without a pattern.
 
     Sizes of state-space layers are as mamba_mixer.py has them.

@@ -3,6 +3,7 @@
 The cluster is equal devices by name (`ClusterSection`), or a cluster file (docs/formats.md), named or inline.
 """
 
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -42,10 +43,20 @@ from quartet_plugin.model.files import shown
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.job_description import Experts, JobPrecision, LatentAttention
 from quartet_plugin.model.layout import Layout, Recompute, Setting, SettingValue
+from quartet_plugin.model.megatron_arguments import hybrid_expert_layers_of, layer_kinds_of, mtp_kinds_of
 from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.plan import MAX_RANKS, STOCK, NodeInfo, Split
 from quartet_plugin.model.sections import Section, load_yaml, validate
-from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS, LayerKinds, ModelShape
+from quartet_plugin.model.shape import (
+    DEFAULT_GROUPS,
+    DEFAULT_HEAD,
+    DEFAULT_STATE,
+    MAX_HIDDEN,
+    MAX_LAYERS,
+    LayerKinds,
+    ModelShape,
+)
+from quartet_plugin.planner.hybrid_keys import check_hybrid_keys, with_pattern_counts
 from quartet_plugin.planner.model_presets import with_preset
 from quartet_plugin.space.config import (
     SEARCHED,
@@ -121,6 +132,24 @@ class ModelSection(Section):
     num_dense_layers: Annotated[int, Field(ge=0, le=2**20)] = 0
     latent_attention: LatentSection | None = None
     mtp_layers: Annotated[int, Field(ge=0, le=64)] = 0
+    hybrid_layer_pattern: Annotated[str, Field(max_length=2 * MAX_LAYERS)] | None = None
+    """A hybrid model's layers by Megatron's letters, and behind slashes those of each further token.
+
+    It says `num_layers` and `mtp_layers`, which may be left out. None for a model without a pattern.
+    """
+    mamba_state_dim: Size = DEFAULT_STATE
+    """The channels of a state-space layer's state."""
+    mamba_head_dim: Size = DEFAULT_HEAD
+    """The channels of a head of a state-space layer."""
+    mamba_num_groups: Size = DEFAULT_GROUPS
+    """The groups of a state-space layer's heads, each with keys and queries of its own."""
+    mamba_num_heads: Size | None = None
+    """The heads of a state-space layer; None for those of twice the hidden size."""
+    router_losses: bool = False
+    """Whether a hybrid model's routers record a loss for Megatron's log.
+
+    Every pipeline rank then needs a layer with experts.
+    """
 
 
 class ClusterSection(Section):
@@ -343,7 +372,7 @@ def parse_job(
         raise ConfigError(f"{where}: cluster: missing; the key is required")
     rest = {key: value for key, value in data.items() if key != "cluster"}
     try:
-        rest["model"] = with_preset(rest.get("model"), folder=folder)
+        rest["model"] = with_pattern_counts(with_preset(rest.get("model"), folder=folder))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     if rest["model"] is None:
@@ -354,6 +383,7 @@ def parse_job(
     )
     try:
         _check_precision(file.model.precision, machines.device)
+        check_hybrid_keys(file.model)
         _check_search(file.search, model=file.model, has_command=has_command)
         _check_orders(file.search, cluster=cluster)
         largest = machines.devices_per_node if cluster is None else cluster.largest_block
@@ -372,6 +402,8 @@ def parse_job(
             cost=file.cost,
             vocab_size=file.model.vocab_size,
             mtp_layers=file.model.mtp_layers,
+            mtp_kinds=mtp_kinds_of(_arguments(file.model)),
+            logged_expert_layers=_logged_expert_layers(file.model),
             features=_usual_features(file, machines.device),
             settings=_usual_settings(file.search),
         )
@@ -458,7 +490,11 @@ def _usual_features(file: _JobFile, device: DeviceSpec) -> tuple[str, ...]:
         _is_on_processors(model.precision, device) or device.generation in WITHOUT_GROUPED_GEMM
     )
     is_bare = bool(searched_settings(file.search)) and (has_experts or model.gated_ffn)
-    present = {"moe_grouped_gemm": is_grouped, "no_linear_bias": is_bare}
+    present = {
+        "hybrid": model.hybrid_layer_pattern is not None,
+        "moe_grouped_gemm": is_grouped,
+        "no_linear_bias": is_bare,
+    }
     return tuple(name for name, is_on in present.items() if is_on)
 
 
@@ -498,6 +534,15 @@ def _experts(model: ModelSection) -> Experts | None:
 def _latent(model: ModelSection) -> LatentAttention | None:
     given = model.latent_attention
     return None if given is None else LatentAttention(**given.model_dump())
+
+
+def _arguments(model: ModelSection) -> Namespace:
+    """The section as Megatron's arguments, for what a pattern and sizes of state spaces say."""
+    return Namespace(**dict(model))
+
+
+def _logged_expert_layers(model: ModelSection) -> tuple[int, ...]:
+    return hybrid_expert_layers_of(_arguments(model)) if model.router_losses else ()
 
 
 def _check_mtp(mtp_layers: int, shape: ModelShape) -> None:
@@ -543,6 +588,7 @@ def _shape(model: ModelSection, *, largest: int) -> ModelShape:
         gated_ffn=model.gated_ffn,
         tied_embeddings=plain if model.tied_embeddings is None else model.tied_embeddings,
         position_embedding=model.position_embedding or ("learned_absolute" if plain else "rope"),
+        layer_kinds=layer_kinds_of(_arguments(model)),
     )
 
 
@@ -573,6 +619,8 @@ def _check_search(search: PlanSearch, *, model: ModelSection, has_command: bool)
         raise ConfigError("search.scaling: known for dense models with plain attention only; remove it")
     if search.scaling is not None and model.mtp_layers:
         raise ConfigError("search.scaling: not known with multi-token prediction (mtp_layers); remove it")
+    if search.scaling is not None and model.hybrid_layer_pattern is not None:
+        raise ConfigError("search.scaling: not known for hybrid models (hybrid_layer_pattern); remove it")
     for text in search.split or ():
         if text[0].isdigit() and sum(int(count) for count in text.split("+")) != model.num_layers:
             raise ConfigError(
