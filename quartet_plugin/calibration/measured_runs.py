@@ -9,12 +9,13 @@ from dataclasses import replace
 from quartet_plugin.cost.iteration.plan_terms import run_of_job
 from quartet_plugin.cost.run import TrainingRun, UniformCluster
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
 
 # Features with which measurements of a job are refused, by name, and the reason.
 UNPRICED = {
-    "hybrid": "the scan of its state-space layers has no constant that its measurements could correct",
     "heterogeneous": "its layers have several sizes, which the cost model takes for like ones",
     "attention_variant": "some of its layers have an attention that the cost model does not know",
     "sliding_window": "the window of its attention is not in the report",
@@ -29,11 +30,13 @@ UNPRICED = {
     "optimizer_offload_part": "the part of the optimizer on the host is not in the report",
     "rampup_batch_size": "its batch changes while it trains",
     "cp_comm_by_layer": "its layers share sequences in several ways, which the cost model takes for one",
-    "moe_capacity": "the number of tokens that its experts drop is not in the report",
+    "moe_capacity": "the number of tokens that its experts drop is not in the report, unless they are padded",
     "expert_tensor_parallel": "its experts are cut in other shares than the cost model knows",
     "mtp_on_inner_stage": "it predicts further tokens where the cost model does not have them",
     "emerging_optimizer": "the state and the step of its optimizer are not those of Adam",
 }
+# The fix for a report that lacks what a price needs.
+_AGAIN = "measure again with this release, or calibrate with other jobs"
 
 
 def measured_run(
@@ -53,8 +56,10 @@ def measured_run(
     source = plan or job
     layout = source.layout
     if source.split is None:
-        raise ConfigError(f"{where}.split: null; only models that consist of equal layers can be calibrated")
+        raise ConfigError(f"{where}.split: null; only models that are lists of layers can be calibrated")
     _check_priced(job, where=where)
+    if "hybrid" in job.features:
+        _check_hybrid(source.shape, job, where=where)
     if is_single_rank and job.experts is not None and layout.tensor_parallel * layout.expert_parallel > 1:
         raise ConfigError(
             f"{where}.experts: {job.experts.label}; a rank that runs alone gets no other rank's tokens for "
@@ -74,32 +79,61 @@ def measured_run(
 def _check_priced(job: TrainingJob, *, where: str) -> None:
     """Raises ConfigError for the first feature without a price, and for the first part that is missing."""
     features = frozenset(job.features)
-    # Packed sequences have a price where ranks counted their documents.
-    priced = set() if job.packed is None else {"packing"}
+    priced: set[str] = set()
+    if job.packed is not None:
+        # Packed sequences have a price where ranks counted their documents.
+        priced.add("packing")
+    if job.experts is not None and _has_exact_capacity(job.experts):
+        priced.add("moe_capacity")
     unpriced = next((name for name in UNPRICED if name in features - priced), None)
     if unpriced is not None:
         raise ConfigError(
             f"{where}.features: {unpriced}; {UNPRICED[unpriced]}; calibrate with measurements of other jobs"
         )
-    again = "measure again with this release, or calibrate with other jobs"
     if "moe" in features and job.experts is None:
         raise ConfigError(
             f"{where}.experts: null; their number and sizes are missing: reports of older releases lack "
-            f"them, and those of models with dense layers behind experts; {again}"
+            f"them, and those of models with dense layers behind experts; {_AGAIN}"
         )
     if "multi_latent_attention" in features and job.latent is None:
         raise ConfigError(
             f"{where}.latent: null; the ranks and head sizes of latent attention are missing: reports of "
-            f"older releases lack them, and those of models without compressed queries; {again}"
+            f"older releases lack them, and those of models without compressed queries; {_AGAIN}"
         )
     if "mtp" in features and job.mtp_layers is None:
         raise ConfigError(
-            f"{where}.mtp_layers: null; the number of layers of multi-token prediction is missing; {again}"
+            f"{where}.mtp_layers: null; the number of layers of multi-token prediction is missing; {_AGAIN}"
         )
     if "activation_offload" in features and job.setting("offload_modules") is None:
         raise ConfigError(
             f"{where}.settings: no offload_modules; the report must name the offloaded modules, all of them "
-            f"known to this release; {again}"
+            f"known to this release; {_AGAIN}"
         )
     if job.experts is not None and job.settings is None:
-        raise ConfigError(f"{where}.settings: null; the experts' dispatcher and shares are missing; {again}")
+        raise ConfigError(f"{where}.settings: null; the experts' dispatcher and shares are missing; {_AGAIN}")
+
+
+def _has_exact_capacity(experts: Experts) -> bool:
+    """Whether a capacity leaves no number of tokens open: with padding every expert gets its limit."""
+    capacity = experts.capacity
+    return capacity is not None and capacity.is_padded and capacity.rank_factor is None
+
+
+def _check_hybrid(shape: ModelShape, job: TrainingJob, *, where: str) -> None:
+    """Raises ConfigError for a hybrid model whose layers are not known, or have no price, one by one."""
+    if shape.pattern is None:
+        raise ConfigError(
+            f"{where}.shape.layer_kinds: no pattern; the order of its layers is missing: reports and plans "
+            "of older releases lack it, and those of commands without --hybrid-layer-pattern; " + _AGAIN
+        )
+    assert shape.layer_kinds is not None, "a pattern is one of kinds"
+    written = shape.layer_kinds.framework_pattern or shape.pattern
+    if "G" in written:
+        raise ConfigError(
+            f"{where}.shape.layer_kinds: {written[:60]!r}; gated delta nets (G) are priced as state-space "
+            "layers (M), whose scan they do not have; calibrate with measurements of other jobs"
+        )
+    if job.mtp_layers is not None and job.mtp_kinds is None:
+        raise ConfigError(
+            f"{where}.mtp_kinds: null; the layers of multi-token prediction are missing; {_AGAIN}"
+        )

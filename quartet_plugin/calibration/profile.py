@@ -18,10 +18,18 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import EMBEDDING, HEAD, Costs, LayerCost
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import Bounds, Length, dump, record
+from quartet_plugin.model.shape import LETTERS
 from quartet_plugin.protocol.rank_files import PartTimes, RankProfile, StepPart
 from quartet_plugin.schedule.files import costs_to_json
 
 _PREFIX = "layer."
+# The parts of a hybrid model's layers, by the letters of its pattern.
+LAYER_PARTS = {
+    LETTERS["attention"]: "attention_layer",
+    LETTERS["mlp"]: "mlp_layer",
+    LETTERS["experts"]: str(Quantity.EXPERT_LAYER),
+    LETTERS["state_space"]: "state_space_layer",
+}
 # Medians of intervals of a few milliseconds, on ranks that share a machine, repeat to about this.
 PART_SPREAD = 0.03
 # Halves of a backward are measured as another schedule runs them; the end of a step once an iteration.
@@ -67,27 +75,32 @@ def merged_parts(ranks: Sequence[RankProfile]) -> dict[str, PartTimes]:
 
 
 def typical_parts(
-    ranks: Sequence[RankProfile], *, num_dense_layers: int | None = None
+    ranks: Sequence[RankProfile], *, num_dense_layers: int | None = None, pattern: str = ""
 ) -> dict[str, PartTimes]:
     """Embedding, layer and head, as far as some rank holds them; a layer is the median of all like it.
 
     Of a model with experts all layers but the first `num_dense_layers` have some: their median is the part
-    `expert_layer`. None where every layer is dense.
+    `expert_layer`. None where every layer is dense. The `pattern` of a hybrid model says the kind of each
+    layer, and so the part (`LAYER_PARTS`). Raises ConfigError for a layer that the pattern does not have.
     """
     parts = merged_parts(ranks)
     kinds: dict[str, list[PartTimes]] = {}
     for name, part in parts.items():
         if name.startswith(_PREFIX):
-            kinds.setdefault(_kind_of(name, num_dense_layers), []).append(part)
+            kinds.setdefault(_kind_of(name, num_dense_layers, pattern), []).append(part)
     ends = {name: part for name, part in parts.items() if not name.startswith(_PREFIX)}
-    return ends | {str(kind): _merged(layers) for kind, layers in sorted(kinds.items(), reverse=True)}
+    return ends | {kind: _merged(layers) for kind, layers in sorted(kinds.items(), reverse=True)}
 
 
-def _kind_of(name: str, num_dense_layers: int | None) -> Quantity:
-    """What a layer is, by its name."""
+def _kind_of(name: str, num_dense_layers: int | None, pattern: str) -> str:
+    """The part that a layer belongs to, by its name."""
     number = int(name.removeprefix(_PREFIX))
-    is_dense = num_dense_layers is None or number < num_dense_layers
-    return Quantity.LAYER if is_dense else Quantity.EXPERT_LAYER
+    if not pattern:
+        is_dense = num_dense_layers is None or number < num_dense_layers
+        return str(Quantity.LAYER if is_dense else Quantity.EXPERT_LAYER)
+    if number >= len(pattern):
+        raise ConfigError(f"profile: {name}; the pattern has {len(pattern)} layers")
+    return LAYER_PARTS[pattern[number]]
 
 
 def _merged(parts: Sequence[PartTimes]) -> PartTimes:
@@ -112,25 +125,36 @@ def observations_of(
     """The observations in a run's profile: of a layer of each kind, of the ends, and of the end of a step.
 
     `is_single_rank`: the one profiled rank was run without the others, without communication. The head's part
-    has the layers of multi-token prediction.
+    has the layers of multi-token prediction. Of a hybrid model the run of a layer's observation has layers of
+    that kind alone.
     """
     num_dense = None if run.experts is None else run.experts.num_dense_layers
-    typical = typical_parts(ranks, num_dense_layers=num_dense)
+    typical = typical_parts(ranks, num_dense_layers=num_dense, pattern=run.pattern)
+    runs_of_kinds = {
+        LAYER_PARTS[kind.letter]: kind_run
+        for kind, (kind_run, _) in zip(run.kinds, run.runs_by_kind, strict=False)
+    }
     observations = [
         Observation(
-            run=run,
+            run=runs_of_kinds.get(name, run),
             seconds=seconds,
-            spread=_spread(kind, direction),
-            quantity=kind,
+            spread=_spread(quantity, direction),
+            quantity=quantity,
             direction=direction,
             is_single_rank=is_single_rank,
         )
-        for kind, part in ((Quantity(name), part) for name, part in typical.items())
-        for direction, seconds in _directed(part, has_halves=_has_halves(kind, run))
+        for name, quantity, part in ((name, _quantity_of(name), part) for name, part in typical.items())
+        for direction, seconds in _directed(part, has_halves=_has_halves(quantity, run))
         if seconds
     ]
     observations += _step_observations(run, ranks)
     return observations if is_single_rank else observations + _gradient_observations(run, ranks)
+
+
+def _quantity_of(name: str) -> Quantity:
+    """What a part is; a hybrid model's layers without experts are dense ones."""
+    is_dense = name in LAYER_PARTS.values() and name != Quantity.EXPERT_LAYER
+    return Quantity.LAYER if is_dense else Quantity(name)
 
 
 def _spread(kind: Quantity, direction: Direction) -> float:
@@ -201,6 +225,7 @@ def costs_of(
     num_devices: int,
     num_microbatches: int,
     num_dense_layers: int | None = None,
+    pattern: str = "",
 ) -> Costs:
     """The cost table of the profiled job; layers that no profiled rank holds take the median of the others.
 
@@ -211,12 +236,13 @@ def costs_of(
     layers = [part for name, part in parts.items() if name.startswith(_PREFIX)]
     if not layers:
         raise ConfigError("profile: no layer was measured; profile a stage that holds one")
-    typical, others = typical_parts(ranks, num_dense_layers=num_dense_layers), _merged(layers)
+    typical = typical_parts(ranks, num_dense_layers=num_dense_layers, pattern=pattern)
+    others = _merged(layers)
 
     def chosen_part(name: str) -> PartTimes | None:
         if not name.startswith(_PREFIX):
             return parts.get(name)
-        return parts.get(name) or typical.get(_kind_of(name, num_dense_layers), others)
+        return parts.get(name) or typical.get(_kind_of(name, num_dense_layers, pattern), others)
 
     names = [EMBEDDING, *(f"{_PREFIX}{number}" for number in range(num_layers)), HEAD]
     chosen = [chosen_part(name) for name in names]

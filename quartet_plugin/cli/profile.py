@@ -181,6 +181,7 @@ def table(ranks: "Sequence[RankProfile]") -> "Costs":
         num_devices=job.layout.pipeline_parallel,
         num_microbatches=job.layout.num_microbatches(job.global_batch_size),
         num_dense_layers=None if job.experts is None else job.experts.num_dense_layers,
+        pattern=job.shape.pattern or "",
     )
 
 
@@ -202,9 +203,11 @@ def lines(measured: "Profile") -> list[str]:
     from quartet_plugin.model.training_job import parse_training_job
 
     rows = []
-    experts = parse_training_job(measured.job).experts
-    num_dense = None if experts is None else experts.num_dense_layers
-    for name, part in typical_parts(measured.ranks, num_dense_layers=num_dense).items():
+    job = parse_training_job(measured.job)
+    num_dense = None if job.experts is None else job.experts.num_dense_layers
+    typical = typical_parts(measured.ranks, num_dense_layers=num_dense, pattern=job.shape.pattern or "")
+    width = max([12, *map(len, typical)]) + 1
+    for name, part in typical.items():
         times = [
             f"{label} {1e3 * seconds:.3f} ms"
             for label, seconds in (
@@ -216,7 +219,7 @@ def lines(measured: "Profile") -> list[str]:
             if seconds is not None
         ]
         held = f"{part.activation_bytes / 2**20:.1f} MiB of activations"
-        rows.append(f"{name.replace('_', ' '):13}{', '.join(times)}; {held}")
+        rows.append(f"{name.replace('_', ' '):{width}}{', '.join(times)}; {held}")
     for rank in measured.ranks:
         steps = [f"{name} {1e3 * seconds:.1f} ms" for name, seconds in rank.steps.items() if seconds]
         rows.append(

@@ -279,8 +279,8 @@ def _part_of_scan(run: TrainingRun, constants: Constants, rates: Rates) -> _FfnP
         sizes=sizes,
         dense=_gemms(rates, run.tokens_per_microbatch, sizes),
         last_width=sizes[-1][1],
-        moved_bytes=state_space.passes_bytes(run),
-        scan=_scan(run, constants, rates),
+        moved_bytes=state_space.passes_bytes(run, scan=rates.ratios.scan),
+        scan=_scan(run, constants, rates).scaled(rates.ratios.scan),
         launch=state_space.kernels(run).scaled(rates.launch_s),
     )
 

@@ -83,8 +83,9 @@ class ClusterConstants(Constants):
     executes. The others are ratios of a part's time to its time by the shared constants: of the products of
     weight gradients, of activations as wide as an FFN, of accumulating gradients, of starting the kernels of
     input and of weight gradients, of the elementwise part of a layer's and of the head's backward, of a
-    transfer's latency to a collective's hop, and of stepping one more weight tensor to a kernel's start. A
-    measured constant may lie outside the bounds of the shared ones.
+    transfer's latency to a collective's hop, of stepping one more weight tensor to a kernel's start, and of
+    a state-space layer's scan and convolution. A measured constant may lie outside the bounds of the shared
+    ones.
     """
 
     action_s: float = 0.0
@@ -98,6 +99,7 @@ class ClusterConstants(Constants):
     logits_backward: float = 1.0
     peer_hop: float = 1.0
     optimizer_start: float = 1.0
+    scan: float = 1.0
     skew: float = 0.0
     contention: float = 0.0
     runtime_s: float = 0.0

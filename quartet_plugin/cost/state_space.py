@@ -134,18 +134,19 @@ def scan_bytes(run: TrainingRun) -> tuple[float, float]:
     return run.tokens_per_microbatch * forward, run.tokens_per_microbatch * backward
 
 
-def passes_bytes(run: TrainingRun) -> float:
+def passes_bytes(run: TrainingRun, *, scan: float = 1.0) -> float:
     """Bytes of a microbatch's other operations in a forward: the norm, and copies to sequences and back.
 
-    Of a single sequence nothing is copied. Without fused kernels the scan's operations count here.
+    Of a single sequence nothing is copied. Without fused kernels the scan's operations count here, `scan`
+    times.
     """
     sizes = _sizes(run)
     elements = 2.0 * sizes.channels
     if run.layout.micro_batch_size > 1:
         elements += 2.0 * (sizes.projected + sizes.channels)
     if run.software.plain_operations:
-        elements += 28 * sizes.channels + 10 * sizes.keys + 2 * sizes.heads * sizes.state
-        elements += 10 * sizes.heads * sizes.chunk + 6 * sizes.states
+        elements += scan * (28 * sizes.channels + 10 * sizes.keys + 2 * sizes.heads * sizes.state)
+        elements += scan * (10 * sizes.heads * sizes.chunk + 6 * sizes.states)
     return run.element_bytes * run.tokens_per_microbatch * elements
 
 

@@ -11,13 +11,14 @@ from quartet_plugin.cost.devices import device_named
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import FORCED_IMBALANCE, TrainingRun, uniform_cluster_of_device
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.job_description import Experts, LatentAttention
+from quartet_plugin.model.job_description import ExpertCapacity, Experts, LatentAttention
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.packed_lengths import PackedLengths
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.plan_space import baseline_plan
-from tests.space.jobs import make_job, make_layout, make_nodes
+from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
 
 EXPERTS = Experts(
     num_experts=8, experts_per_token=2, ffn_hidden_size=512, shared_ffn_hidden_size=256, num_dense_layers=1
@@ -88,7 +89,7 @@ def test_a_dense_job_is_priced_as_ever() -> None:
         ({"latent": None}, r"latent: null; the ranks and head sizes"),
         ({"mtp_layers": None}, r"mtp_layers: null; the number of layers"),
         ({"settings": None}, r"settings: null; the experts' dispatcher"),
-        ({"split": None}, r"split: null; only models that consist of equal layers"),
+        ({"split": None}, r"split: null; only models that are lists of layers"),
         *[({"features": (name,)}, f"features: {name}; ") for name in UNPRICED],
     ],
 )
@@ -112,3 +113,64 @@ def test_packed_sequences_are_priced_where_their_documents_were_counted() -> Non
     run = run_of(job)
     assert run.packed == packed
     assert predict(run, fitted()).iter_time_s < predict(replace(run, packed=None), fitted()).iter_time_s
+
+
+@pytest.mark.parametrize(
+    ("capacity", "load"),
+    [
+        (ExpertCapacity(factor=1.5, is_padded=True), 1.5),
+        (ExpertCapacity(factor=1.5), None),
+        (ExpertCapacity(factor=1.5, is_padded=True, rank_factor=2.0), None),
+        (ExpertCapacity(rank_factor=2.0), None),
+        (None, None),
+    ],
+)
+def test_experts_under_a_capacity_are_taken_where_all_get_their_limit(
+    capacity: ExpertCapacity | None, load: float | None
+) -> None:
+    job = job_of(features=(*FEATURES, "moe_capacity"), experts=replace(EXPERTS, capacity=capacity))
+    if load is not None:
+        assert run_of(job).expert_load == pytest.approx(load, rel=0.01)
+        return
+    with pytest.raises(ConfigError, match="moe_capacity; the number of tokens that its experts") as error:
+        run_of(job)
+    assert "\n" not in str(error.value)
+
+
+KINDS = LayerKinds(attention=0, mlp=0, experts=0, state_space=0, projected_size=4096).with_pattern("M*-M")
+
+
+def hybrid_job(kinds: LayerKinds | None, **changes: Any) -> TrainingJob:
+    """A report of a hybrid model of four layers without experts."""
+    layout = make_layout(pipeline_parallel=1, data_parallel=8)
+    return replace(
+        make_job(layout=layout, shape=make_shape(num_layers=4, layer_kinds=kinds), features=("hybrid",)),
+        split=Split(transformer_layers_per_stage=(4,)),
+        precision="bf16",
+        settings=SETTINGS,
+        **changes,
+    )
+
+
+def test_a_hybrid_model_is_priced_by_its_kinds() -> None:
+    run = run_of(hybrid_job(KINDS))
+    assert (run.pattern, [kind.letter for kind in run.kinds]) == ("M*-M", ["*", "-", "M"])
+    further = run_of(hybrid_job(KINDS, mtp_layers=1, mtp_kinds=KINDS))
+    assert further.mtp_depth is not None
+    seconds = [predict(each, fitted()).iter_time_s for each in (run, further)]
+    assert seconds[0] < seconds[1]
+
+
+@pytest.mark.parametrize(
+    ("job", "rule"),
+    [
+        (hybrid_job(KINDS.without_pattern), "layer_kinds: no pattern; the order of its layers is missing"),
+        (hybrid_job(None), "layer_kinds: no pattern; the order of its layers is missing"),
+        (hybrid_job(replace(KINDS, framework_pattern="G*-G")), r"layer_kinds: 'G\*-G'; gated delta nets"),
+        (hybrid_job(KINDS, mtp_layers=1), "mtp_kinds: null; the layers of multi-token prediction"),
+    ],
+)
+def test_hybrid_models_whose_layers_are_not_known_are_refused(job: TrainingJob, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule) as error:
+        run_of(job)
+    assert "\n" not in str(error.value)

@@ -20,11 +20,13 @@ from quartet_plugin.calibration.profile import (
 from quartet_plugin.cost.compute import Rates
 from quartet_plugin.cost.constants import NEUTRAL
 from quartet_plugin.cost.iteration.terms import layer_parts
-from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.cost.layer_kinds import priced_layers
+from quartet_plugin.cost.run import TrainingRun, with_layers
 from quartet_plugin.cost.times import Times
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.schema import parse, read_record
+from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.protocol.rank_files import RankProfile
 from quartet_plugin.schedule.files import costs_from_json
 from tests.cost.live import cpu_run
@@ -261,3 +263,57 @@ def test_a_heads_part_has_the_layers_of_multi_token_prediction() -> None:
 
     least = 2 * forward_s(run, Quantity.HEAD) + forward_s(run, Quantity.LAYER)
     assert forward_s(further, Quantity.HEAD) > least
+
+
+def hybrid_run(pattern: str) -> TrainingRun:
+    """A small hybrid model on one stage."""
+    kinds = LayerKinds(
+        attention=0,
+        mlp=0,
+        experts=0,
+        state_space=0,
+        state_space_heads=8,
+        state_space_groups=2,
+        projected_size=3 * 512 + 2 * 2 * 128 + 8,
+    )
+    base = cpu_run(layers=len(pattern), pp=1)
+    shape = replace(base.shape, layer_kinds=kinds.with_pattern(pattern))
+    routed = replace(EXPERTS, num_dense_layers=0) if "E" in pattern else None
+    return with_layers(base, priced_layers(shape, routed, None))
+
+
+def test_layers_of_a_hybrid_model_are_measured_by_their_kinds() -> None:
+    run, ranks = hybrid_run("M*EM"), [parse(RankProfile, each, where="a test") for each in (FIRST, LAST)]
+    typical = typical_parts(ranks, pattern="M*EM")
+    assert set(typical) == {"embedding", "head", "attention_layer", "expert_layer", "state_space_layer"}
+    kinds = zip(run.kinds, run.runs_by_kind, strict=True)
+    by_letter = {kind.letter: kind_run for kind, (kind_run, _) in kinds}
+    found = {
+        next(letter for letter, kind_run in by_letter.items() if kind_run == each.run): each
+        for each in observations_of(run, ranks)
+        if each.quantity in (Quantity.LAYER, Quantity.EXPERT_LAYER) and each.direction is Direction.FORWARD
+    }
+    assert {letter: each.seconds for letter, each in found.items()} == pytest.approx(
+        {"M": 0.010, "*": 0.012, "E": 0.014}
+    )
+    assert found["E"].quantity is Quantity.EXPERT_LAYER
+    for letter, each in found.items():
+        kind_run = by_letter[letter]
+        times = layer_parts(kind_run, NEUTRAL, Rates(kind_run, NEUTRAL), experts=kind_run.experts)
+        assert seconds_of(each, NEUTRAL) == pytest.approx(Times.sum_of(times.values()).forward_s)
+    # The scan is in the state-space layer alone.
+    slow = {letter: seconds_of(each, replace(NEUTRAL, scan=2.0)) for letter, each in found.items()}
+    assert [letter for letter, each in found.items() if slow[letter] > seconds_of(each, NEUTRAL)] == ["M"]
+
+
+def test_a_hybrid_models_layers_that_no_rank_holds_take_the_median_of_their_letter() -> None:
+    first = parse(RankProfile, FIRST, where="a test")
+    costs = costs_of([first], num_layers=4, num_devices=2, num_microbatches=8, pattern="M*-M")
+    # No MLP was measured: the others are the nearest.
+    assert [layer.forward_s for layer in costs.layers[1:]] == pytest.approx([0.010, 0.012, 0.011, 0.010])
+
+
+def test_a_profile_with_more_layers_than_its_pattern_is_refused() -> None:
+    ranks = [parse(RankProfile, each, where="a test") for each in (FIRST, LAST)]
+    with pytest.raises(ConfigError, match=r"layer\.2; the pattern has 2 layers"):
+        typical_parts(ranks, pattern="M*")

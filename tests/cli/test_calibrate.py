@@ -153,6 +153,44 @@ def test_a_mixture_of_experts_that_is_not_described_is_refused(
     assert error.count("\n") == 1
 
 
+HYBRID_KINDS = {
+    "attention": 1,
+    "mlp": 1,
+    "experts": 0,
+    "state_space": 2,
+    "state_space_heads": 8,
+    "state_space_groups": 2,
+    "projected_size": 3 * 480 + 2 * 2 * 128 + 8,
+    "pattern": "M*-M",
+}
+
+
+def report_hybrid(run: Path, kinds: dict[str, Any]) -> None:
+    """Let the trial's model of four layers be a hybrid one."""
+    path = run / "trials" / "000000" / "attempt-1" / "rank-0.json"
+    shape = json.loads(path.read_text())["job"]["shape"]
+    report(run, features=["hybrid"], shape={**shape, "layer_kinds": kinds})
+
+
+def test_a_hybrid_model_corrects_the_scan_too(run: Path, cluster: Path, tmp_path: Path) -> None:
+    report_hybrid(run, HYBRID_KINDS)
+    path = tmp_path / "calibration.json"
+    assert main(["calibrate", "--cluster", str(cluster), str(run), "-o", str(path)]) == 0
+    terms = {term.name: term for term in read_calibration(path).terms}
+    assert terms["scan"].num_measurements == 1
+    assert {"gemm_rate", "elementwise", "optimizer"} <= set(terms)
+
+
+def test_a_hybrid_model_without_the_order_of_its_layers_is_refused(
+    run: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report_hybrid(run, {**HYBRID_KINDS, "pattern": None})
+    assert main(["calibrate", "--cluster", str(cluster), str(run), "-o", str(run / "c.json")]) == 2
+    error = capsys.readouterr().err
+    assert "job.shape.layer_kinds: no pattern; the order of its layers is missing" in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize("source", ["run", "profile"])
 def test_measurements_of_processors_do_not_calibrate_accelerators(
     source: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -80,6 +80,33 @@ def test_two_ranks_are_profiled_and_calibrate_the_model(
     assert {term.name for term in corrected.terms} >= {"gemm_rate", "elementwise", "optimizer"}
 
 
+@pytest.mark.slow
+def test_a_hybrid_model_is_profiled_by_its_letters_and_calibrates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("profile", "calibration", "cluster")
+    profile, calibration, cluster = (tmp_path / f"{name}.json" for name in names)
+    script = Path(__file__).resolve().parents[1] / "megatron" / "hybrid_pretrain.py"
+    sizes = "--mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16"
+    words = [
+        *torchrun(2), str(script), *MODEL[2:], *shlex.split(sizes), "--hybrid-layer-pattern", "M*-M",
+        "--global-batch-size", "8", "--pipeline-model-parallel-size", "2",
+    ]  # fmt: skip
+    options = ["-o", str(profile), "--iterations", "4", "--device", "cpu"]
+    assert main(["profile", *options, "--", *words]) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    for name in ("attention layer", "mlp layer", "state space layer"):
+        assert f"\n{name} " in printed
+    assert len(read_record(Profile, profile).parts) == 6
+
+    write_cluster(parse_cluster(CLUSTER, where="a test"), path=cluster)
+    words = ["calibrate", "--cluster", str(cluster), "--profile", str(profile), "-o", str(calibration)]
+    assert main(words) == 0, capsys.readouterr().err
+    terms = {term.name: term for term in read_calibration(calibration).terms}
+    assert terms["scan"].num_measurements >= 3
+    assert terms["scan"].learned > 0.5
+
+
 def test_a_rank_of_a_large_job_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
     words = [
