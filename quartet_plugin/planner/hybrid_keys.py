@@ -3,14 +3,12 @@
 `launchers.hybrid_words` has the rules of the pattern itself, for commands too.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.hybrid_words import num_layers_in
 from quartet_plugin.model.shape import LETTERS
-
-if TYPE_CHECKING:
-    from quartet_plugin.planner.job import ModelSection
+from quartet_plugin.planner.model_section import ModelSection
 
 KEY = "hybrid_layer_pattern"
 # Keys that say nothing without a pattern.
@@ -41,7 +39,7 @@ def with_pattern_counts(model: Any) -> Any:
     return {**counts, **model}
 
 
-def check_hybrid_keys(model: "ModelSection") -> None:
+def check_hybrid_keys(model: ModelSection) -> None:
     """Raises ConfigError for a key that needs a pattern, and for one that does not go with the pattern."""
     pattern = model.hybrid_layer_pattern
     if pattern is not None:
@@ -57,7 +55,7 @@ def check_hybrid_keys(model: "ModelSection") -> None:
         )
 
 
-def _check_counts(model: "ModelSection", pattern: str) -> None:
+def _check_counts(model: ModelSection, pattern: str) -> None:
     """Raises ConfigError for other numbers of layers than the pattern has."""
     counts = {
         "num_layers": (len(pattern.partition("/")[0]), "layers"),
@@ -71,7 +69,7 @@ def _check_counts(model: "ModelSection", pattern: str) -> None:
             )
 
 
-def _check_layers(model: "ModelSection", pattern: str) -> None:
+def _check_layers(model: ModelSection, pattern: str) -> None:
     """Raises ConfigError for letters without the keys of their layers, and for such keys without letters."""
     for letter, (key, words) in _DESCRIBED.items():
         is_given = getattr(model, key) is not None
@@ -82,6 +80,10 @@ def _check_layers(model: "ModelSection", pattern: str) -> None:
                 f"model.{key}: given; no layer of {KEY} has {words} ({letter}); write the letter, or omit "
                 "the key"
             )
+    if model.router_losses and LETTERS["experts"] not in pattern:
+        raise ConfigError(
+            f"model.router_losses: true; no layer of {KEY} has experts (E); write the letter, or omit the key"
+        )
     if model.num_dense_layers:
         raise ConfigError(
             f"model.num_dense_layers: {model.num_dense_layers}; must be 0, because {KEY} has the letters of "
@@ -89,7 +91,7 @@ def _check_layers(model: "ModelSection", pattern: str) -> None:
         )
 
 
-def _check_state_spaces(model: "ModelSection") -> None:
+def _check_state_spaces(model: ModelSection) -> None:
     """Raises ConfigError for sizes that Megatron's mixer refuses (megatron/core/ssm/mamba_mixer.py)."""
     head, groups = model.mamba_head_dim, model.mamba_num_groups
     if model.mamba_num_heads is None and 2 * model.hidden_size % head:

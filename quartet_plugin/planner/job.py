@@ -3,7 +3,6 @@
 The cluster is equal devices by name (`ClusterSection`), or a cluster file (docs/formats.md), named or inline.
 """
 
-from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -43,21 +42,13 @@ from quartet_plugin.model.files import shown
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.job_description import Experts, JobPrecision, LatentAttention
 from quartet_plugin.model.layout import Layout, Recompute, Setting, SettingValue
-from quartet_plugin.model.megatron_arguments import hybrid_expert_layers_of, layer_kinds_of, mtp_kinds_of
 from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.plan import MAX_RANKS, STOCK, NodeInfo, Split
 from quartet_plugin.model.sections import Section, load_yaml, validate
-from quartet_plugin.model.shape import (
-    DEFAULT_GROUPS,
-    DEFAULT_HEAD,
-    DEFAULT_STATE,
-    MAX_HIDDEN,
-    MAX_LAYERS,
-    LayerKinds,
-    ModelShape,
-)
+from quartet_plugin.model.shape import LayerKinds, ModelShape
 from quartet_plugin.planner.hybrid_keys import check_hybrid_keys, with_pattern_counts
 from quartet_plugin.planner.model_presets import with_preset
+from quartet_plugin.planner.model_section import ModelSection, Size, described_model
 from quartet_plugin.space.config import (
     SEARCHED,
     TABLE_SCHEDULES,
@@ -73,11 +64,7 @@ from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS, SETTINGS
 from quartet_plugin.space.knobs.token_dispatcher import ALLGATHER, TOKEN_DISPATCHER
 from quartet_plugin.space.rules import LayoutRules
 
-Size = Annotated[int, Field(ge=1, le=2**31)]
-Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-Hidden = Annotated[int, Field(ge=1, le=MAX_HIDDEN)]
 Bandwidth = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
-VOCABULARY_MULTIPLE = 128
 # Generations of devices that are no accelerators, or unknown.
 PROCESSORS = ("cpu", "plain")
 # GPUs on which Megatron refuses grouped products of experts (megatron/training/arguments.py).
@@ -90,66 +77,6 @@ Switches = Annotated[tuple[bool, ...] | None, BeforeValidator(choices), AfterVal
 Groups = Annotated[
     tuple[Literal["context", "expert"], ...], BeforeValidator(choices), AfterValidator(distinct)
 ]
-
-
-class LatentSection(Section):
-    """Multi-head latent attention by Megatron's names: ranks of compressed queries and keys, head sizes."""
-
-    q_lora_rank: Size
-    kv_lora_rank: Size
-    qk_head_dim: Size
-    qk_pos_emb_head_dim: Size
-    v_head_dim: Size
-
-
-class ModelSection(Section):
-    """The model. Defaults: an FFN of 4 x hidden, as many query groups as heads, no gated FFN.
-
-    Embeddings are tied, and positions learned, where the FFN is not gated and queries are not grouped.
-    `num_experts` makes every layer but the first `num_dense_layers` a mixture of experts of
-    `expert_ffn_hidden_size` each (None: the FFN's), `experts_per_token` of them a token and a shared one.
-    `latent_attention` replaces the heads' sizes; without it attention is a plain one. `mtp_layers` predict
-    further tokens, on the last stage.
-    """
-
-    num_layers: Layers
-    hidden_size: Hidden
-    num_attention_heads: Size
-    seq_length: Size
-    vocab_size: Size
-    ffn_hidden_size: Size | None = None
-    num_query_groups: Size | None = None
-    kv_channels: Size | None = None
-    max_position_embeddings: Size | None = None
-    gated_ffn: bool = False
-    tied_embeddings: bool | None = None
-    position_embedding: Literal["learned_absolute", "rope", "none"] | None = None
-    precision: JobPrecision = "bf16"
-    num_experts: Annotated[int, Field(ge=2, le=65_536)] | None = None
-    experts_per_token: Annotated[int, Field(ge=1, le=1024)] = 2
-    expert_ffn_hidden_size: Size | None = None
-    shared_expert_ffn_hidden_size: Annotated[int, Field(ge=0, le=2**31)] = 0
-    num_dense_layers: Annotated[int, Field(ge=0, le=2**20)] = 0
-    latent_attention: LatentSection | None = None
-    mtp_layers: Annotated[int, Field(ge=0, le=64)] = 0
-    hybrid_layer_pattern: Annotated[str, Field(max_length=2 * MAX_LAYERS)] | None = None
-    """A hybrid model's layers by Megatron's letters, and behind slashes those of each further token.
-
-    It says `num_layers` and `mtp_layers`, which may be left out. None for a model without a pattern.
-    """
-    mamba_state_dim: Size = DEFAULT_STATE
-    """The channels of a state-space layer's state."""
-    mamba_head_dim: Size = DEFAULT_HEAD
-    """The channels of a head of a state-space layer."""
-    mamba_num_groups: Size = DEFAULT_GROUPS
-    """The groups of a state-space layer's heads, each with keys and queries of its own."""
-    mamba_num_heads: Size | None = None
-    """The heads of a state-space layer; None for those of twice the hidden size."""
-    router_losses: bool = False
-    """Whether a hybrid model's routers record a loss for Megatron's log.
-
-    Every pipeline rank then needs a layer with experts.
-    """
 
 
 class ClusterSection(Section):
@@ -387,23 +314,21 @@ def parse_job(
         _check_search(file.search, model=file.model, has_command=has_command)
         _check_orders(file.search, cluster=cluster)
         largest = machines.devices_per_node if cluster is None else cluster.largest_block
-        shape = _shape(file.model, largest=largest)
-        if file.model.mtp_layers:
-            _check_mtp(file.model.mtp_layers, shape)
+        model = described_model(file.model, largest=largest)
         return PlanRequest(
-            shape=shape,
+            shape=model.shape,
             machines=machines,
             global_batch_size=file.batch.global_batch_size,
             precision=file.model.precision,
             search=file.search,
-            experts=_experts(file.model),
-            latent=_latent(file.model),
+            experts=model.experts,
+            latent=model.latent,
             cluster=cluster,
             cost=file.cost,
             vocab_size=file.model.vocab_size,
             mtp_layers=file.model.mtp_layers,
-            mtp_kinds=mtp_kinds_of(_arguments(file.model)),
-            logged_expert_layers=_logged_expert_layers(file.model),
+            mtp_kinds=model.mtp_kinds,
+            logged_expert_layers=model.logged_expert_layers,
             features=_usual_features(file, machines.device),
             settings=_usual_settings(file.search),
         )
@@ -509,87 +434,11 @@ def _is_on_processors(precision: JobPrecision, device: DeviceSpec) -> bool:
     return precision == "fp32" and device.generation in PROCESSORS
 
 
-def _experts(model: ModelSection) -> Experts | None:
-    if model.num_experts is None:
-        return None
-    if model.experts_per_token > model.num_experts:
-        raise ConfigError(
-            f"model.experts_per_token: {model.experts_per_token}; must be at most num_experts "
-            f"({model.num_experts})"
-        )
-    if model.num_dense_layers >= model.num_layers:
-        raise ConfigError(
-            f"model.num_dense_layers: {model.num_dense_layers}; must be under num_layers "
-            f"({model.num_layers}), or leave num_experts out"
-        )
-    return Experts(
-        num_experts=model.num_experts,
-        experts_per_token=model.experts_per_token,
-        ffn_hidden_size=model.expert_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size,
-        shared_ffn_hidden_size=model.shared_expert_ffn_hidden_size,
-        num_dense_layers=model.num_dense_layers,
-    )
-
-
-def _latent(model: ModelSection) -> LatentAttention | None:
-    given = model.latent_attention
-    return None if given is None else LatentAttention(**given.model_dump())
-
-
-def _arguments(model: ModelSection) -> Namespace:
-    """The section as Megatron's arguments, for what a pattern and sizes of state spaces say."""
-    return Namespace(**dict(model))
-
-
-def _logged_expert_layers(model: ModelSection) -> tuple[int, ...]:
-    return hybrid_expert_layers_of(_arguments(model)) if model.router_losses else ()
-
-
-def _check_mtp(mtp_layers: int, shape: ModelShape) -> None:
-    if shape.tied_embeddings:
-        raise ConfigError(
-            f"model.mtp_layers: {mtp_layers}; needs tied_embeddings: false, because Megatron saves no stages "
-            "of multi-token prediction with a tied head"
-        )
-    if shape.position_embedding == "learned_absolute":
-        raise ConfigError(f"model.mtp_layers: {mtp_layers}; needs position_embedding: rope or none")
-
-
 def _check_precision(precision: JobPrecision, device: DeviceSpec) -> None:
     if precision == "fp8" and not {"fp8", "fp4"} & set(device.peak_flops):
         raise ConfigError(
             f"model.precision: fp8; {device.name} multiplies in {', '.join(device.peak_flops)} only"
         )
-
-
-def _shape(model: ModelSection, *, largest: int) -> ModelShape:
-    heads, latent = model.num_attention_heads, model.latent_attention
-    if latent is not None and (model.kv_channels, model.num_query_groups) != (None, None):
-        raise ConfigError(
-            "model.latent_attention: has head sizes of its own; remove kv_channels and num_query_groups"
-        )
-    if latent is None and model.kv_channels is None and model.hidden_size % heads:
-        raise ConfigError(
-            f"model.hidden_size: {model.hidden_size}; must be a multiple of num_attention_heads ({heads}), "
-            "or give kv_channels"
-        )
-    plain = not model.gated_ffn and model.num_query_groups in (None, heads)
-    multiple = VOCABULARY_MULTIPLE * largest
-    return ModelShape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
-        num_attention_heads=heads,
-        num_query_groups=model.num_query_groups or heads,
-        kv_channels=latent.v_head_dim if latent else model.kv_channels or model.hidden_size // heads,
-        seq_length=model.seq_length,
-        vocab_size=-(-model.vocab_size // multiple) * multiple,
-        max_position_embeddings=model.max_position_embeddings or model.seq_length,
-        gated_ffn=model.gated_ffn,
-        tied_embeddings=plain if model.tied_embeddings is None else model.tied_embeddings,
-        position_embedding=model.position_embedding or ("learned_absolute" if plain else "rope"),
-        layer_kinds=layer_kinds_of(_arguments(model)),
-    )
 
 
 def _check_search(search: PlanSearch, *, model: ModelSection, has_command: bool) -> None:
@@ -621,11 +470,12 @@ def _check_search(search: PlanSearch, *, model: ModelSection, has_command: bool)
         raise ConfigError("search.scaling: not known with multi-token prediction (mtp_layers); remove it")
     if search.scaling is not None and model.hybrid_layer_pattern is not None:
         raise ConfigError("search.scaling: not known for hybrid models (hybrid_layer_pattern); remove it")
+    is_hybrid = model.hybrid_layer_pattern is not None
+    counted = "the letters of the pattern" if is_hybrid else "counting transformer layers alone"
     for text in search.split or ():
         if text[0].isdigit() and sum(int(count) for count in text.split("+")) != model.num_layers:
             raise ConfigError(
-                f"search.split: {text!r}; must sum to num_layers ({model.num_layers}), counting transformer "
-                "layers alone"
+                f"search.split: {text!r}; must sum to num_layers ({model.num_layers}), {counted}"
             )
 
 

@@ -97,7 +97,7 @@ def iteration(run: TrainingRun, truth: ClusterConstants) -> Observation:
 
 
 def parts(run: TrainingRun, truth: ClusterConstants) -> list[Observation]:
-    """A layer of each kind, the head and the optimizer's step, as a profile has them."""
+    """A layer of each kind and the optimizer's step, as a profile has them."""
     layers = [
         Observation(run=kind_run, seconds=1.0, spread=NOISE, quantity=quantity, direction=direction)
         for kind_run, experts in run.runs_by_kind
@@ -121,10 +121,11 @@ def values(calibration: Calibration) -> dict[str, float]:
 def test_planted_constants_come_back_from_hybrid_runs_alone() -> None:
     truth = planted(gemm_rate=0.62, elementwise=2.0, softmax=1.6, optimizer=1.8, scan=1.7)
     found = fit([each for run in HYBRID for each in (iteration(run, truth), *parts(run, truth))])
-    for term in found.terms:
-        if term.name in ("gemm_rate", "elementwise", "softmax", "optimizer", "scan"):
-            assert term.value == pytest.approx(getattr(truth, term.name), rel=0.05), term.name
-            assert term.learned > 0.5, term.name
+    for name, within in {"gemm_rate": 0.05, "elementwise": 0.3, "optimizer": 0.05, "scan": 0.05}.items():
+        term = next(term for term in found.terms if term.name == name)
+        assert term.low <= getattr(truth, name) <= term.high, name
+        assert term.value == pytest.approx(getattr(truth, name), rel=within), name
+        assert term.learned > 0.5, name
     run = hybrid_run("M*-M*-M*", hidden=320)
     assert predict(run, found.constants).iter_time_s == pytest.approx(
         predict(run, truth).iter_time_s, rel=0.03
@@ -136,13 +137,13 @@ def test_hybrid_runs_leave_the_constants_of_dense_ones() -> None:
     truth, slow = planted(gemm_rate=0.7, elementwise=1.6), planted(gemm_rate=0.7, elementwise=1.6, scan=3.0)
     dense = [iteration(run, truth) for run in DENSE]
     dense += [each for run in DENSE for each in parts(run, truth)]
-    alone, beside = values(fit(dense)), fit([*dense, *(iteration(run, slow) for run in HYBRID)])
-    assert "scan" not in alone
-    for name, value in values(beside).items():
-        if name == "scan":
-            assert value == pytest.approx(3.0, rel=0.1)
-        else:
-            assert value == pytest.approx(alone[name], rel=0.03), name
+    alone, beside = fit(dense), fit([*dense, *(iteration(run, slow) for run in HYBRID)])
+    assert "scan" not in values(alone)
+    assert values(beside)["scan"] == pytest.approx(3.0, rel=0.1)
+    assert values(beside)["gemm_rate"] == pytest.approx(values(alone)["gemm_rate"], rel=0.03)
+    for run in DENSE:
+        seconds = predict(run, alone.constants).iter_time_s
+        assert predict(run, beside.constants).iter_time_s == pytest.approx(seconds, rel=0.02)
 
 
 def test_a_single_hybrid_iteration_moves_its_scan_and_hardly_another_constant() -> None:
@@ -154,9 +155,7 @@ def test_a_single_hybrid_iteration_moves_its_scan_and_hardly_another_constant() 
     scan = next(term for term in found.terms if term.name == "scan")
     assert scan.low < 2.0 < scan.high
     before = predict(dense, planted()).iter_time_s
-    moved, without = (
-        abs(predict(dense, each.constants).iter_time_s / before - 1) for each in (found, held)
-    )
+    moved, without = (abs(predict(dense, each.constants).iter_time_s / before - 1) for each in (found, held))
     assert moved < 0.05
     assert moved < without / 2
     assert predict(run, found.constants).iter_time_s == pytest.approx(measured.seconds, rel=0.05)
@@ -186,6 +185,8 @@ def test_experts_that_are_padded_to_a_capacity_calibrate() -> None:
     )
     runs = [replace(run, experts=experts) for run in DENSE[:3]]
     truth = planted(gemm_rate=0.62, elementwise=2.0)
-    found = values(fit([each for run in runs for each in (iteration(run, truth), *parts(run, truth))]))
-    for name in ("gemm_rate", "elementwise"):
-        assert found[name] == pytest.approx(getattr(truth, name), rel=0.05)
+    found = fit([each for run in runs for each in (iteration(run, truth), *parts(run, truth))])
+    assert values(found)["gemm_rate"] == pytest.approx(truth.gemm_rate, rel=0.05)
+    for run in runs:
+        seconds = predict(run, truth).iter_time_s
+        assert predict(run, found.constants).iter_time_s == pytest.approx(seconds, rel=0.02)

@@ -148,7 +148,7 @@ def test_the_flags_of_a_plan_are_a_command_of_the_same_job(name: str, pipeline: 
 def test_a_split_of_the_search_counts_the_letters() -> None:
     job = described("M-M*", search={"pipeline_parallel": 2, "split": "3+1", "schedule": "stock"})
     assert {ranked.split for ranked in rank(job, top=20).best} == {(3, 1)}
-    with pytest.raises(ConfigError, match=r"search.split: '3\+2'; must sum to num_layers \(4\)"):
+    with pytest.raises(ConfigError, match=r"search.split: '3\+2'; must sum to num_layers \(4\), the letters"):
         described("M-M*", search={"split": "3+2"})
 
 
@@ -174,6 +174,7 @@ def test_settings_of_a_described_hybrid_model_have_its_rules() -> None:
         ("M-M*/*-", {"tied_embeddings": True}, "needs tied_embeddings: false"),
         ("MEM*", {}, "model.num_experts: missing; layers of hybrid_layer_pattern have experts (E)"),
         ("M-M*", {"num_experts": 8}, "model.num_experts: given; no layer of hybrid_layer_pattern has"),
+        ("M-M*", {"router_losses": True}, "model.router_losses: true; no layer of hybrid_layer_pattern has"),
         ("MEM*", {"num_experts": 8, "num_dense_layers": 1}, "model.num_dense_layers: 1; must be 0"),
         ("M-M+", {}, "model.latent_attention: missing; layers of hybrid_layer_pattern have latent"),
         ("M-M*", {"latent_attention": RANKS}, "model.latent_attention: given; no layer of"),
