@@ -72,12 +72,13 @@ def _check_counts(model: ModelSection, pattern: str) -> None:
 def _check_layers(model: ModelSection, pattern: str) -> None:
     """Raises ConfigError for letters without the keys of their layers, and for such keys without letters."""
     for letter, (key, words) in _DESCRIBED.items():
-        is_given = getattr(model, key) is not None
-        if letter in pattern and not is_given:
+        given = getattr(model, key)
+        if letter in pattern and given is None:
             raise ConfigError(f"model.{key}: missing; layers of {KEY} have {words} ({letter}); give the key")
-        if is_given and letter not in pattern:
+        if given is not None and letter not in pattern:
+            value = given if isinstance(given, int) else "given"
             raise ConfigError(
-                f"model.{key}: given; no layer of {KEY} has {words} ({letter}); write the letter, or omit "
+                f"model.{key}: {value}; no layer of {KEY} has {words} ({letter}); write the letter, or omit "
                 "the key"
             )
     if model.router_losses and LETTERS["experts"] not in pattern:

@@ -173,7 +173,7 @@ def test_settings_of_a_described_hybrid_model_have_its_rules() -> None:
         ("M-M*/*-", {"mtp_layers": 2}, "model.mtp_layers: 2; must be the 1 depths behind slashes"),
         ("M-M*/*-", {"tied_embeddings": True}, "needs tied_embeddings: false"),
         ("MEM*", {}, "model.num_experts: missing; layers of hybrid_layer_pattern have experts (E)"),
-        ("M-M*", {"num_experts": 8}, "model.num_experts: given; no layer of hybrid_layer_pattern has"),
+        ("M-M*", {"num_experts": 8}, "model.num_experts: 8; no layer of hybrid_layer_pattern has"),
         ("M-M*", {"router_losses": True}, "model.router_losses: true; no layer of hybrid_layer_pattern has"),
         ("MEM*", {"num_experts": 8, "num_dense_layers": 1}, "model.num_dense_layers: 1; must be 0"),
         ("M-M+", {}, "model.latent_attention: missing; layers of hybrid_layer_pattern have latent"),
