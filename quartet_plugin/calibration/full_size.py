@@ -58,12 +58,12 @@ def enlarged_machine(machine_model: MachineModel, *, factor: int) -> MachineMode
     them.
     """
     num_devices = machine_model.inter_node.num_devices * factor
-    domains = machine_model.domain_of_node
+    domains = machine_model.domain_of_slot
     copies = np.arange(factor)[:, None] * (domains.max() + 1)
     return replace(
         machine_model,
         nodes=machine_model.nodes * factor,
-        domain_of_node=(copies + domains).ravel(),
+        domain_of_slot=(copies + domains).ravel(),
         intra_node=replace(
             machine_model.intra_node, num_devices=num_devices, scale_up_devices=max(num_devices, 1)
         ),

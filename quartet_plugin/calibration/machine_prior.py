@@ -24,7 +24,7 @@ from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.packed_lengths import PackedLengths
-from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.model.plan import NodeInfo, Slot
 from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.space.plan_space import Space
 
@@ -174,10 +174,9 @@ def machine_model_of(
     is_known = known.is_known or (resolved is not None and not on_cpu)
     machines, num_devices = known.machines, known.machines.num_devices
     slowdowns = _slowdown_numbers(nodes)
-    shares_cores = any(node.crowds for node in nodes)
     return MachineModel(
         nodes=tuple(nodes),
-        domain_of_node=np.arange(len(nodes)) if resolved is None else resolved.domain_of_node,
+        domain_of_slot=_domain_of_slot(nodes, resolved),
         intra_node=replace(machines, scale_up_devices=max(num_devices, 1)),
         inter_node=replace(machines, scale_up_devices=1),
         constants=constants,
@@ -185,7 +184,7 @@ def machine_model_of(
         on_cpu=on_cpu,
         is_known=is_known,
         spreads=np.array(
-            _coefficient_spreads(machine, resolved, is_known=is_known, shares_cores=shares_cores)
+            _coefficient_spreads(machine, resolved, nodes, is_known=is_known)
             + [_slowdown_spread(resolved, on_cpu=on_cpu)] * (int(slowdowns.max(initial=-1)) + 1)
         ),
         slowdown_index_of_slot=np.where(slowdowns >= 0, slowdowns + len(COEFFICIENTS), -1),
@@ -228,20 +227,36 @@ def _resolved(cluster: Cluster, nodes: Sequence[NodeInfo], *, precision: HalfPre
 
 
 def _coefficient_spreads(
-    machine: KnownMachine, resolved: ResolvedCluster | None, *, is_known: bool, shares_cores: bool
+    machine: KnownMachine, resolved: ResolvedCluster | None, nodes: Sequence[NodeInfo], *, is_known: bool
 ) -> list[float]:
     """The prior spread of every coefficient, smaller where it was measured before."""
     spreads = {name: known if is_known else unknown for name, (known, unknown) in _SPREADS.items()}
     if resolved is not None:
         spreads[Coefficient.SPEED] = min(spreads[Coefficient.SPEED], _PROBED_SPEED)
-        if resolved.cluster.links.measured:
+        # A probe measures links inside a node as of one kind, whichever networks they join.
+        if resolved.cluster.links.measured and not any(node.networks for node in nodes):
             spreads |= {name: min(spreads[name], _PROBED_LINK) for name in LINKS}
-    if shares_cores:
+    if any(node.crowds for node in nodes):
         spreads[Coefficient.RUNTIME] = _SHARED_CORES_RUNTIME
     if machine.calibration is not None:
         least = max(_LEAST_CALIBRATED, machine.calibration.iteration_error)
         spreads = {name: max(least, _CALIBRATED * spread) for name, spread in spreads.items()}
     return [spreads[name] for name in COEFFICIENTS]
+
+
+def _domain_of_slot(nodes: Sequence[NodeInfo], resolved: ResolvedCluster | None) -> IntArray:
+    """A number for each slot [num_slots], from 0: equal for slots that the links inside a node join."""
+    of_node = np.arange(len(nodes)) if resolved is None else resolved.domain_of_node
+    networks = [(index, group) for index, node in enumerate(nodes) for group in node.networks or ()]
+    network_of = {
+        Slot(node=index, local=local): number
+        for number, (index, group) in enumerate(networks, start=1)
+        for local in group
+    }
+    slots = slots_of(nodes)
+    keys = [(int(of_node[slot.node]), network_of.get(slot, 0)) for slot in slots]
+    numbers = {key: number for number, key in enumerate(sorted(set(keys)))}
+    return np.array([numbers[key] for key in keys], dtype=np.int64)
 
 
 def _slowdown_spread(resolved: ResolvedCluster | None, *, on_cpu: bool) -> float:

@@ -54,12 +54,13 @@ class MachineModel:
     where slots are not distinguished. `is_known`: the library has the device. `memory_limit_bytes` is the
     least that a user gives a device. `settings` and `features`: the command's own. `experts`, `latent`,
     `mtp_kinds` (the layers of a depth of multi-token prediction) and `normalization` are the model's, which
-    no plan changes, and `packed` the documents in its sequences. `domain_of_node` [num_nodes] is equal for
-    nodes that fast links join: links between them are those inside a node.
+    no plan changes, and `packed` the documents in its sequences. `domain_of_slot` [num_slots] is equal for
+    slots that the links of `intra_node` join: those of a node, or of nodes that fast links join, without the
+    ones in another network. Links between two domains are those of `inter_node`.
     """
 
     nodes: tuple[NodeInfo, ...]
-    domain_of_node: IntArray
+    domain_of_slot: IntArray
     intra_node: UniformCluster
     inter_node: UniformCluster
     constants: Constants

@@ -57,13 +57,6 @@ def slot_indices(nodes: Sequence[NodeInfo], mapping: Mapping) -> IntArray:
     return mapping.remembered(("slot_indices", counts), indices)
 
 
-def node_indices(mapping: Mapping) -> IntArray:
-    """The index of each rank's node [world size]; not to be written to."""
-    return mapping.remembered(
-        "node_indices", lambda: np.array([slot.node for slot in mapping.slots], dtype=np.int64)
-    )
-
-
 @lru_cache(maxsize=512)
 def _mapping_of(counts: tuple[int, ...], order: bytes) -> Mapping:
     """The mapping of an order of the slots' indices, made once for all layouts that have it."""

@@ -67,13 +67,17 @@ class CoreGroup:
 class NodeInfo:
     """One node of the cluster a plan was made on: its host name, what it is, and its slots.
 
-    `crowds` are those of its slots that train on processor cores and share them.
+    `crowds` are those of its slots that train on processor cores and share them. `networks` are the slots of
+    each network namespace, by local index, where those that train on processor cores are in several.
     """
 
     host: str
     node_class: str
     num_slots: Annotated[int, Bounds(ge=1, le=MAX_RANKS)]
     crowds: tuple[CoreGroup, ...] | None = field(default=None, metadata=ADDED)
+    networks: tuple[tuple[Annotated[int, Bounds(ge=0, lt=MAX_RANKS)], ...], ...] | None = field(
+        default=None, metadata=ADDED
+    )
 
     @property
     def has_no_accelerator(self) -> bool:

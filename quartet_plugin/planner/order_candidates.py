@@ -114,7 +114,8 @@ class OrderCandidates:
     def _solver_orders(self, plan: Plan, calibrated: CalibratedSplits) -> list[Order]:
         """The solver's best for the layout's degrees, asked once for each."""
         slowdowns = calibrated.slowdowns
-        if len(set(slowdowns.tolist())) == 1 and len(self._space.nodes) == 1:
+        is_one_domain = len(self._space.nodes) == 1 and len(set(calibrated.domain_of_slot.tolist())) == 1
+        if len(set(slowdowns.tolist())) == 1 and is_one_domain:
             return []
         layout = plan.layout
         key = (layout.degrees, self._has_whole_experts(layout))

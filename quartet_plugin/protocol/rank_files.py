@@ -103,9 +103,9 @@ class RankReport:
     """rank-K.json: what a rank measured, warm-up included, and what it did. `job` is on RANK 0 alone.
 
     `cores` are the processor cores that a rank that trains on them may use, `core_limit` says how much of
-    them; None without a limit. `ended_early` is why RANK 0 ended
-    the trial before its last iteration. `product_s` are the seconds of equal runs of matrix products after
-    the last iteration; None where the training ended by itself.
+    them; None without a limit. `network_namespace` is the inode of the network namespace of such a rank.
+    `ended_early` is why RANK 0 ended the trial before its last iteration. `product_s` are the seconds of
+    equal runs of matrix products after the last iteration; None where the training ended by itself.
     """
 
     schema_version: Version
@@ -123,6 +123,7 @@ class RankReport:
     job: dict[str, Any] | None
     cores: Annotated[tuple[Count, ...], Length(most=65_536)] | None = field(default=None, metadata=ADDED)
     core_limit: CoreLimit | None = field(default=None, metadata=ADDED)
+    network_namespace: Count | None = field(default=None, metadata=ADDED)
     memory: DeviceMemory | None = field(default=None, metadata=ADDED)
     execution: Execution | None = field(default=None, metadata=ADDED)
     ended_early: EarlyEndReason | None = field(default=None, metadata=ADDED)

@@ -18,6 +18,7 @@ from quartet_plugin.rank.core_limit import core_limit
 from quartet_plugin.rank.device import device_memory, device_name, peak_memory_bytes, warm_device
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.first_step import FirstStepProgress
+from quartet_plugin.rank.network_namespace import network_namespace
 from quartet_plugin.rank.product_time import product_times
 from quartet_plugin.rank.session import exit_now
 
@@ -107,6 +108,8 @@ class StepMeter(ABC):
             device=device,
             cores=tuple(sorted(os.sched_getaffinity(0))) if device == "cpu" else None,
             core_limit=core_limit() if device == "cpu" else None,
+            # A script may have entered it itself, before the framework began.
+            network_namespace=network_namespace() if device == "cpu" else None,
             phases_s={
                 "import": max(0.0, self._started_at - self._files.process_start),
                 "init": max(0.0, self._first_step_at - self._started_at),

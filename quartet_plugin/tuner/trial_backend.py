@@ -359,9 +359,20 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
             node_class=f"{ranks[0].device} x{len(ranks)}",
             num_slots=len(ranks),
             crowds=_core_groups(ranks),
+            networks=_networks(ranks),
         )
         for host, ranks in by_host.items()
     )
+
+
+def _networks(reports: Sequence[RankReport]) -> tuple[tuple[int, ...], ...] | None:
+    """The local ranks of each network of a host; None where they share one, or where a rank names none."""
+    by_namespace: dict[int, list[int]] = {}
+    for report in sorted(reports, key=lambda report: report.local_rank):
+        if report.network_namespace is None:
+            return None
+        by_namespace.setdefault(report.network_namespace, []).append(report.local_rank)
+    return tuple(map(tuple, by_namespace.values())) if len(by_namespace) > 1 else None
 
 
 def _core_groups(reports: Sequence[RankReport]) -> tuple[CoreGroup, ...] | None:

@@ -106,6 +106,35 @@ def test_no_order_of_the_planner_breaks_the_rule_of_a_feature(nodes: tuple[int, 
         assert is_legal(mapping.slots, layout=layout, rules=space.order_rules)
 
 
+def test_the_solver_keeps_the_replicas_of_a_stage_in_a_network() -> None:
+    """Equal slots of one host, whose networks no named order knows; in one network all orders are alike."""
+    networks = ((0, 3, 5, 6), (1, 2, 4, 7))
+    layout = make_layout(pipeline_parallel=2, data_parallel=4, micro_batch_size=1)
+    shape = make_shape(seq_length=16, max_position_embeddings=16, tied_embeddings=False)
+
+    def best_of(networks: tuple[tuple[int, ...], ...] | None) -> tuple[Space, list[Mapping], Mapping]:
+        """The space, the orders of its baseline's layout, and the fastest of them."""
+        space = build_space(
+            make_job(layout=layout, shape=shape),
+            nodes=(replace(make_nodes(8)[0], networks=networks),),
+            search=parse_config({"search": {"schedule": "1f1b"}}, where="test").search,
+            run="r",
+            seed=0,
+        )
+        truth = Truth(space.nodes)
+        model = truth._iteration_models.split_model(space.baseline)
+        orders = OrderCandidates(space).of(space.baseline, CalibratedSplits(model=model, point=truth.theta))
+        mappings = [mapping for _, mapping in orders]
+        return space, mappings, min(mappings, key=lambda order: truth(replace(space.baseline, mapping=order)))
+
+    space, orders, best = best_of(networks)
+    stages = {frozenset(slot.local for slot in best.slots[first : first + 4]) for first in (0, 4)}
+    assert stages == set(map(frozenset, networks))
+    named = {order.mapping for order in space.orders_of(layout)}
+    assert best in set(orders) - named
+    assert set(best_of(None)[1]) == named
+
+
 class Walker:
     """Makes the choices of a path, then the first ones; splits and mappings stay at their first."""
 

@@ -1,7 +1,9 @@
 """What the scorer predicts again, and what it remembers: what was learned alone decides."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from quartet_plugin.calibration.machine_prior import KnownMachine
@@ -11,9 +13,11 @@ from quartet_plugin.planner import candidate_plans
 from quartet_plugin.planner.plan_scorer import PlanScorer, ScoredPlan
 from quartet_plugin.planner.space_request import request_of_space
 from quartet_plugin.space.choices import ParamSource
-from quartet_plugin.space.plan_space import Space
+from quartet_plugin.space.config import SearchConfig
+from quartet_plugin.space.plan_space import Space, build_space
 from tests.calibration.test_predictor import outcomes, ranker_of, space_of, trial
 from tests.calibration.truth import Truth
+from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
 
 
 def test_what_was_measured_is_predicted_once_for_all_that_was_learned(
@@ -139,3 +143,39 @@ def test_what_was_prepared_is_not_made_again(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Space, "decode", counting)
     assert len(decoded) < len(scorer.scored_plans()) / 2
+
+
+def is_in_one_network(plan: Plan) -> bool:
+    """Whether ranks that reduce gradients together are all in the same half of a host."""
+    halves = np.array([slot.local // 2 for slot in plan.mapping.slots])
+    halves = halves.reshape(plan.layout.pipeline_parallel, -1, plan.layout.tensor_parallel)
+    return bool((halves == halves[:, :1]).all())
+
+
+def test_after_the_command_alone_replicas_are_proposed_inside_a_network() -> None:
+    """The command's own gradients cross a link that is 30 times as slow as assumed."""
+    shape = make_shape(seq_length=16, max_position_embeddings=16, tied_embeddings=False)
+    schedules = "no-pipelining", "1f1b"
+    searched = {"virtual_stages": (1, 2), "micro_batch_size": (1, 2, 4), "schedule": schedules}
+    space = build_space(
+        make_job(layout=make_layout(pipeline_parallel=1, data_parallel=4, micro_batch_size=2), shape=shape),
+        nodes=(replace(make_nodes(4)[0], networks=((0, 1), (2, 3))),),
+        search=SearchConfig().model_copy(update=searched),
+        run="r",
+        seed=0,
+    )
+    truth = Truth(space.nodes, network=30.0, speed=2.0)
+    scorer = PlanScorer(
+        space,
+        predictor=ranker_of(truth),
+        objective="tokens_per_s",
+        request=request_of_space(space, machine=KnownMachine()),
+    )
+    scorer.predictor.learn([trial(0, space.baseline, truth(space.baseline))])
+    plans = [point.plan for point in scorer.plans_to_try()]
+    two_stages = [
+        plan for plan in plans if (plan.layout.pipeline_parallel, plan.layout.data_parallel) == (2, 2)
+    ]
+    assert is_in_one_network(plans[0])
+    assert is_in_one_network(two_stages[0])
+    assert not all(map(is_in_one_network, two_stages))

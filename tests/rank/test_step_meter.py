@@ -147,7 +147,7 @@ def test_a_stop_file_ends_all_ranks_after_the_same_step(
 
 
 @pytest.mark.parametrize("device", ["cpu", "an accelerator"])
-def test_a_rank_on_the_cpu_says_its_limit(
+def test_a_rank_on_the_cpu_says_its_limit_and_its_network(
     device: str,
     clock: Clock,
     ranks: Callable[..., list[tuple[str, StepMeter]]],
@@ -156,10 +156,12 @@ def test_a_rank_on_the_cpu_says_its_limit(
 ) -> None:
     limit = CoreLimit(group="/pod", num_cores=1.5)
     monkeypatch.setattr(step_meter, "core_limit", lambda: limit)
+    monkeypatch.setattr(step_meter, "network_namespace", lambda: 4026531840)
     monkeypatch.setattr(step_meter, "device_name", lambda: device)
     train(ranks(), [1.0] * 20, clock=clock, setenv=monkeypatch.setenv)
     report = read_record(RankReport, tmp_path / "rank-0.json")
     assert report.core_limit == (limit if device == "cpu" else None)
+    assert report.network_namespace == (4026531840 if device == "cpu" else None)
     assert (report.cores is None) == (device != "cpu")
 
 

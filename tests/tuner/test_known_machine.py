@@ -10,7 +10,7 @@ import pytest
 
 from quartet_plugin.calibration.constants_fit import Calibration, write_calibration
 from quartet_plugin.calibration.full_size import enlarged_machine
-from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of
+from quartet_plugin.calibration.machine_prior import LINKS, KnownMachine, machine_model_of
 from quartet_plugin.cost.cluster import with_hop
 from quartet_plugin.cost.coefficients import INDEX, Coefficient, MachineModel
 from quartet_plugin.cost.constants import fitted
@@ -80,6 +80,13 @@ def test_links_that_were_only_stated_stay_uncertain() -> None:
     assert told.spreads[INDEX[Coefficient.TRANSFER]] == assumed.spreads[INDEX[Coefficient.TRANSFER]]
 
 
+def test_a_probe_does_not_tell_the_links_between_networks() -> None:
+    nodes = (replace(NODES[0], networks=((0,), (1,))),)
+    told, assumed = (machine_model_of(nodes, precision="fp32", machine=known) for known in (machine(), None))
+    for name in LINKS:
+        assert told.spreads[INDEX[name]] == assumed.spreads[INDEX[name]]
+
+
 def test_a_card_is_no_module_of_the_library() -> None:
     """An H100 PCIe has other links, another memory and lower rates than an H100 SXM."""
     for name, is_known in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA H100 PCIe", False)):
@@ -120,12 +127,12 @@ def test_nodes_of_one_fabric_are_joined_by_fast_links() -> None:
         return float(IterationModelCache(machine_model).of(plan).evaluate(point)[0])
 
     joined, apart = model("f:0", "f:0"), model("f:0", "f:1")
-    assert joined.domain_of_node.tolist() == [0, 0]
-    assert apart.domain_of_node.tolist() == [0, 1]
+    assert joined.domain_of_slot.tolist() == [0, 0]
+    assert apart.domain_of_slot.tolist() == [0, 1]
     # A boundary tensor of a megabyte takes a second on the network, and no time on fast links.
     assert seconds(joined) < seconds(apart) / 2
-    assert enlarged_machine(joined, factor=2).domain_of_node.tolist() == [0, 0, 1, 1]
-    assert enlarged_machine(apart, factor=2).domain_of_node.tolist() == [0, 1, 2, 3]
+    assert enlarged_machine(joined, factor=2).domain_of_slot.tolist() == [0, 0, 1, 1]
+    assert enlarged_machine(apart, factor=2).domain_of_slot.tolist() == [0, 1, 2, 3]
 
 
 def test_another_clusters_file_is_refused() -> None:

@@ -1,6 +1,7 @@
 """The nodes that a trial's ranks ran on, and the results that count."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,33 @@ def test_nodes_that_share_a_host_name_are_refused_with_a_fix() -> None:
     assert "give every node or container its own (docker run --hostname NAME)" in message
     with pytest.raises(ConfigError, match=r"local ranks 0, 0, 1, 1, 2, 2, 3, 3, \.\.\.; must be 0 to 127"):
         nodes_of(reports("trainer", "trainer", per_node=64))
+
+
+@pytest.mark.parametrize(
+    ("namespaces", "networks"),
+    [
+        ((7, 7, 9, 9), ((0, 1), (2, 3))),
+        ((9, 7, 9, 7), ((0, 2), (1, 3))),
+        ((7, 7, 7, 7), None),
+        ((7, 7, 9, None), None),
+        ((None, None, None, None), None),
+    ],
+    ids=["halves", "in turns", "shared", "not all say it", "none says it"],
+)
+def test_ranks_of_one_host_may_be_in_several_networks(
+    namespaces: tuple[int | None, ...], networks: tuple[tuple[int, ...], ...] | None
+) -> None:
+    ranks = [
+        replace(each, network_namespace=namespace)
+        for each, namespace in zip(reports("a", per_node=4), namespaces, strict=True)
+    ]
+    (node,) = nodes_of(reversed(ranks))
+    assert node == NodeInfo(host="a", node_class="cpu x4", num_slots=4, networks=networks)
+    # The namespaces of two hosts have nothing to do with each other.
+    hosts = [
+        replace(each, network_namespace=index) for index, each in enumerate(reports("b", "a", per_node=1))
+    ]
+    assert [node.networks for node in nodes_of(hosts)] == [None, None]
 
 
 def launched(folder: Path, *, outcome: Outcome = Outcome.OK) -> TrialResult:

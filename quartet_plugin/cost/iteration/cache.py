@@ -14,8 +14,8 @@ from quartet_plugin.cost.iteration.plan_terms import (
     GroupsApart,
     UnitArrays,
     domains_of,
-    group_sizes,
     groups_apart,
+    groups_of,
     run_of_plan,
     stage_seconds,
     step_seconds,
@@ -30,7 +30,6 @@ from quartet_plugin.cost.memory import layer_weights, weights_of_stages
 from quartet_plugin.cost.run import (
     TrainingRun,
 )
-from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan, PlanIdentity
@@ -146,12 +145,10 @@ class IterationModelCache:
             plan,
             run=run,
             raw_of=raw_of,
-            group_sizes=group_sizes(run),
+            groups=groups_of(run),
             weights=_layer_weights(run),
             slot_index=self.machine_model.slowdown_index_of_slot,
-            domain_of_slot=self.machine_model.domain_of_node[
-                [slot.node for slot in slots_of(self.machine_model.nodes)]
-            ],
+            domain_of_slot=self.machine_model.domain_of_slot,
             step_terms_of=self._step_seconds_of,
         )
 
@@ -175,13 +172,12 @@ class IterationModelCache:
         return experts.num_dense_layers / num_layers, 0
 
     def _units_of(self, plan: Plan, run: TrainingRun) -> UnitArrays:
-        """The units with the links of the plan's groups: tensor parallel ones stay in a node."""
+        """The units with the links that the plan's groups take."""
         domains = domains_of(plan, self.machine_model)
-        apart = groups_apart(domains, group_sizes(run), tensor_parallel=plan.layout.tensor_parallel)
-        return self._units_under(plan, run, apart)
+        return self._units_under(plan, run, groups_apart(domains, groups_of(run)))
 
     def _units_under(self, plan: Plan, run: TrainingRun, apart: GroupsApart) -> UnitArrays:
-        """The units where the context and expert parallel groups are or are not in several domains."""
+        """The units where the groups of a collective are or are not in several domains."""
         # A layer's times have the share of all layers that is recomputed, which the split decides.
         recomputed = run.recomputed_share
         is_before_last = run.is_mtp_before_last
@@ -200,12 +196,12 @@ class IterationModelCache:
         Ranks that exchange heads stay in their domain where they are not apart, when the rings leave it.
         """
         inter_node, constants = self.machine_model.inter_node, self.machine_model.constants
-        experts = context = unit_parts(replace(run, cluster=inter_node), constants)
-        if apart[2:] == (False,):
+        tensor = experts = context = unit_parts(replace(run, cluster=inter_node), constants)
+        if apart[3:] == (False,):
             neighbours = run.exchanging_ranks * run.layout.tensor_parallel
             cluster = replace(inter_node, scale_up_devices=neighbours)
             context = unit_parts(replace(run, cluster=cluster), constants)
-        there = dict(zip(COLLECTIVES[1:], (context, experts), strict=True))
+        there = dict(zip(COLLECTIVES, (tensor, context, experts), strict=True))
         names = [name for name, is_apart in zip(there, apart, strict=False) if is_apart]
         return replace(
             parts,
@@ -214,13 +210,15 @@ class IterationModelCache:
                 for kind, layer in enumerate(parts.layers)
             ),
             # Layers of multi-token prediction count with the head.
+            embedding=parts.embedding
+            | {name: there[name].embedding[name] for name in names if name in parts.embedding},
             head=parts.head | {name: there[name].head[name] for name in names if name in parts.head},
             further=parts.further
             | {name: there[name].further[name] for name in names if name in parts.further},
         )
 
     def _links_of(self, plan: Plan, run: TrainingRun) -> tuple[float, float, float]:
-        """Seconds of a boundary tensor inside a node and between nodes, without latency, and the latency."""
+        """Seconds of a boundary tensor inside a domain and between two, without latency, and the latency."""
         key = (plan.shape, plan.layout)
         if key not in self._links:
             constants = self.machine_model.constants

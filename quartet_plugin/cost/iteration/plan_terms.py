@@ -39,7 +39,7 @@ from quartet_plugin.cost.software import (
     with_settings,
 )
 from quartet_plugin.cost.times import Times
-from quartet_plugin.mapping.orders import node_indices, slot_indices
+from quartet_plugin.mapping.orders import slot_indices
 from quartet_plugin.mapping.topology import expert_blocks
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Setting, SettingValue
@@ -57,7 +57,9 @@ PART_OF = {
     # Copies to and from the host are bound by memory, too.
     "offload": Coefficient.ELEMENTWISE,
 }
-# Whether the groups of `group_sizes` are in several domains.
+# The size of the groups of some ranks, and how far apart the members of a group are in Megatron's order.
+type RankGroups = tuple[tuple[int, int], ...]
+# Whether the groups of `groups_of` are in several domains.
 type GroupsApart = tuple[bool, ...]
 UNSLOWED_PARTS = ("tp_comm", "cp_comm", "ep_comm", "action")
 
@@ -290,40 +292,47 @@ def step_terms_of(
 
 
 def domains_of(plan: Plan, machine_model: MachineModel) -> IntArray:
-    """The domain of each rank [pp, copies * tp]: a node, or all nodes that fast links join.
+    """The domain of each rank [pp, copies * tp], as `MachineModel.domain_of_slot` numbers them.
 
     Megatron numbers pipeline ranks slowest.
     """
-    return machine_model.domain_of_node[node_indices(plan.mapping)].reshape(plan.layout.pipeline_parallel, -1)
+    by_rank = machine_model.domain_of_slot[slot_indices(machine_model.nodes, plan.mapping)]
+    return by_rank.reshape(plan.layout.pipeline_parallel, -1)
 
 
-def group_sizes(run: TrainingRun) -> tuple[int, ...]:
-    """The neighbouring data- and context-parallel ranks that a context and an expert parallel group has.
+def groups_of(run: TrainingRun) -> RankGroups:
+    """The groups of tensor parallelism, of context parallelism, and of ranks that exchange experts' tokens.
 
-    Ranks of whole experts lie beside each other, tensor-parallel ones among them. Where rings join ranks that
-    exchange heads, the number of these is third.
+    Ranks of whole experts lie beside each other, tensor-parallel ones among them, and so do those that gather
+    all tokens. Where rings join ranks that exchange heads, the groups of these are fourth.
     """
-    experts = expert_blocks(run.layout, has_whole_experts=run.has_whole_experts)
-    sizes = run.layout.context_parallel, experts
-    return sizes if run.exchanging_ranks in (1, sizes[0]) else (*sizes, run.exchanging_ranks)
+    tensor, context = run.layout.tensor_parallel, run.layout.context_parallel
+    blocks = expert_blocks(run.layout, has_whole_experts=run.has_whole_experts)
+    are_beside = run.has_whole_experts or run.software.gathers_tokens
+    experts = (blocks * tensor, 1) if are_beside else (blocks, tensor)
+    groups = (tensor, 1), (context, tensor), experts
+    return groups if run.exchanging_ranks in (1, context) else (*groups, (run.exchanging_ranks, tensor))
 
 
-def groups_apart(domains: IntArray, sizes: tuple[int, ...], *, tensor_parallel: int) -> GroupsApart:
-    """Whether a group of each of the `group_sizes` is in several domains.
+def groups_apart(domains: IntArray, groups: RankGroups) -> GroupsApart:
+    """Whether one of the groups of each kind is in several domains.
 
     `domains` [pp, copies * tp] are the ranks'.
     """
-    return tuple(bool(are_apart(domains[None], size, tensor_parallel=tensor_parallel)) for size in sizes)
+    return tuple(bool(are_apart(domains[None], *group)) for group in groups)
 
 
 def are_copies_apart(domains: IntArray, *, tensor_parallel: int) -> bool:
     """Whether the copies of a stage are in several domains; `domains` [pp, copies * tp] are the ranks'."""
     num_copies = domains.shape[-1] // tensor_parallel
-    return bool(are_apart(domains[None], num_copies, tensor_parallel=tensor_parallel))
+    return bool(are_apart(domains[None], num_copies, tensor_parallel))
 
 
-def are_apart(domains: IntArray, size: int, *, tensor_parallel: int) -> NDArray[np.bool_]:
-    """Of orders' domains [num, pp, copies * tp], whether a group of `size` is in several domains [num]."""
-    groups = domains.reshape(len(domains), -1, size, tensor_parallel)
+def are_apart(domains: IntArray, size: int, stride: int) -> NDArray[np.bool_]:
+    """Of orders' domains [num, pp, copies * tp], whether a group is in several domains [num].
+
+    A group has `size` ranks that are `stride` apart.
+    """
+    groups = domains.reshape(len(domains), -1, size, stride)
     apart: NDArray[np.bool_] = (groups != groups[:, :, :1]).any(axis=(1, 2, 3))
     return apart

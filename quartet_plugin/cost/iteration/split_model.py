@@ -17,6 +17,7 @@ from quartet_plugin.cost.iteration.kernel import UNSLOWED
 from quartet_plugin.cost.iteration.orders import WeightedOrders
 from quartet_plugin.cost.iteration.plan_terms import (
     GroupsApart,
+    RankGroups,
     are_apart,
     are_copies_apart,
     crossings_of,
@@ -128,16 +129,16 @@ class SplitModel:
         *,
         run: TrainingRun,
         raw_of: Callable[[GroupsApart], RawTimes],
-        group_sizes: tuple[int, ...],
+        groups: RankGroups,
         weights: LayerWeights,
         slot_index: IntArray,
         domain_of_slot: IntArray,
         step_terms_of: Callable[[Plan], FloatArray],
     ) -> None:
         self._plan, self._run = plan, run
-        self._raw_of, self._group_sizes = raw_of, group_sizes
+        self._raw_of, self._groups = raw_of, groups
         # What is read of it does not depend on the domains of groups.
-        self._raw = raw_of((False,) * len(group_sizes))
+        self._raw = raw_of((False,) * len(groups))
         self._weights_of_layers = weights
         self._before = layers_before(run.pattern, letters_of(None, run.kinds)) if run.kinds else _OF_ONE_KIND
         self._layer_weights = float(weights.layers[0])
@@ -168,7 +169,7 @@ class SplitModel:
             tuple(slowdowns[by_rank].max(axis=1).tolist()),
             tuple(crossings_of(domains, self._raw.placement).tolist()),
             self._step_class(domains),
-            self._groups_apart(domains),
+            groups_apart(domains, self._groups),
         )
 
     def times(self, log_coefficients: FloatArray, slots: SlotOrder, mapping: Mapping) -> SplitTimes:
@@ -176,7 +177,7 @@ class SplitModel:
         layout, schedule = self._plan.layout, self._plan.schedule
         by_rank = np.asarray(slots).reshape(layout.pipeline_parallel, -1)
         domains = self.domain_of_slot[by_rank]
-        raw, scale = self._raw_of(self._groups_apart(domains)), np.exp(log_coefficients)
+        raw, scale = self._raw_of(groups_apart(domains, self._groups)), np.exp(log_coefficients)
         slowdown = self.slowdowns(log_coefficients)[by_rank].max(axis=1) * raw.core_slowdown
         speed = scale[INDEX[Coefficient.SPEED]]
         if schedule.custom is not None:
@@ -224,8 +225,8 @@ class SplitModel:
                 (domains[:, placement[:-1]] == domains[:, placement[1:]]).all(axis=2),
                 (domains[:, placement[0]] != domains[:, self._embedding_rank]).any(axis=1)[:, None],
                 *(
-                    are_apart(domains, size, tensor_parallel=layout.tensor_parallel)[:, None]
-                    for size in (num_copies, *self._group_sizes)
+                    are_apart(domains, *group)[:, None]
+                    for group in ((num_copies, layout.tensor_parallel), *self._groups)
                 ),
             ],
             axis=1,
@@ -256,9 +257,6 @@ class SplitModel:
         else:
             index, unit_s = INDEX[Coefficient.GRADIENTS], intra_s
         return float(scale[index] * terms[index]) / max(unit_s, 1e-30)
-
-    def _groups_apart(self, domains: IntArray) -> GroupsApart:
-        return groups_apart(domains, self._group_sizes, tensor_parallel=self._plan.layout.tensor_parallel)
 
     def _step_class(self, domains: IntArray) -> tuple[bool, bool]:
         placement = self._raw.placement
@@ -386,7 +384,7 @@ class CalibratedSplits:
 
     @property
     def domain_of_slot(self) -> IntArray:
-        """The domain of every slot [num_slots]: its node, or all nodes that fast links join to it."""
+        """The domain of every slot [num_slots], as `MachineModel.domain_of_slot` numbers them."""
         return self.model.domain_of_slot
 
     def signature(self, slots: SlotOrder) -> tuple[object, ...]:
