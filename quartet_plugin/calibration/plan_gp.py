@@ -181,7 +181,7 @@ def features_of(plans: Sequence[Plan]) -> PlanFeatures:
                 layout.allgather_bucket_size,
                 layout.settings,
             ),
-            plan.schedule.label,
+            (plan.schedule.label, plan.split.mtp_before_last),
             plan.mapping,
         )
         rows.append(_codes(keys, numbers))

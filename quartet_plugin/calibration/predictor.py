@@ -304,7 +304,7 @@ class PlanPredictor:
         custom = plan.schedule.custom
         family = None if custom is None else repr(custom.family)
         share = self._model_cache.recomputed_share(plan)
-        key = (plan.shape, plan.layout, plan.schedule, family, share)
+        key = (plan.shape, plan.layout, plan.schedule, family, share, plan.split.mtp_before_last)
         if key not in self._split_models:
             if len(self._split_models) >= MAX_KEPT:
                 self._split_models.clear()

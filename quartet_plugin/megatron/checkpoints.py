@@ -35,6 +35,7 @@ class Stages:
     `layers` counts each stage's transformer layers (or is a hybrid model's own pattern), `placement` is the
     pipeline rank of each stage. `slots` is the mapping, None for the launcher's order. `experts` are EP and
     expert TP, None without experts; `partition` is the label of the tensor partition, None for stock.
+    `mtp_before_last`: multi-token prediction lies on the stage before the last one, None where it does not.
     """
 
     tensor_parallel: int
@@ -44,6 +45,7 @@ class Stages:
     slots: tuple[tuple[int, int], ...] | None = None
     experts: tuple[int, int] | None = None
     partition: str | None = None
+    mtp_before_last: bool | None = None
 
     @property
     def digest(self) -> str:
@@ -56,6 +58,8 @@ class Stages:
         """Degrees and split for messages, as `TP1 PP2 split 3+3`; the placement where it is not the loop."""
         layers = self.layers if isinstance(self.layers, str) else "+".join(map(str, self.layers))
         text = f"TP{self.tensor_parallel} PP{self.pipeline_parallel} split {layers}"
+        if self.mtp_before_last:
+            text += " multi-token prediction before the last stage"
         if self.placement != loop(len(self.placement), self.pipeline_parallel):
             text += f" placed on {','.join(map(str, self.placement))}"
         if self.experts is not None:
@@ -82,7 +86,8 @@ def stages_of(args: Namespace) -> Stages | None:
         pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(
             args, "hybrid_override_pattern", None
         )
-        layers = pattern or split_of(args).transformer_layers_per_stage
+        split = None if pattern else split_of(args)
+        layers = str(pattern) if split is None else split.transformer_layers_per_stage
         pipeline = int(args.pipeline_model_parallel_size)
         num_stages = max(1, str(pattern).count("|") + 1) if pattern else len(layers)
         return Stages(
@@ -91,6 +96,7 @@ def stages_of(args: Namespace) -> Stages | None:
             layers=layers,
             placement=loop(num_stages, pipeline),
             experts=_experts_of(args),
+            mtp_before_last=None if split is None else split.mtp_before_last,
         )
     except (AttributeError, TypeError, ValueError, QuartetError):
         return None
@@ -98,9 +104,9 @@ def stages_of(args: Namespace) -> Stages | None:
 
 def stages_kept(saved: Namespace) -> Stages | None:
     """The stages of a checkpoint, from its arguments: as the guard kept them, else as stock builds them."""
-    kept = getattr(saved, ATTRIBUTE, None)
+    kept, of_arguments = getattr(saved, ATTRIBUTE, None), stages_of(saved)
     if kept is None:
-        return stages_of(saved)
+        return of_arguments
     try:
         layers = kept["layers"]
         slots = kept["slots"]
@@ -110,9 +116,10 @@ def stages_kept(saved: Namespace) -> Stages | None:
             layers=layers if isinstance(layers, str) else tuple(int(count) for count in layers),
             placement=tuple(int(rank) for rank in kept["placement"]),
             slots=None if slots is None else tuple((int(node), int(local)) for node, local in slots),
-            # Earlier versions kept neither. EP and expert TP are arguments; a partition is taken for stock's.
+            # Earlier versions kept none of these. A partition is taken for stock's; the others are arguments.
             experts=_experts_of(saved),
             partition=kept.get("partition"),
+            mtp_before_last=None if of_arguments is None else of_arguments.mtp_before_last,
         )
     except (KeyError, TypeError, ValueError):
         return None

@@ -625,15 +625,14 @@ def features_of(args: Namespace) -> list[str]:
         features += ["bare_first_stage", "bare_last_stage"] if is_written else ["hybrid_without_pattern"]
     if getattr(args, "add_bias_linear", True) is False:
         features.append("no_linear_bias")
-    is_before_last = "mtp" in features and has_mtp_before_last(args)
-    if is_before_last:
+    if "mtp" in features and has_mtp_before_last(args):
         features.append("mtp_before_last")
     elif "mtp" in features and has_mtp_on_inner_stage(args):
         features.append("mtp_on_inner_stage")
     if "mtp" in features and not _is_on(args, "untie_embeddings_and_output_weights"):
         features.append("mtp_tied_head")
-    if {"mtp", "moe"} <= set(features) and _is_last_layer_dense(args) and not is_before_last:
-        # Of a last stage without layers Megatron would make them with experts (training/models/gpt.py).
+    if {"mtp", "moe"} <= set(features) and _is_last_layer_dense(args):
+        # Of a stage without layers Megatron would make them with experts (training/models/gpt.py).
         features.append("bare_last_stage")
     if "activation_offload" in features and any(
         _optional(args, name) not in (None, whole) for name, whole in _WHOLE_OFFLOAD.items()

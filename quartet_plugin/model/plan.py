@@ -96,6 +96,11 @@ class Split:
     transformer_layers_per_stage: tuple[Annotated[int, Bounds(ge=0, le=MAX_LAYERS)], ...]
     mtp_before_last: Literal[True] | None = field(default=None, metadata=ADDED)
 
+    @classmethod
+    def of(cls, counts: tuple[int, ...], *, is_mtp_before_last: bool = False) -> "Split":
+        """The split with these layers of each stage."""
+        return cls(transformer_layers_per_stage=counts, mtp_before_last=True if is_mtp_before_last else None)
+
     @property
     def label(self) -> str:
         """The counts, for tables."""

@@ -16,7 +16,7 @@ from quartet_plugin.cost.cluster import best_case_cluster
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.iteration.step import RowPrediction, contention_gain
-from quartet_plugin.cost.iteration.terms import COLLECTIVES, stage_parts
+from quartet_plugin.cost.iteration.terms import COLLECTIVES, StageParts, stage_parts, unit_parts
 from quartet_plugin.cost.memory import Memory, peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ScheduleKind, TrainingRun
@@ -465,6 +465,8 @@ def balanced_split(
     pp = layout.pipeline_parallel
     is_v = schedule is not None and has_v_placement(schedule)
     placement = places.v_shape(pp) if is_v else places.loop(pp, layout.virtual_stages)
+    if job.has_mtp_before_last:
+        return _balanced_before_head(job, shape, layout, constants, slowdowns)
     if shape.pattern:
         return _balanced_by_kinds(
             job, shape, layout, constants, np.asarray(slowdowns)[list(placement)], placement
@@ -511,17 +513,50 @@ def _balanced_by_kinds(
     return split_with_experts(balanced, placement=tuple(placement), expert_layers=job.logged_expert_layers)
 
 
+def _balanced_before_head(
+    job: PlanRequest, shape: ModelShape, layout: Layout, constants: Constants, slowdowns: FloatArray
+) -> tuple[int, ...]:
+    """The balanced split with multi-token prediction on the stage before the last one, which has no layer."""
+    placement = places.loop(layout.pipeline_parallel, layout.virtual_stages)
+    unit = unit_parts(replace(_small_run(job, shape, layout), is_mtp_before_last=True), constants)
+    layer, embedding, mtp, head = (
+        _compute_s(parts) for parts in (unit.layers[-1], unit.embedding, unit.further, unit.head)
+    )
+    *others, last = placement
+    fixed, num_stages = np.zeros(len(others)), len(others)
+    fixed[0] += embedding
+    fixed[-1] += mtp
+    if last in others:
+        # The head's device has other stages, which it takes the time of.
+        fixed[num_stages - 1 - others[::-1].index(last)] += head
+    of_stages = np.asarray(slowdowns)[others]
+    loads = KindLoads(
+        fixed=fixed * of_stages,
+        layer=np.array([[layer]]) * of_stages,
+        before=np.arange(shape.num_layers + 1)[None],
+        placement=others,
+    )
+    return (*balanced_by_kinds(loads, [0, *[1] * (num_stages - 2), 0][:num_stages]), 0)
+
+
+def _small_run(job: PlanRequest, shape: ModelShape, layout: Layout) -> TrainingRun:
+    """A run of three stages with a layer each, all alike."""
+    alike = None if job.experts is None else replace(job.experts, num_dense_layers=0)
+    three = replace(layout, pipeline_parallel=3, virtual_stages=1)
+    return small_run(replace(job, experts=alike), shape, three)
+
+
+def _compute_s(parts: StageParts) -> float:
+    """Compute of one microbatch in seconds, without collectives."""
+    return float(sum(times.total_s for name, times in parts.items() if name not in COLLECTIVES))
+
+
 def _layer_seconds(
     job: PlanRequest, shape: ModelShape, layout: Layout, constants: Constants
 ) -> tuple[float, float, float]:
     """Compute of one microbatch in the embedding, a transformer layer and the head, in seconds."""
-    alike = None if job.experts is None else replace(job.experts, num_dense_layers=0)
-    three = replace(layout, pipeline_parallel=3, virtual_stages=1)
-    run = small_run(replace(job, experts=alike), shape, three)
-    first, layer, last = (
-        sum(times.total_s for name, times in part.items() if name not in COLLECTIVES)
-        for part in stage_parts(run, constants)
-    )
+    run = _small_run(job, shape, layout)
+    first, layer, last = (_compute_s(part) for part in stage_parts(run, constants))
     return max(0.0, first - layer), layer, max(0.0, last - layer)
 
 

@@ -14,12 +14,12 @@ from typing import Protocol
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SlotOrder
 from quartet_plugin.mapping.orders import slot_indices
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import Mapping, Plan
+from quartet_plugin.model.plan import Mapping, Plan, Split
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.order_candidates import OrderCandidates
 from quartet_plugin.planner.split_search import NUM_SPLITS, FoundSplit, SplitsFound, best_splits
 from quartet_plugin.space.moved_plans import moved
-from quartet_plugin.space.param_sources import SPLIT_HEAD, Params
+from quartet_plugin.space.param_sources import SPLIT_EMBEDDING, Params
 from quartet_plugin.space.plan_space import Space
 
 # Choices of which several splits are returned, and the work of all searches of one call together, in
@@ -76,7 +76,7 @@ class _MovesSearch[M: Move]:
         self.work += result.work
         self.num_cut_off += result.num_cut_off > 0
         for split in result.splits:
-            fits = self.may_fit(replace(plan, split=self.space.split_of(split.split)))
+            fits = self.may_fit(replace(plan, split=_with_counts(plan.split, split.split)))
             if only_fitting and not fits:
                 continue
             made = moved(self.space, best.params, plan, split=split.split, mapping=split.mapping)
@@ -160,12 +160,15 @@ def _search(
     num_splits: int = 1,
 ) -> SplitsFound:
     plan = best.plan
-    splits = space.fixed_splits(plan.shape, plan.layout)
-    if splits is None and SPLIT_HEAD not in best.params:
-        splits = (plan.split.transformer_layers_per_stage,)  # a file says the split
+    is_before_last = bool(plan.split.mtp_before_last)
+    splits = space.fixed_splits(plan.shape, plan.layout, is_mtp_before_last=is_before_last)
+    if splits is None and SPLIT_EMBEDDING not in best.params:
+        # A file says the split, or there is one alone.
+        splits = (plan.split.transformer_layers_per_stage,)
 
     def may_have(split: tuple[int, ...], mapping: Mapping) -> bool:
-        return space.refusal_of(replace(plan, split=space.split_of(split), mapping=mapping)) is None
+        moved_plan = replace(plan, split=_with_counts(plan.split, split), mapping=mapping)
+        return space.refusal_of(moved_plan) is None
 
     return best_splits(
         calibrated,
@@ -177,6 +180,11 @@ def _search(
         num_splits=num_splits,
         may_have=may_have,
     )
+
+
+def _with_counts(split: Split, counts: tuple[int, ...]) -> Split:
+    """The split with these layers of each stage; the stage of multi-token prediction stays."""
+    return replace(split, transformer_layers_per_stage=counts)
 
 
 def _choices[M: Move](ranked: Sequence[M]) -> Iterator[M]:
@@ -191,13 +199,13 @@ def _choices[M: Move](ranked: Sequence[M]) -> Iterator[M]:
 
 
 def _without_moves(plan: Plan) -> object:
-    """What identifies a plan beside its split and mapping: of a custom schedule its name."""
+    """What identifies a plan beside its layers of stages and mapping: of a custom schedule its name."""
     custom = plan.schedule.custom
     if custom is not None and custom.named is not None:
         return plan.shape, custom.named, custom.group, custom.placement
     if custom is not None:
         return plan.identity
-    return plan.shape, plan.schedule
+    return plan.shape, plan.schedule, plan.split.mtp_before_last
 
 
 def _limits(*, num_cut_off: int, num_left: int, num_unfit: int) -> Iterator[str]:

@@ -51,23 +51,26 @@ _SMALL_STAGES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRows:
-    """One row of 17 quantities a layout, of one transformer layer unless said otherwise.
+    """One row of 18 quantities a layout, of one transformer layer unless said otherwise.
 
     0 to 1: seconds forward and backward. 2 to 5: the seconds that the embedding adds to them, then the head.
     6 and 7: bytes kept a microbatch, and a stage's boundary. 8 and 9: bytes of weights, gradients and
     optimizer state, and the embedding's. 10 and 11: seconds that selective and full recompute repeat.
     12 and 13: dense and expert weights. 14 and 15: seconds of computation, and those that both ends add.
-    16: of 6, the bytes that selective recompute of the attention's inner part leaves.
+    16: of 6, the bytes that selective recompute of the attention's inner part leaves. 17: seconds that
+    multi-token prediction adds to the stage before the last one, 0 where it counts with the head.
 
     `kinds` are those of each kind of layers, and `least` the smallest of all. `before` [num_kinds, num_layers
     + 1] are the layers of each kind before each layer, and in all. `is_hybrid`: the model's pattern has them
-    in any order.
+    in any order. `is_mtp_before_last`: multi-token prediction lies on the stage before the last one, which
+    has no layer.
     """
 
     least: FloatArray
     kinds: tuple[FloatArray, ...]
     before: IntArray
     is_hybrid: bool
+    is_mtp_before_last: bool = False
 
     @property
     def totals(self) -> list[int]:
@@ -139,6 +142,8 @@ class SplitUnits:
         ends = self.units[:, 2:6].reshape(-1, 2, 2).sum(axis=2)
         busy[:, 0] += ends[:, 0]
         busy[:, 0 if self.is_v_placement else -1] += ends[:, 1]
+        if self.pp > 1:
+            busy[:, -2] += self.units[:, 17]
         return busy
 
     def _total(self, quantity: Callable[[FloatArray], FloatArray], counts: Sequence[IntArray]) -> FloatArray:
@@ -197,13 +202,17 @@ def unit_rows(job: PlanRequest, shape: ModelShape, layouts: LayoutTable, constan
 
     def table(job: PlanRequest, shape: ModelShape) -> FloatArray:
         rows = [_unit(job, shape, key, layouts.partitions[cut], constants) for *key, cut in keys.tolist()]
-        return np.array(rows).reshape(-1, 17)
+        return np.array(rows).reshape(-1, 18)
 
     tables = [table(*kind_job) for kind_job in jobs_of_kinds(job, shape)]
     kinds = tuple(_of_rows(job, columns, each[inverse]) for each in tables)
     least = kinds[0] if len(kinds) == 1 else _of_rows(job, columns, np.minimum.reduce(tables)[inverse])
     return UnitRows(
-        least=least, kinds=kinds, before=layers_before_of(job, shape), is_hybrid=bool(shape.pattern)
+        least=least,
+        kinds=kinds,
+        before=layers_before_of(job, shape),
+        is_hybrid=bool(shape.pattern),
+        is_mtp_before_last=job.has_mtp_before_last,
     )
 
 
@@ -264,18 +273,20 @@ def _unit(
     tp, cp, size, ep = key
     layout = layout_of(tp, cp, _SMALL_STAGES, ep, size, 1, 0, 0, ep=ep, partition=partition)
     run = small_run(job, shape, layout)
-    # A stage's time beside its layers is left out, multi-token prediction before the last stage, too.
-    unit = unit_parts(replace(run, is_mtp_before_last=job.is_mtp_before_last), constants)
+    # A stage's time beside its layers is left out.
+    unit = unit_parts(replace(run, is_mtp_before_last=job.has_mtp_before_last), constants)
     (parts,), ((kind_run, experts),) = unit.layers, run.runs_by_kind
     # Recompute leaves less to copy, and hides more of it, than a run without it has.
-    timed = {name: times for name, times in parts.items() if name != "offload"}
+    timed, further = (
+        {name: times for name, times in part.items() if name != "offload"} for part in (parts, unit.further)
+    )
     layer, *ends = (_both_ways(Times.sum_of(part.values())) for part in (timed, unit.embedding, unit.head))
     whole = layer_activation_bytes(kind_run, experts=experts)
     whole -= activation_offload.layer_bytes(kind_run, experts=experts).freed_bytes
     boundary = HALF * run.tokens_per_microbatch * shape.hidden_size / tp
     bare = [
         sum(part[name].total_s for name in COMPUTE if name in part)
-        for part in (parts, unit.embedding, unit.head)
+        for part in (parts, unit.embedding, unit.head, further)
     ]
     weights = weights_of_stages(run)
     sizes = [weights[1].num_total, weights[0].num_total - weights[1].num_total]
@@ -293,8 +304,9 @@ def _unit(
         weights[1].num_dense,
         weights[1].num_expert,
         bare[0],
-        bare[1] + bare[2],
+        bare[1] + bare[2] + bare[3],
         whole - attention_bytes_again(kind_run),
+        Times.sum_of(further.values()).total_s,
     ]
 
 
@@ -319,7 +331,9 @@ def small_run(
         machines=replace(job.machines, num_devices=layout.world_size),
         global_batch_size=layout.micro_batch_size * layout.data_parallel * layout.pipeline_parallel,
     )
-    return small.run(shape, layout, (layers_per_stage,) * layout.num_stages)
+    # An inner stage has nothing beside its layers.
+    split = (layers_per_stage,) * layout.num_stages
+    return small.run(shape, layout, split, is_mtp_before_last=False)
 
 
 def transfers_s(job: PlanRequest, shape: ModelShape, columns: IntArray, constants: Constants) -> FloatArray:

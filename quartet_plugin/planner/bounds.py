@@ -48,7 +48,7 @@ from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.named import named
 from quartet_plugin.space.expert_stages import split_with_experts
 from quartet_plugin.split.kinds import KindLoads, balanced_by_kinds, least_by_stage
-from quartet_plugin.split.layers import even_split, even_split_with_ends
+from quartet_plugin.split.layers import EndLoads, even_split, even_split_with_ends, split_for_end_loads
 
 # Rounding, and for pipelines that the cost model extrapolates the error of doing so.
 ROUNDING, EXTRAPOLATION = 1e-9, 2e-3
@@ -113,7 +113,8 @@ class LowerBounds:
 
     `first` and `last` are the loads of embedding and head, rounded to whole layers. `loads` [rows, num_kinds
     + 2] are those of a hybrid model's embedding, layers of each kind, and head, in 16ths of the mean layer;
-    of other models they have no columns.
+    with multi-token prediction on the stage before the last one it has the load of that, in whole layers. Of
+    other models they have no columns.
     """
 
     time_s: FloatArray
@@ -122,6 +123,11 @@ class LowerBounds:
     last: IntArray
     loads: IntArray
     inputs: BoundInputs
+
+    def end_loads(self, row: int) -> EndLoads:
+        """The loads of the ends of a row, in whole layers."""
+        mtp = float(self.loads[row, 0]) if self.inputs.units.is_mtp_before_last else None
+        return EndLoads(embedding=float(self.first[row]), head=float(self.last[row]), mtp=mtp)
 
     def split(self, job: PlanRequest, shape: ModelShape, table: LayoutTable, row: int) -> tuple[int, ...]:
         """The split that the layout of `row` is planned with."""
@@ -171,7 +177,16 @@ def split_of(
     if kind >= WRITTEN:
         return written_splits(job)[kind - WRITTEN]
     if kind == EVEN:
-        return even_split(shape.num_layers, num_stages=pp * virtual)
+        is_before_last = job.has_mtp_before_last
+        return even_split(shape.num_layers, num_stages=pp * virtual, is_mtp_before_last=is_before_last)
+    if job.has_mtp_before_last:
+        first, last = map(float, end_loads)
+        return split_for_end_loads(
+            shape.num_layers,
+            num_devices=pp,
+            num_chunks=virtual,
+            end_loads=EndLoads(embedding=first, head=last, mtp=float(loads[0])),
+        )
     if loads:
         return _split_of_pattern(
             shape.pattern or "",
@@ -254,7 +269,7 @@ def bounds_of(
     loads = _loads_of_kinds(inputs.units, layer)
     first = np.rint(ends[:, 0].sum(axis=1) / layer).astype(np.int64)
     last = np.rint(ends[:, 1].sum(axis=1) / layer).astype(np.int64)
-    which = np.unique(loads, axis=0, return_inverse=True)[1].ravel() if inputs.units.is_hybrid else 0 * first
+    which = np.unique(loads, axis=0, return_inverse=True)[1].ravel() if loads.shape[1] else 0 * first
     span, memory = np.zeros(len(columns)), np.zeros(len(columns))
     keys, examples, groups = unique_rows(
         np.column_stack([columns[:, [PP, VIRTUAL, SPLIT, SCHEDULE]], first, last, which])
@@ -303,6 +318,9 @@ def bounds_of(
 
 def _loads_of_kinds(units: UnitRows, mean_s: FloatArray) -> IntArray:
     """`LowerBounds.loads`, of which the mean layer takes `mean_s` [rows]."""
+    if units.is_mtp_before_last:
+        of_mtp: IntArray = np.rint(units.least[:, 17] / mean_s).astype(np.int64)[:, None]
+        return of_mtp
     if not units.is_hybrid:
         return np.zeros((len(mean_s), 0), dtype=np.int64)
     embedding, head = units.least[:, 2:6].reshape(-1, 2, 2).sum(axis=2).T
@@ -395,7 +413,7 @@ def _least_span(
     one stage a rank and full backwards rank d is behind d others: from T >= m x_d + sum of x_k for k < d
     follows x_d <= T / m (1 - 1 / m)^d for the times x of a microbatch on the ranks, largest first.
     """
-    work = units[:, :2].sum(axis=1) * num_layers + units[:, 2:6].sum(axis=1)
+    work = units[:, :2].sum(axis=1) * num_layers + units[:, 2:6].sum(axis=1) + units[:, 17]
     compute = units[:, 14] * num_layers + units[:, 15]
     speed = min(pp * float((1 / slowdown).mean()), pp - 1 + 1 / float(slowdown.max()))
     ranks = np.arange(pp)

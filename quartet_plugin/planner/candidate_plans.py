@@ -24,13 +24,16 @@ from quartet_plugin.planner.layout_bounds import least_seconds_of
 from quartet_plugin.planner.split_search import balanced_split
 from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
 from quartet_plugin.space.expert_stages import stock_placement
+from quartet_plugin.space.knobs.mtp_stage import BEFORE_LAST, LAST
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE
 from quartet_plugin.space.moved_plans import moved, with_order
 from quartet_plugin.space.order_exchanges import RUN
 from quartet_plugin.space.param_sources import (
-    SPLIT_HEAD,
+    SPLIT_EMBEDDING,
+    SPLIT_MTP,
     Params,
     layout_texts,
+    load_of,
     param_prefix,
 )
 from quartet_plugin.space.plan_space import Space
@@ -406,7 +409,7 @@ class PlanCandidates:
     def _split_of(self, candidate: Candidate, splits_of: SplitsOf) -> tuple[int, ...]:
         """The split that balances the candidate's devices; its own where that is fixed."""
         plan = candidate.plan
-        calibrated = splits_of(plan) if SPLIT_HEAD in candidate.params else None
+        calibrated = splits_of(plan) if SPLIT_EMBEDDING in candidate.params else None
         if calibrated is None:
             return plan.split.transformer_layers_per_stage
         split = balanced_split(
@@ -459,8 +462,10 @@ class _PathParams:
         return number
 
     def unit_float(self, name: str) -> float:
-        end_loads = flops_end_loads(self._shape, mtp_layers=self._mtp_layers)
-        load = end_loads.head if name == SPLIT_HEAD else end_loads.embedding
+        end_loads = flops_end_loads(
+            self._shape, mtp_layers=self._mtp_layers, is_mtp_before_last=name == SPLIT_MTP
+        )
+        load = load_of(end_loads, name)
         self.params[name] = share = _share(load, self._shape.num_layers)
         return share
 
@@ -497,13 +502,19 @@ def candidate_of(
     group: int | None,
     split: tuple[int, ...],
     mapping: Mapping,
+    is_mtp_before_last: bool = False,
 ) -> tuple[Params, Plan] | None:
     """The parameters of a plan by its parts, and the plan; None where the space does not hold it."""
-    source = _LayoutParams(shape, layout, space=space, schedule=schedule, group=str(group))
+    mtp_stage = BEFORE_LAST if is_mtp_before_last else LAST
+    source = _LayoutParams(
+        shape, layout, space=space, schedule=schedule, group=str(group), mtp_stage=mtp_stage
+    )
     try:
         plan = space.decode(source, trial=0)
     except KeyError:
         return None
+    if bool(plan.split.mtp_before_last) != is_mtp_before_last:
+        return None  # of a single stage there is no choice
     return moved(space, source.params, plan, split=split, mapping=mapping)
 
 

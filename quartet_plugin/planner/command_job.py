@@ -47,6 +47,7 @@ from quartet_plugin.space.knobs.expert_overlap import (
 )
 from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL, WHOLE
 from quartet_plugin.space.knobs.moe_grouped_gemm import MOE_GROUPED_GEMM
+from quartet_plugin.space.knobs.mtp_stage import OF_COMMAND
 from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES
 from quartet_plugin.space.knobs.optimizer_cpu_offload import OPTIMIZER_CPU_OFFLOAD
 from quartet_plugin.space.knobs.optimizer_offload_fraction import OPTIMIZER_OFFLOAD_FRACTION
@@ -80,7 +81,13 @@ _READ_FOR_SETTINGS = (
     "cp_comm_by_layer",
 )
 # Those that only the command's words tell, by which layouts are legal, and values of settings.
-_READ_IN_WORDS = WHOLE_NODES | {"step_param_gather", "bf16_end_layer", "hybrid", "tp_pp_dp_order"}
+_READ_IN_WORDS = WHOLE_NODES | {
+    "step_param_gather",
+    "bf16_end_layer",
+    "hybrid",
+    "tp_pp_dp_order",
+    OF_COMMAND,
+}
 _READ_IN_WORDS_FOR_SETTINGS = frozenset({"saved_params", "ddp_num_buckets"})
 _OF_EXPERTS = (
     EXPERT_TENSOR_PARALLEL.name,
@@ -198,7 +205,6 @@ def job_of_command(
             settings=_settings(args, kept),
             batching_features=batching_features(features),
             baseline_split=split.transformer_layers_per_stage,
-            is_mtp_before_last=bool(split.mtp_before_last),
             no_custom_schedules=refusal(arguments_in(command.arguments)),
         ),
         layout=layout,

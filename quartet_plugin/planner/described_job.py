@@ -77,5 +77,4 @@ def request_of(
         settings=said.settings or (),
         batching_features=plan.made_for.batching_features or (),
         baseline_split=plan.made_for.baseline.split.transformer_layers_per_stage,
-        is_mtp_before_last=bool(plan.made_for.baseline.split.mtp_before_last),
     )

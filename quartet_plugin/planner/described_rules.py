@@ -52,7 +52,7 @@ def rules_of(job: PlanRequest) -> LayoutRules:
                 # (`kept_axes`). Layouts with one copy of the model have that value, too.
                 distributed_optimizer=job.search.distributed_optimizer == (True,),
             ),
-            split=(job.shape.num_layers,),
+            split=Split.of((job.shape.num_layers,)),
         ),
         nodes=job.nodes,
         search=search.model_copy(update={"schedule": schedule, "forbid": ()}),
@@ -78,7 +78,7 @@ def described_search(job: PlanRequest) -> PlanSearch:
     return search
 
 
-def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...]) -> TrainingJob:
+def training_job_of(job: PlanRequest, *, layout: Layout, split: Split) -> TrainingJob:
     """The job as trial 0 would report it: Transformer Engine's layers in a stock layout of its devices."""
     present = {
         "fp8": job.precision == "fp8",
@@ -93,7 +93,7 @@ def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...])
         torch_version="",
         shape=job.shape,
         layout=layout,
-        split=Split(transformer_layers_per_stage=split),
+        split=split,
         schedule=stock_choice(layout),
         global_batch_size=job.global_batch_size,
         train_iters=0,

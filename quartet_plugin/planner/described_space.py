@@ -31,7 +31,7 @@ def space_of(
     """
     plain = plain_layout(job, constants=constants)
     space = build_space(
-        training_job_of(job, layout=plain.layout, split=plain.split),
+        training_job_of(job, layout=plain.layout, split=plain.stage_split),
         nodes=job.nodes,
         search=described_search(job),
         run=run,
@@ -81,5 +81,6 @@ def _with_order(space: Space, ranked: Ranked, order: tuple[Slot, ...]) -> tuple[
         schedule=TABLE_SCHEDULES[index],
         group=ranked.group,
         split=ranked.split,
+        is_mtp_before_last=ranked.is_mtp_before_last,
         mapping=Mapping(slots=order),
     )

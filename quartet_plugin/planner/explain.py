@@ -250,13 +250,18 @@ def _check_made_for(plan: Plan, job: PlanRequest) -> None:
 
 
 def _run_of(plan: Plan, job: PlanRequest) -> TrainingRun:
-    run = job.run(plan.shape, plan.layout, plan.split.transformer_layers_per_stage)
+    split = plan.split
+    run = job.run(
+        plan.shape,
+        plan.layout,
+        split.transformer_layers_per_stage,
+        is_mtp_before_last=bool(split.mtp_before_last),
+    )
     return replace(
         run,
         schedule=schedule_kind(plan.schedule),
         group=schedule_group(plan.schedule),
         custom=plan.schedule.custom,
-        is_mtp_before_last=bool(plan.split.mtp_before_last),
     )
 
 
@@ -387,7 +392,7 @@ def _plan_of(
         made_for=replace(plan.made_for, nodes=nodes),
         shape=ranked.shape,
         layout=ranked.layout,
-        split=job.split_of(ranked.split),
+        split=ranked.stage_split,
         schedule=schedule_of(job, ranked, constants=constants),
         mapping=SlotMapping(
             slots=slots if ranked.slots is None else tuple(slots[slot] for slot in ranked.slots)

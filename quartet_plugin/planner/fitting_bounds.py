@@ -73,7 +73,7 @@ def fitting_bounds(
 
 def _work_s(units: UnitRows, rows: IntArray) -> FloatArray:
     """Seconds of a microbatch on all ranks together [rows]."""
-    work: FloatArray = units.least[rows, 2:6].sum(axis=1)
+    work: FloatArray = units.least[rows, 2:6].sum(axis=1) + units.least[rows, 17]
     for kind, num in zip(units.kinds, units.totals, strict=True):
         work = work + num * kind[rows, :2].sum(axis=1)
     return work
@@ -118,10 +118,15 @@ class _Pipeline:
 
     @property
     def _least_layers(self) -> IntArray:
-        """The layers of each rank at least [pp]: one a stage, but for the first and the last stage."""
+        """The layers of each rank at least [pp]: one a stage, but for the first and the last stage.
+
+        With multi-token prediction on the stage before the last one, that stage may have none, too.
+        """
         least = np.full(self.pp, self.virtual, dtype=np.int64)
         least[0] -= 1
         least[0 if has_v_placement(self.schedule) else -1] -= 1
+        if self.inputs.units.is_mtp_before_last:
+            least[-2] -= 1
         return np.maximum(0, least)
 
     def _memory(self, limit_bytes: float) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -182,15 +187,20 @@ class _Pipeline:
     def _ends_and_fill(self, units: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Seconds of a microbatch in each rank's ends, and before and after the rank [rows, pp].
 
-        Every stage before a rank's first one holds a layer, but for the model's first stage. Where backwards
-        are split nothing has to follow.
+        Every stage before a rank's first one holds a layer, but for the model's first stage, and one with
+        multi-token prediction. Where backwards are split nothing has to follow.
         """
         ranks = np.arange(self.pp)
         embedding, head = units[:, 2:6].reshape(-1, 2, 2).sum(axis=2).T
         ends = np.zeros((len(units), self.pp))
         ends[:, 0] += embedding
         ends[:, 0 if has_v_placement(self.schedule) else -1] += head
+        if self.inputs.units.is_mtp_before_last:
+            ends[:, -2] += units[:, 17]
         passes = slice(0, 1) if self.schedule.splits_backward else slice(0, 2)
         of_layer, of_embedding = units[:, :2][:, passes].sum(axis=1), units[:, 2:4][:, passes].sum(axis=1)
-        fill = of_layer[:, None] * np.maximum(0, ranks - 1) + of_embedding[:, None] * (ranks > 0)
+        num_before = np.maximum(0, ranks - 1)
+        if self.inputs.units.is_mtp_before_last:
+            num_before = np.maximum(0, np.minimum(ranks, self.pp - 2) - 1)
+        fill = of_layer[:, None] * num_before + of_embedding[:, None] * (ranks > 0)
         return ends, fill

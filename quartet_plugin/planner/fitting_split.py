@@ -25,7 +25,8 @@ def fitting_split(
     """`start` with the layers moved that do not fit; None where no split near it fits.
 
     `run_of` makes the run of a split of any number of layers. `end_loads` count the work of the ranks with
-    embedding and head. Only the first and the last stage may end up empty, and of a hybrid model none.
+    embedding and head. Only the first and the last stage may end up empty, and of a hybrid model none. A last
+    stage that has the head alone stays empty, and the one before it may end up empty.
     """
     split, layer_bytes = start, None
     for _ in range(MAX_ROUNDS):
@@ -37,7 +38,10 @@ def fitting_split(
         if layer_bytes is None:
             layer_bytes = _layer_bytes(split, run, total_bytes, run_of) / [len(held) for held in stages]
         excess_bytes, fewest = total_bytes - available_bytes, int(bool(run.kinds))
-        moved = _moved(split, stages, excess_bytes, layer_bytes, end_loads, fewest_of_ends=fewest)
+        # The last stage may have the head alone.
+        num_stages = len(split) - run.is_mtp_before_last
+        able = [[stage for stage in held if stage < num_stages] for held in stages]
+        moved = _moved(split, able, excess_bytes, layer_bytes, end_loads, fewest_of_ends=fewest)
         if moved is None:
             return None
         split = moved
@@ -81,17 +85,19 @@ def _moved(
 ) -> tuple[int, ...] | None:
     """The split after moves by which no rank is over its memory; None where there are no such moves.
 
-    `stages` are those of each rank, `excess_bytes` a rank's bytes over its memory, `layer_bytes` those of one
-    of its layers.
+    `stages` are those of each rank that may have layers, `excess_bytes` a rank's bytes over its memory,
+    `layer_bytes` those of one of its layers.
     """
-    counts, excess, last = list(split), excess_bytes.copy(), len(split) - 1
+    counts, excess, last = list(split), excess_bytes.copy(), max(stage for held in stages for stage in held)
     loads = np.array([float(sum(counts[stage] for stage in held)) for held in stages])
-    for stage, load in ((0, end_loads.embedding), (last, end_loads.head)):
+    last_load = end_loads.head if end_loads.mtp is None else end_loads.mtp
+    for stage, load in ((0, end_loads.embedding), (last, last_load)):
         loads[next(rank for rank, held in enumerate(stages) if stage in held)] += load
     while excess.max() > 0.0:
         giver = int(excess.argmax())
         able = [s for s in stages[giver] if counts[s] > (fewest_of_ends if s in (0, last) else 1)]
-        takers = [rank for rank in np.flatnonzero(excess + layer_bytes <= 0.0).tolist() if rank != giver]
+        has_room = np.flatnonzero(excess + layer_bytes <= 0.0).tolist()
+        takers = [rank for rank in has_room if rank != giver and stages[rank]]
         if not able or not takers:
             return None
         taker = min(takers, key=lambda rank: (loads[rank], excess[rank]))

@@ -43,7 +43,7 @@ from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.job_description import Experts, JobPrecision, LatentAttention
 from quartet_plugin.model.layout import Layout, Recompute, Setting, SettingValue
 from quartet_plugin.model.packed_lengths import PackedLengths
-from quartet_plugin.model.plan import MAX_RANKS, STOCK, NodeInfo, Split
+from quartet_plugin.model.plan import MAX_RANKS, STOCK, NodeInfo
 from quartet_plugin.model.sections import Section, load_yaml, validate
 from quartet_plugin.model.shape import LayerKinds, ModelShape
 from quartet_plugin.planner.hybrid_keys import check_hybrid_keys, with_pattern_counts
@@ -57,8 +57,10 @@ from quartet_plugin.space.config import (
     choices,
     distinct,
 )
+from quartet_plugin.space.features import Axis
 from quartet_plugin.space.forbidden import check_table_rules
 from quartet_plugin.space.knobs.knob import SettingKnob
+from quartet_plugin.space.knobs.mtp_stage import BEFORE_LAST, LAST, MTP_STAGE, asked_mtp_stages
 from quartet_plugin.space.knobs.overlap_grad_reduce import OVERLAP_GRAD_REDUCE
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS, SETTINGS
 from quartet_plugin.space.knobs.token_dispatcher import ALLGATHER, TOKEN_DISPATCHER
@@ -148,8 +150,7 @@ class PlanRequest:
     priced, and that no other field has. `batching_features` of a command are those by which another
     micro-batch or DP may change the training objective. `baseline_split` is the number of layers of each
     stage of the command, which `stock` in `search.split` means; None without a command, where `stock` means
-    the even split; `is_mtp_before_last`: it has multi-token prediction on the stage before the last one.
-    `mtp_kinds` are the layers of each depth of multi-token prediction in a hybrid model.
+    the even split. `mtp_kinds` are the layers of each depth of multi-token prediction in a hybrid model.
     `logged_expert_layers` of one are those of which every pipeline rank needs one
     (`TrainingJob.logged_expert_layers`).
     `no_custom_schedules` is why none runs with the command's flags, None where some may. `packed` are the
@@ -175,7 +176,6 @@ class PlanRequest:
     settings: tuple[Setting, ...] = ()
     batching_features: tuple[str, ...] = ()
     baseline_split: tuple[int, ...] | None = None
-    is_mtp_before_last: bool = False
     no_custom_schedules: str | None = None
     packed: PackedLengths | None = None
 
@@ -197,10 +197,27 @@ class PlanRequest:
         """The values of the job's settings, with those that a layout changes, by name."""
         return {setting.name: setting.value for setting in (*self.settings, *(settings or ()))}
 
-    def split_of(self, counts: tuple[int, ...]) -> Split:
-        """The split with these layers of each stage: the command's own, or one of a model's usual stages."""
-        is_before_last = self.is_mtp_before_last and counts == self.baseline_split
-        return Split(transformer_layers_per_stage=counts, mtp_before_last=True if is_before_last else None)
+    @property
+    def mtp_stages(self) -> tuple[str, ...]:
+        """The stages of multi-token prediction that plans may have; `last` without such layers."""
+        if not self.mtp_layers:
+            return (LAST,)
+        is_kept = self.rules is not None and Axis.SPLIT in self.rules.locked
+        return asked_mtp_stages(self.search.mtp_stage, features=self.features, is_kept=is_kept)
+
+    @property
+    def has_mtp_before_last(self) -> bool:
+        """Whether every pipeline has multi-token prediction on the stage before the last one."""
+        return self.mtp_stages == (BEFORE_LAST,)
+
+    def of_mtp_stage(self, stage: str) -> "PlanRequest":
+        """The request for plans with multi-token prediction on this stage alone."""
+        if self.mtp_stages == (stage,):
+            return self
+        asked, rules = {MTP_STAGE.name: (stage,)}, self.rules
+        if rules is not None:
+            rules = replace(rules, search=rules.search.model_copy(update=asked))
+        return replace(self, search=self.search.model_copy(update=asked), rules=rules)
 
     def run(
         self,
@@ -210,11 +227,15 @@ class PlanRequest:
         *,
         schedule: ScheduleKind | None = None,
         group: int | None = None,
+        is_mtp_before_last: bool | None = None,
     ) -> TrainingRun:
         """The run that a planned layout stands for; `schedule` None is the stock one.
 
         `split` may have another number of layers than the shape: each is then a mean layer of the shape.
+        `is_mtp_before_last` None: where the request has multi-token prediction on that stage alone.
         """
+        if is_mtp_before_last is None:
+            is_mtp_before_last = layout.pipeline_parallel > 1 and self.has_mtp_before_last
         is_whole = sum(split) == shape.num_layers
         layers = priced_layers(shape if is_whole else shape.without_pattern, self.experts, self.latent)
         values = self.values_in(layout.settings)
@@ -238,7 +259,7 @@ class PlanRequest:
             normalization=self.normalization,
             mtp_layers=self.mtp_layers,
             mtp_depth=depth,
-            is_mtp_before_last=bool(self.split_of(split).mtp_before_last),
+            is_mtp_before_last=is_mtp_before_last,
             has_whole_experts=values.get("expert_tensor_parallel") == 1,
             imbalance=imbalance_of(self.features),
             packed=self.packed,
@@ -466,6 +487,8 @@ def _check_search(search: PlanSearch, *, model: ModelSection, has_command: bool)
         raise ConfigError(f"search.expert_parallel: {asked}; needs model.num_experts; nearest: 1")
     if search.scaling is not None and (model.num_experts, model.latent_attention) != (None, None):
         raise ConfigError("search.scaling: known for dense models with plain attention only; remove it")
+    if BEFORE_LAST in (search.mtp_stage or ()) and not model.mtp_layers:
+        raise ConfigError(f"search.{MTP_STAGE.name}: {BEFORE_LAST}; needs model.mtp_layers; nearest: {LAST}")
     if search.scaling is not None and model.mtp_layers:
         raise ConfigError("search.scaling: not known with multi-token prediction (mtp_layers); remove it")
     if search.scaling is not None and model.hybrid_layer_pattern is not None:

@@ -1,5 +1,6 @@
 """Lower bounds on the seconds of a space's layouts, by which a study cuts what it cannot predict in full."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +31,8 @@ def least_seconds_of(
         least = np.full(len(keys), np.inf)
         np.minimum.at(least, groups, seconds)
         for (*key, cut), bound in zip(keys.tolist(), least.tolist(), strict=True):
-            known[shape, *key, table.partitions[cut]] = bound
+            row = (shape, *key, table.partitions[cut])
+            known[row] = min(bound, known.get(row, math.inf))
     return [known.get((shape, *_key(layout)), 0.0) for shape, layout in layouts]
 
 

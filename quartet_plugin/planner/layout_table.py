@@ -435,12 +435,14 @@ def _splits(job: PlanRequest, num_layers: int, num_stages: int) -> list[int]:
         is_legal_split,
         num_layers=num_layers,
         num_stages=num_stages,
-        is_mtp_before_last=job.is_mtp_before_last,
+        is_mtp_before_last=job.has_mtp_before_last,
     )
     has_stock = job.baseline_split is not None and is_legal(job.baseline_split)
     splits: list[tuple[int, tuple[int, ...]]] = []
     if "even" in requested or (STOCK in requested and not has_stock):
-        splits.append((EVEN, even_split(num_layers, num_stages=num_stages)))
+        is_before_last = job.has_mtp_before_last
+        even = even_split(num_layers, num_stages=num_stages, is_mtp_before_last=is_before_last)
+        splits.append((EVEN, even))
     splits += enumerate(written_splits(job), start=WRITTEN)
     kinds: dict[tuple[int, ...], int] = {}
     # Every stage of a hybrid model has layers.

@@ -30,7 +30,7 @@ _NUMBERS = {
     "virtual_stages": VIRTUAL,
 }
 _DEGREES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel")
-_WORDS = ("split", "schedule", "recompute", "distributed_optimizer")
+_WORDS = ("split", "mtp_stage", "schedule", "recompute", "distributed_optimizer")
 # The constraints that degrees meet last: what they refuse was legal by all others.
 _LAST = ("sequence", "layers", "batch")
 

@@ -169,6 +169,8 @@ def _has_free_order(job: PlanRequest, ranked: Ranked) -> bool:
     is_grouped = layout.virtual_stages > 1 and job.search.group is not None
     return (
         layout.pipeline_parallel > 1
+        # The plugin's schedules run multi-token prediction on the last stage.
+        and not ranked.is_mtp_before_last
         and is_searched(job)
         and (is_asked or (splits_backward and not is_grouped))
         and rules.no_custom_schedules is None

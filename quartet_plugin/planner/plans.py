@@ -29,6 +29,7 @@ class Plain:
     """The layout that plans are compared with, and its predicted seconds an iteration.
 
     `schedule` is its stock schedule; `is_users`: it is that of the user's command; `fits`: in memory.
+    `is_mtp_before_last`: it has multi-token prediction on the stage before the last one.
     """
 
     layout: Layout
@@ -37,6 +38,12 @@ class Plain:
     schedule: ScheduleChoice
     is_users: bool = False
     fits: bool = True
+    is_mtp_before_last: bool = False
+
+    @property
+    def stage_split(self) -> Split:
+        """The split with the stage of multi-token prediction."""
+        return Split.of(self.split, is_mtp_before_last=self.is_mtp_before_last)
 
 
 def plain_layout(
@@ -67,22 +74,38 @@ def plain_layout(
         )
     )
     for layout in layouts:
-        split = _plain_split(job.shape.num_layers, num_stages=layout.num_stages)
+        is_before_last = job.has_mtp_before_last and layout.pipeline_parallel > 1
+        split = _plain_split(
+            job.shape.num_layers, num_stages=layout.num_stages, is_mtp_before_last=is_before_last
+        )
         run = job.run(job.shape, layout, split)
         if peak_memory(run).fits:
-            time_s = stock_time_s(job, run, used)
-            return Plain(layout=layout, split=split, iteration_s=time_s, schedule=stock_choice(layout))
+            return Plain(
+                layout=layout,
+                split=split,
+                iteration_s=stock_time_s(job, run, used),
+                schedule=stock_choice(layout),
+                is_mtp_before_last=is_before_last,
+            )
     best = best or rank(job, constants=used).best[0]
-    split, time_s = best.split, best.iteration_s
+    split, time_s, is_before_last = best.split, best.iteration_s, best.is_mtp_before_last
     if best.shape != job.shape or best.schedule.is_custom:
+        # Neither has multi-token prediction before the last stage.
         split = _plain_split(job.shape.num_layers, num_stages=best.layout.num_stages)
         time_s = stock_time_s(job, job.run(job.shape, best.layout, split), used)
-    schedule = stock_choice(best.layout)
-    return Plain(layout=best.layout, split=split, iteration_s=time_s, schedule=schedule)
+    return Plain(
+        layout=best.layout,
+        split=split,
+        iteration_s=time_s,
+        schedule=stock_choice(best.layout),
+        is_mtp_before_last=is_before_last,
+    )
 
 
-def _plain_split(num_layers: int, *, num_stages: int) -> tuple[int, ...]:
+def _plain_split(num_layers: int, *, num_stages: int, is_mtp_before_last: bool = False) -> tuple[int, ...]:
     """The even split; of fewer layers than stages one whose ends are empty."""
+    if is_mtp_before_last:
+        return (*_plain_split(num_layers, num_stages=num_stages - 1), 0)
     split = even_split(num_layers, num_stages=num_stages)
     if is_legal_split(split, num_layers=num_layers, num_stages=num_stages):
         return split
@@ -96,8 +119,8 @@ def users_layout(
 
     Raises ConfigError where it is none of the job's devices, layers or batch.
     """
-    counts = split.transformer_layers_per_stage
-    run = job.run(job.shape, layout, counts)
+    counts, is_before_last = split.transformer_layers_per_stage, bool(split.mtp_before_last)
+    run = job.run(job.shape, layout, counts, is_mtp_before_last=is_before_last)
     return Plain(
         layout=layout,
         split=counts,
@@ -105,6 +128,7 @@ def users_layout(
         schedule=schedule,
         is_users=True,
         fits=peak_memory(run).fits,
+        is_mtp_before_last=is_before_last,
     )
 
 
@@ -138,7 +162,7 @@ def plan_of(
             global_batch_size=job.global_batch_size,
             baseline=Baseline(
                 layout=plain.layout,
-                split=job.split_of(plain.split),
+                split=plain.stage_split,
                 schedule=plain.schedule,
             ),
             world_size=machines.num_devices,
@@ -149,7 +173,7 @@ def plan_of(
         ),
         shape=ranked.shape,
         layout=_stated(job, ranked.layout),
-        split=job.split_of(ranked.split),
+        split=ranked.stage_split,
         schedule=schedule_of(job, ranked, constants=constants or fitted()),
         mapping=Mapping(slots=slots if ranked.slots is None else tuple(slots[slot] for slot in ranked.slots)),
         provenance=Provenance(run=name, trial=place, seed=0, quartet_version=__version__),

@@ -9,6 +9,7 @@ ordered by bounds on every split that fits (`fitting_bounds`).
 """
 
 import bisect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import STOCK
+from quartet_plugin.model.plan import STOCK, Split
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.assignment_search import (
     EQUAL,
@@ -57,7 +58,7 @@ from quartet_plugin.planner.no_layout import no_layout_words
 from quartet_plugin.planner.table_schedules import placement_of
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.space.expert_stages import fault_of_split
-from quartet_plugin.split.layers import EndLoads
+from quartet_plugin.space.knobs.mtp_stage import BEFORE_LAST, LAST
 
 # Layouts of a cluster whose mappings are solved with more effort than for ranking.
 REFINED = 4
@@ -70,7 +71,7 @@ class Ranked:
     `group` is that of an interleaved schedule. `slots[r]` plays RANK r, None in the launcher's order;
     `stock_s` has the seconds of Megatron's stock orders where they were compared. `order` is a searched
     order, `gap` the makespan over a bound on every order with this split and placement, less one, where it is
-    known.
+    known. `is_mtp_before_last`: multi-token prediction lies on the stage before the last one.
     """
 
     shape: ModelShape
@@ -86,6 +87,12 @@ class Ranked:
     stock_s: Mapping[str, float] | None = None
     order: CustomSchedule | None = None
     gap: float | None = None
+    is_mtp_before_last: bool = False
+
+    @property
+    def stage_split(self) -> Split:
+        """The split with the stage of multi-token prediction."""
+        return Split.of(self.split, is_mtp_before_last=self.is_mtp_before_last)
 
     @property
     def schedule_label(self) -> str:
@@ -115,8 +122,12 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShapeLayouts:
-    """The layouts of one shape; `scale` makes their times those for the FLOPs of the requested shape."""
+    """The layouts of one shape; `scale` makes their times those for the FLOPs of the requested shape.
 
+    `job` is the request for one stage of multi-token prediction.
+    """
+
+    job: PlanRequest
     shape: ModelShape
     table: LayoutTable
     bounds: LowerBounds
@@ -210,11 +221,16 @@ def rank(
     none fits; it names the layout whose balanced split needs the least memory.
     """
     used = constants or fitted()
-    layouts_by_shape = [_shape_layouts(job, shape, used) for shape in shapes_of(job)]
+    layouts_by_shape = [
+        _shape_layouts(of_stage, shape, used) for of_stage in _jobs_of(job) for shape in shapes_of(job)
+    ]
     total = sum(len(layouts.table) for layouts in layouts_by_shape)
     if not total:
         raise InfeasibleError(no_layout_words(job))
-    solver = None if job.cluster is None else AssignmentSolver(job, used, job.topology(used))
+    solvers: dict[str, AssignmentSolver] = {}
+    if job.cluster is not None:
+        topology = job.topology(used)
+        solvers = {each.mtp_stages[0]: AssignmentSolver(each, used, topology) for each in _jobs_of(job)}
     best = _BestPlans(top=top, is_exhaustive=exhaustive)
     limit_bytes = _available_bytes(job)
     is_over = [layouts.bounds.memory_bytes > limit_bytes for layouts in layouts_by_shape]
@@ -223,7 +239,8 @@ def rank(
         if bound > best.limit_s:
             break
         layouts = layouts_by_shape[index]
-        ranked = _planned(job, layouts, row, used, solver, limit_s=best.limit_s / layouts.scale)
+        solver = solvers.get(layouts.job.mtp_stages[0])
+        ranked = _planned(layouts, row, used, solver, limit_s=best.limit_s / layouts.scale)
         is_over[index][row] = ranked is NoPlan.UNFIT
         if isinstance(ranked, Ranked):
             is_planned[index][row] = True
@@ -246,8 +263,9 @@ def rank(
             if bound > best.limit_s:
                 break
             layouts = layouts_by_shape[index]
+            solver = solvers.get(layouts.job.mtp_stages[0])
             ranked = _planned_otherwise(
-                job, layouts, row, used, solver, limit_s=best.limit_s / layouts.scale, is_unfit=is_unfit
+                layouts, row, used, solver, limit_s=best.limit_s / layouts.scale, is_unfit=is_unfit
             )
             is_over[index][row] = ranked is NoPlan.UNFIT
             if isinstance(ranked, Ranked):
@@ -267,6 +285,11 @@ def rank(
             for group in TooLarge.by_degrees(layouts.table.columns[over], num_bytes[over])
         ),
     )
+
+
+def _jobs_of(job: PlanRequest) -> list[PlanRequest]:
+    """The request for each stage that multi-token prediction may have: their layouts have other bounds."""
+    return [job.of_mtp_stage(stage) for stage in job.mtp_stages]
 
 
 def best_plans(
@@ -318,7 +341,7 @@ def refine(
     refined = []
     for ranked in ranking.best:
         problem = AssignmentProblem(
-            job=job,
+            job=job.of_mtp_stage(BEFORE_LAST if ranked.is_mtp_before_last else LAST),
             shape=ranked.shape,
             layout=ranked.layout,
             split=ranked.split,
@@ -364,6 +387,7 @@ def _shape_layouts(job: PlanRequest, shape: ModelShape, constants: Constants) ->
         machines, used = best_case_cluster(job.cluster, constants)
         bounded = replace(job, machines=machines)
     return _ShapeLayouts(
+        job=job,
         shape=shape,
         table=table,
         bounds=bounds_of(
@@ -384,10 +408,11 @@ def least_seconds(
     """Each shape with its table, and seconds for equal work that a row is not under with its first split.
 
     Where that does not fit in memory, no split that fits is under them; they are infinite where none fits.
+    Of several stages of multi-token prediction each has a table.
     """
     limit_bytes = _available_bytes(job)
-    for shape in shapes_of(job):
-        layouts = _shape_layouts(job, shape, constants)
+    for of_stage, shape in itertools.product(_jobs_of(job), shapes_of(job)):
+        layouts = _shape_layouts(of_stage, shape, constants)
         bounds, columns = layouts.bounds, layouts.table.columns
         is_over = bounds.memory_bytes > limit_bytes
         time_s = np.where(is_over, np.inf, bounds.time_s)
@@ -419,7 +444,6 @@ def _ordered(layouts_by_shape: list[_ShapeLayouts], *, limit_bytes: float) -> li
 
 
 def _planned(
-    job: PlanRequest,
     layouts: _ShapeLayouts,
     row: int,
     constants: Constants,
@@ -428,16 +452,15 @@ def _planned(
     limit_s: float = math.inf,
 ) -> Ranked | NoPlan:
     """The row with its best group's prediction, or why there is none; none over `limit_s` need be made."""
-    refused = None if limit_s == math.inf else lru_cache(partial(_refused, job, layouts, row, limit_s))
-    split = layouts.bounds.split(job, layouts.shape, layouts.table, row)
+    refused = None if limit_s == math.inf else lru_cache(partial(_refused, layouts, row, limit_s))
+    split = layouts.bounds.split(layouts.job, layouts.shape, layouts.table, row)
     return _best_of(
-        _planned_with(job, layouts, row, group, split, constants, solver, limit_s, refused)
+        _planned_with(layouts, row, group, split, constants, solver, limit_s, refused)
         for group in layouts.table.groups(row)
     )
 
 
 def _planned_otherwise(
-    job: PlanRequest,
     layouts: _ShapeLayouts,
     row: int,
     constants: Constants,
@@ -450,11 +473,10 @@ def _planned_otherwise(
 
     There is none where the first split fits, with any group: it is too slow. `is_unfit`: it does not.
     """
-    shape, table, bounds = layouts.shape, layouts.table, layouts.bounds
+    job, shape, table, bounds = layouts.job, layouts.shape, layouts.table, layouts.bounds
     layout, schedule, groups = table.layout(row), table.schedule(row), table.groups(row)
-    split = bounds.split(job, shape, table, row)
-    end_loads = EndLoads(embedding=float(bounds.first[row]), head=float(bounds.last[row]))
-    refused = None if limit_s == math.inf else lru_cache(partial(_refused, job, layouts, row, limit_s))
+    split, end_loads = bounds.split(job, shape, table, row), bounds.end_loads(row)
+    refused = None if limit_s == math.inf else lru_cache(partial(_refused, layouts, row, limit_s))
 
     def run_of(counts: tuple[int, ...], group: int | None) -> TrainingRun:
         return job.run(shape, layout, counts, schedule=schedule, group=group)
@@ -475,7 +497,7 @@ def _planned_otherwise(
             return NoPlan.UNFIT
         reason = None if refused is None else refused(moved)
         return reason or _planned_with(
-            job, layouts, row, group, moved, constants, solver, limit_s, refused, is_alone=True
+            layouts, row, group, moved, constants, solver, limit_s, refused, is_alone=True
         )
 
     return _best_of(planned(group) for group in groups)
@@ -490,18 +512,15 @@ def _best_of(planned_groups: Iterable[Ranked | NoPlan]) -> Ranked | NoPlan:
     return NoPlan.TOO_SLOW if NoPlan.TOO_SLOW in planned else NoPlan.UNFIT
 
 
-def _refused(
-    job: PlanRequest, layouts: _ShapeLayouts, row: int, limit_s: float, split: tuple[int, ...]
-) -> NoPlan | None:
+def _refused(layouts: _ShapeLayouts, row: int, limit_s: float, split: tuple[int, ...]) -> NoPlan | None:
     """Why the row cannot be planned with a split, by its bounds; None where it may."""
     time, memory = layouts.bounds.of_split(layouts.table, row, split)
-    if memory > _available_bytes(job):
+    if memory > _available_bytes(layouts.job):
         return NoPlan.UNFIT
     return NoPlan.TOO_SLOW if time > limit_s else None
 
 
 def _planned_with(
-    job: PlanRequest,
     layouts: _ShapeLayouts,
     row: int,
     group: int | None,
@@ -518,10 +537,18 @@ def _planned_with(
     On a described cluster a free split is tried beside another one, unless it `is_alone`; splits that are
     `refused` are not tried.
     """
-    layout, schedule = layouts.table.layout(row), layouts.table.schedule(row)
+    job, layout, schedule = layouts.job, layouts.table.layout(row), layouts.table.schedule(row)
     if _lacks_experts(job, layout, split, schedule):
         return NoPlan.UNFIT
-    ranked = partial(Ranked, shape=layouts.shape, layout=layout, split=split, schedule=schedule, group=group)
+    ranked = partial(
+        Ranked,
+        shape=layouts.shape,
+        layout=layout,
+        split=split,
+        schedule=schedule,
+        group=group,
+        is_mtp_before_last=job.has_mtp_before_last,
+    )
     if solver is None:
         run = job.run(layouts.shape, layout, split, schedule=schedule, group=group)
         # Memory takes less to compute: it goes first while no time is too long.
@@ -599,10 +626,10 @@ def _nearest(job: PlanRequest, layouts_by_shape: list[_ShapeLayouts]) -> str:
             break
         layouts = layouts_by_shape[index]
         layout = layouts.table.layout(row)
-        split = layouts.bounds.split(job, layouts.shape, layouts.table, row)
+        split = layouts.bounds.split(layouts.job, layouts.shape, layouts.table, row)
         schedule = layouts.table.schedule(row)
         group = layouts.table.groups(row)[0]
-        memory = peak_memory(job.run(layouts.shape, layout, split, schedule=schedule, group=group))
+        memory = peak_memory(layouts.job.run(layouts.shape, layout, split, schedule=schedule, group=group))
         if best is None or memory.total_bytes < best[0]:
             best = (memory.total_bytes, layout, memory)
     assert best is not None

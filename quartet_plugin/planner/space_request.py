@@ -25,7 +25,7 @@ def request_of_space(space: Space, *, machine: KnownMachine) -> PlanRequest:
     Rules of `search.forbid` that a table of layouts cannot judge are left to the space. Raises ConfigError
     where `machine` has other nodes.
     """
-    job, split = space.job, space.baseline.split
+    job = space.job
     devices = devices_of(space.nodes, precision=job.precision, machine=machine)
     machines = devices.machines
     if not (devices.is_known or devices.cluster):
@@ -45,8 +45,6 @@ def request_of_space(space: Space, *, machine: KnownMachine) -> PlanRequest:
         settings=job.settings or (),
         cluster=devices.cluster,
         rules=_rules(space),
-        baseline_split=split.transformer_layers_per_stage if split.mtp_before_last else None,
-        is_mtp_before_last=bool(split.mtp_before_last),
         packed=job.packed,
     )
 
@@ -68,6 +66,7 @@ def _search(space: Space) -> PlanSearch:
         update={
             "schedule": search.schedule,
             "group": search.group,
+            "mtp_stage": search.mtp_stage,
             "split": _splits(space),
             "mapping": None if may_move and search.mapping is None else (STOCK,),
             "scaling": scaling,
@@ -82,8 +81,6 @@ def _splits(space: Space) -> tuple[str, ...] | None:
     words = (STOCK,) if Axis.SPLIT in space.locked else space.search.split
     if words is None:
         return None
-    if space.baseline.split.mtp_before_last:
-        return (STOCK,)  # no number of layers a stage says where these lie
     stock = [space.baseline.split.label] if STOCK in words else []
     written = [*stock, *(word for word in words if word[0].isdigit())]
     if space.shapes != (space.job.shape,):

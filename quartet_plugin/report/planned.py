@@ -73,7 +73,10 @@ def plan_line(ranked: Ranked) -> str:
 def plan_words(ranked: Ranked) -> str:
     """Layout and schedule of a ranked plan."""
     words = layout_words(ranked.layout)
-    return words if ranked.layout.pipeline_parallel == 1 else f"{words}, {ranked.schedule_label}"
+    if ranked.layout.pipeline_parallel == 1:
+        return words
+    place = ", MTP before the last stage" if ranked.is_mtp_before_last else ""
+    return f"{words}{place}, {ranked.schedule_label}"
 
 
 def gap_words(ranked: Ranked) -> str:
@@ -210,6 +213,7 @@ def ranked_data(job: PlanRequest, ranked: Ranked) -> dict[str, Any]:
         "shape": dump(ranked.shape),
         "layout": dump(ranked.layout),
         "split": list(ranked.split),
+        **({"mtp_before_last": True} if ranked.is_mtp_before_last else {}),
         "schedule": ranked.schedule_label,
         "group": ranked.group,
         "gap": ranked.gap,
@@ -259,6 +263,7 @@ def ranking_data(
         "plain": {
             "layout": dump(plain.layout),
             "split": list(plain.split),
+            **({"mtp_before_last": True} if plain.is_mtp_before_last else {}),
             "iteration_s": plain.iteration_s,
             "is_users": plain.is_users,
             "fits": plain.fits,

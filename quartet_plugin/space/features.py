@@ -32,7 +32,6 @@ WHOLE_NODES = frozenset(
 STAGES_KEPT = {
     "mtp_tied_head": "Megatron saves no stages of multi-token prediction with a tied head",
     "mtp_without_tokens": "the script gives the last stage no tokens, which multi-token prediction embeds",
-    "mtp_before_last": "no other split has multi-token prediction on the stage before the last one",
     "hybrid_without_pattern": "no --hybrid-layer-pattern, whose pipes would say the stages",
     "fsdp": "Megatron-FSDP shards parameters over all devices of one stage",
     "cpu_offload": "offloading was not tried with other stages",
@@ -99,12 +98,13 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     **dict.fromkeys((f"graphed_{part}" for part in (*GRAPHED_PARTS, "layer", "iteration", "by_te")), _NONE),
     # It needs virtual stages where there is a pipeline, and a degree of experts: rules of these knobs.
     "overlap_moe": _SCALING,
-    # No shape scales the layers of multi-token prediction. They lie on the last stage, before the head, or
-    # before it where the command has them there (`mtp_before_last`): the script must then give that stage
-    # tokens, and let it share the embedding (`get_embedding_ranks`). With a tied head Megatron cannot write
-    # or read checkpoints of several stages (models/common/language_module/language_module.py): the last one
-    # has a head of its own beside.
+    # No shape scales the layers of multi-token prediction. They lie on the last stage, before the head, or on
+    # the stage before it. By default plans have them there only where the command has (`mtp_before_last`):
+    # its script then gives that stage tokens, and lets it share the embedding (`get_embedding_ranks`). With a
+    # tied head Megatron cannot write or read checkpoints of several stages
+    # (models/common/language_module/language_module.py): the last one has a head of its own beside.
     "mtp": _SCALING,
+    "mtp_before_last": _NONE,
     "mtp_on_inner_stage": _STAGES,
     **dict.fromkeys(STAGES_KEPT, frozenset({Axis.SPLIT, Axis.SCHEDULE})),
     # Layers that are not all alike. A hybrid model's stages are the parts of its pattern.

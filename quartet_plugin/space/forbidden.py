@@ -21,6 +21,7 @@ from quartet_plugin.model.plan import STOCK, NodeInfo, Plan
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import SEARCHED, TABLE_SCHEDULES, Forbidden
 from quartet_plugin.space.knobs.knob import LayoutKnob, Value
+from quartet_plugin.space.knobs.mtp_stage import MTP_STAGE
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, DEGREES, OPTIONS
 from quartet_plugin.split.layers import even_split
 
@@ -80,6 +81,7 @@ class Prohibitions:
             "shape": plan.shape.label.__eq__,
             "schedule": self._is_schedule(name),
             "group": lambda group: plan.schedule.group == group,
+            MTP_STAGE.name: _equals(MTP_STAGE.value_of(plan)),
             "split": lambda split: self._is_split(plan, split),
             "mapping": lambda order: self._is_mapped(plan, order),
         }
@@ -102,7 +104,11 @@ class Prohibitions:
         if word == STOCK:
             return self.job.split is not None and split == self.job.split.transformer_layers_per_stage
         if word == "even":
-            return split == even_split(plan.shape.num_layers, num_stages=len(split))
+            return split == even_split(
+                plan.shape.num_layers,
+                num_stages=len(split),
+                is_mtp_before_last=bool(plan.split.mtp_before_last),
+            )
         return plan.split.label == word
 
     def _is_mapped(self, plan: Plan, word: str) -> bool:

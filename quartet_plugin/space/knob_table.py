@@ -7,6 +7,7 @@ from quartet_plugin.model.plan import STOCK
 from quartet_plugin.space.config import DEFAULT_NAMES, STOCK_NAMES, SearchConfig
 from quartet_plugin.space.knobs.knob import Knob, KnobContext, LayoutKnob, SettingKnob, Value
 from quartet_plugin.space.knobs.mapping import MAPPING
+from quartet_plugin.space.knobs.mtp_stage import MTP_STAGE, kept_mtp_stage
 from quartet_plugin.space.knobs.registry import KNOBS, OPTIONS
 from quartet_plugin.space.knobs.schedule import SCHEDULE
 from quartet_plugin.space.knobs.shape import SHAPE
@@ -82,6 +83,12 @@ def _choices(knob: Knob, space: Space) -> tuple[str, ...]:
             for layout in kept:
                 names |= dict.fromkeys(space.schedules_of(layout, shape=shape))
         return tuple(names)
+    if knob is MTP_STAGE:
+        stages: dict[str, None] = {}
+        for shape, kept in space.layouts.items():
+            for layout in kept:
+                stages |= dict.fromkeys(space.mtp_stages_of(layout, shape=shape))
+        return tuple(stages) if space.job.mtp_layers else ()
     if knob is MAPPING:
         orders: dict[str, None] = {}
         for layout in {layout.degrees: layout for layout in layouts}.values():
@@ -117,6 +124,8 @@ def _state(knob: Knob, space: Space) -> str:
         return f"kept: {reason}"
     requested = _requested(knob, space.search)
     kept = knob.kept(space.rules()) if isinstance(knob, LayoutKnob) else None
+    if knob is MTP_STAGE:
+        kept = kept_mtp_stage(space.rules())
     if kept is not None and requested in (None, (STOCK,)):
         return f"kept: {kept}"
     if isinstance(knob, SettingKnob) and not knob.used_by and space.job.setting(knob.name) is None:

@@ -18,6 +18,13 @@ from quartet_plugin.space.knobs.divisors import nearest_words
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, SettingKnob, Value
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
+from quartet_plugin.space.knobs.mtp_stage import (
+    BEFORE_LAST,
+    MTP_STAGE,
+    fault_of_before_last,
+    may_be_last,
+    mtp_stages_of,
+)
 from quartet_plugin.space.knobs.pipeline_parallel import most_stages
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, DEGREES, LAYOUT_KNOBS, OPTIONS, SETTINGS
 from quartet_plugin.space.knobs.sequence_parallel import divides_sequence
@@ -177,13 +184,17 @@ def schedules_of(
     stock = stock_schedule(layout)
     is_kept = Axis.SCHEDULE in rules.locked
     names: list[str] = []
-    if (is_kept or _is_stock_requested(stock, rules)) and (
-        layout.virtual_stages == 1 or _has_group(layout, rules=rules)
+    if (
+        (is_kept or _is_stock_requested(stock, rules))
+        and (layout.virtual_stages == 1 or _has_group(layout, rules=rules))
+        and mtp_stages_of(layout, rules)
     ):
         names.append(stock)
     # A requested group requests the interleaved schedule.
     is_grouped = layout.virtual_stages > 1 and rules.search.group and not rules.search.schedule
     is_custom = not is_kept and not is_grouped and rules.no_custom_schedules is None
+    # The plugin's schedules run multi-token prediction on the last stage.
+    is_custom = is_custom and may_be_last(rules)
     if is_custom and not rules.can_change_objective(layout):
         job = rules.job
         names += custom_schedules_of(
@@ -295,6 +306,11 @@ def fault_of_request(shape: ModelShape, *, rules: LayoutRules) -> str | None:
         faults = [knob.fault(value, context) for value in values]
         if faults and None not in faults:
             return f"search.{knob.name}: {values[0]}; {faults[0]}"
+    if rules.search.requested(MTP_STAGE.name) == (BEFORE_LAST,) and MTP_STAGE.axis not in rules.locked:
+        # Of a layout that has no fault of its own.
+        layout = replace(rules.job.layout, pipeline_parallel=2, virtual_stages=1)
+        fault = fault_of_before_last(layout, rules)
+        return None if fault is None else f"search.{MTP_STAGE.name}: {BEFORE_LAST}; {fault}"
     return None
 
 
@@ -383,7 +399,16 @@ def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: Lay
         if not any(able.values()):
             able = _with_free(knob, layouts, rules)
         return f"{name}; {_first_fault(knob, wanted[0], _contexts(knob, able, rules=rules))}"
-    return _unused_group(layouts, rules=rules)
+    return _unused_group(layouts, rules=rules) or _unused_mtp_stage(layouts, rules=rules)
+
+
+def _unused_mtp_stage(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: LayoutRules) -> str | None:
+    """That no layout has multi-token prediction before the last stage where that is requested; else None."""
+    asked = rules.search.requested(MTP_STAGE.name) or ()
+    if BEFORE_LAST not in asked or MTP_STAGE.axis in rules.locked:
+        return None
+    faults = [fault_of_before_last(layout, rules) for kept in layouts.values() for layout in kept]
+    return None if None in faults else f"search.{MTP_STAGE.name}: {BEFORE_LAST}; {faults[0]}"
 
 
 def _is_offered(

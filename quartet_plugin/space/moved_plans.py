@@ -8,13 +8,21 @@ from quartet_plugin.space.order_exchanges import EXCHANGES, NO_RUN, RUN, encoded
 from quartet_plugin.space.param_sources import (
     SPLIT_EMBEDDING,
     SPLIT_HEAD,
+    SPLIT_MTP,
     FixedParams,
     Params,
     degree_label,
 )
 from quartet_plugin.space.plan_space import Space, schedule_param
 from quartet_plugin.space.searched_orders import ORDER, order_text
-from quartet_plugin.space.split_shifts import SPLIT_OF_TWO, decoded_end_loads, origin_split, shift_params
+from quartet_plugin.space.split_shifts import (
+    SPLIT_OF_TWO,
+    decoded_end_loads,
+    head_load_of,
+    origin_split,
+    shift_params,
+    stages_of_layers,
+)
 from quartet_plugin.split.layers import end_loads_for_split
 from quartet_plugin.split.shifts import shifts_between
 
@@ -78,23 +86,25 @@ def _move_layers(
     schedule: str | None = None,
 ) -> bool:
     """Set the parameters of a split; `schedule` is a custom one's name where it is not the plan's."""
-    fixed = space.fixed_splits(plan.shape, plan.layout)
+    fixed = space.fixed_splits(plan.shape, plan.layout, is_mtp_before_last=bool(plan.split.mtp_before_last))
     if fixed is not None:
         labels = ["+".join(map(str, counts)) for counts in fixed]
         if split not in fixed or len(labels) == 1:
             return False
         params[f"split[{','.join(labels)}]"] = labels[fixed.index(split)]
         return True
-    if SPLIT_HEAD not in params:
-        return False  # a file says the split
-    num_layers, layout = plan.shape.num_layers, plan.layout
-    if layout.num_stages == 2:
+    if SPLIT_EMBEDDING not in params:
+        return False  # a file says the split, or there is one alone
+    num_layers, num_stages = plan.shape.num_layers, len(stages_of_layers(plan.split))
+    alone, split = head_load_of(plan), split[:num_stages]
+    if sum(split) != num_layers:
+        return False  # a layer beside a head that has its stage alone
+    last = SPLIT_HEAD if alone is None else SPLIT_MTP
+    if num_stages == 2:
         is_custom = schedule is not None or plan.schedule.custom is not None
-        end_loads = end_loads_for_split(
-            split, num_devices=layout.pipeline_parallel, num_chunks=layout.virtual_stages
-        )
+        end_loads = end_loads_for_split(split, num_devices=2)
         if end_loads is not None:
-            params[SPLIT_EMBEDDING], params[SPLIT_HEAD] = (
+            params[SPLIT_EMBEDDING], params[last] = (
                 end_loads.embedding / num_layers,
                 end_loads.head / num_layers,
             )
@@ -102,15 +112,16 @@ def _move_layers(
             # Without it the split would be chosen together with the order.
             params[SPLIT_OF_TWO] = "+".join(map(str, split))
         return is_custom or end_loads is not None
-    end_loads = decoded_end_loads((float(params[SPLIT_EMBEDDING]), float(params[SPLIT_HEAD])), num_layers)
+    shares = float(params[SPLIT_EMBEDDING]), float(params[last])
+    end_loads = decoded_end_loads(shares, num_layers, head_alone=alone)
     if schedule is not None:
         end_loads = end_loads.rounded()
     elif plan.schedule.custom is not None:
         schedule = space.schedule_name(params, plan)
         end_loads = end_loads.rounded()
-    origin = origin_split(plan, schedule=schedule, end_loads=end_loads)
+    origin = origin_split(plan, schedule=schedule, end_loads=end_loads)[:num_stages]
     shifts = shifts_between(origin, split)
-    _drop(params, "split.", kept=(SPLIT_EMBEDDING, SPLIT_HEAD))
+    _drop(params, "split.", kept=(SPLIT_EMBEDDING, last))
     # Without shifts a custom schedule's split would be chosen together with its order.
     params |= shift_params(shifts if any(shifts) or schedule is not None else None, origin)
     return True

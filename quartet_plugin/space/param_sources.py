@@ -11,6 +11,7 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.space.knobs.knob import LayoutKnob
+from quartet_plugin.space.knobs.mtp_stage import BEFORE_LAST, LAST
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, OPTIONS
 from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
 from quartet_plugin.space.order_exchanges import EXCHANGES, NO_RUN, RUN, EncodedOrder, encoded_order
@@ -33,6 +34,8 @@ type LengthsOf = Callable[[Layout], Sequence[int]]
 
 SPLIT_EMBEDDING = "split.embedding"
 SPLIT_HEAD = "split.head"
+# The load of multi-token prediction on the stage before the last one, in place of the head's.
+SPLIT_MTP = "split.mtp"
 
 
 class FixedParams:
@@ -137,7 +140,7 @@ class ParamEncoder:
         """The end load that the split implies, over all layers. KeyError is raised where it implies none."""
         if self._end_loads is None:
             raise KeyError(name)
-        load = self._end_loads.head if name == SPLIT_HEAD else self._end_loads.embedding
+        load = load_of(self._end_loads, name)
         value = load / self._plan.shape.num_layers
         if not -1.0 <= value <= 1.0:
             raise KeyError(name)
@@ -176,6 +179,8 @@ class ParamEncoder:
                 return plan.shape_label
             case "layout":
                 return degree_label(plan.layout)
+            case "mtp_stage":
+                return BEFORE_LAST if plan.split.mtp_before_last else LAST
             case "split":
                 return plan.split.label
             case "schedule":
@@ -196,6 +201,15 @@ class ParamEncoder:
         if stem == EXCHANGES:
             return next(choice for choice in choices if int(choice) >= len(order.pairs))
         return order.name
+
+
+def load_of(end_loads: EndLoads, name: str) -> float:
+    """The end load of a parameter. KeyError is raised for one that these loads do not have."""
+    loads = {SPLIT_EMBEDDING: end_loads.embedding, SPLIT_HEAD: end_loads.head, SPLIT_MTP: end_loads.mtp}
+    load = loads[name]
+    if load is None:
+        raise KeyError(name)
+    return load
 
 
 def param_encoders(

@@ -50,6 +50,13 @@ from quartet_plugin.space.expert_stages import (
 )
 from quartet_plugin.space.features import Axis, batching_features, locked_axes
 from quartet_plugin.space.knobs.knob import KnobContext
+from quartet_plugin.space.knobs.mtp_stage import (
+    BEFORE_LAST,
+    LAST,
+    MTP_STAGE,
+    may_be_before_last,
+    mtp_stages_of,
+)
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, OPTIONS
 from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
 from quartet_plugin.space.layouts import (
@@ -67,6 +74,7 @@ from quartet_plugin.space.order_exchanges import choose_order, lengths_to_choose
 from quartet_plugin.space.param_sources import (
     SPLIT_EMBEDDING,
     SPLIT_HEAD,
+    SPLIT_MTP,
     Params,
     degree_label,
     param_encoders,
@@ -76,7 +84,12 @@ from quartet_plugin.space.param_sources import (
 from quartet_plugin.space.rules import LayoutRules
 from quartet_plugin.space.schedules import CustomOrder, custom_order, placement_of
 from quartet_plugin.space.searched_orders import ORDER, stored_order
-from quartet_plugin.space.split_shifts import choose_split, decoded_end_loads, stated_split
+from quartet_plugin.space.split_shifts import (
+    choose_split,
+    decoded_end_loads,
+    head_load_alone,
+    stated_split,
+)
 from quartet_plugin.space.written_schedules import WrittenSchedule, written_order
 from quartet_plugin.split.layers import EndLoads, even_split, is_legal_split, split_for_end_loads
 
@@ -121,25 +134,19 @@ class Space:
             schedule = self._stock_schedule(source, layout)
         else:
             order = self._custom_order(source, shape, layout, name=name)
-            split, schedule = order.split, ScheduleChoice(name="custom", custom=order.custom)
+            split = Split(transformer_layers_per_stage=order.split)
+            schedule = ScheduleChoice(name="custom", custom=order.custom)
         mapping = self._mapping(source, layout)
         layout = self._with_options(source, shape, layout, is_custom=schedule.custom is not None)
         return Plan(
             made_for=self.baseline.made_for,
             shape=shape,
             layout=layout,
-            split=self.split_of(split),
+            split=split,
             schedule=schedule,
             mapping=mapping,
             provenance=Provenance(run=self.run, trial=trial, seed=self.seed, quartet_version=__version__),
         )
-
-    def split_of(self, counts: tuple[int, ...]) -> Split:
-        """The split with these layers of each stage: the command's own, or one of a model's usual stages."""
-        command = self.baseline.split
-        if counts == command.transformer_layers_per_stage:
-            return command
-        return Split(transformer_layers_per_stage=counts)
 
     def schedule_name(self, params: Params, plan: Plan) -> str:
         """The schedule that `params`, which lead to `plan`, name; that of a searched order is `searched`."""
@@ -175,6 +182,8 @@ class Space:
 
     def _schedules_of(self, layout: Layout, *, shape: ModelShape) -> tuple[str, ...]:
         names = schedules_of(layout, shape=shape, rules=self.rules())
+        if self.job.mtp_layers:
+            names = tuple(name for name in names if self._has_mtp_stage(name, layout, shape))
         if self._expert_layers:
             names = tuple(name for name in names if self._may_have_experts(name, layout, shape))
         if not self.written:
@@ -192,9 +201,8 @@ class Space:
         It is one of the user's, or that a stage of a model without ends needs a layer, or a device experts.
         """
         counts = plan.split.transformer_layers_per_stage
-        for feature, count, least in zip(
-            BARE_STAGES, (counts[0], counts[-1]), self.least_of_end_stages, strict=True
-        ):
+        ends = (counts[0], counts[plan.split.mtp_stage])
+        for feature, count, least in zip(BARE_STAGES, ends, self.least_of_end_stages, strict=True):
             if count < least:
                 return f"split: {plan.split.label} leaves a stage without any layer ({feature})"
         if (fault := fault_of_plan(plan, self._expert_layers)) is not None:
@@ -204,7 +212,10 @@ class Space:
 
     @property
     def least_of_end_stages(self) -> tuple[int, int]:
-        """The fewest layers of the first and the last stage: 1 where it holds nothing else."""
+        """The fewest layers of the first and the last stage: 1 where it holds nothing else.
+
+        With multi-token prediction on the stage before the last one, that stage is meant.
+        """
         first, last = (int(feature in self.job.features) for feature in BARE_STAGES)
         return first, last
 
@@ -304,19 +315,51 @@ class Space:
                 layout = knob.put(layout, value)
         return layout
 
-    def _split(self, source: ParamSource, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+    def mtp_stages_of(self, layout: Layout, *, shape: ModelShape) -> tuple[str, ...]:
+        """The stages of multi-token prediction to choose from for a layout with a schedule of the framework.
+
+        Without such layers it is the last stage. Where splits are fixed, those are left out that none has.
+        """
+        if not self.job.mtp_layers:
+            return (LAST,)
+        return tuple(
+            stage
+            for stage in mtp_stages_of(layout, self.rules())
+            if self._has_split(shape, layout, is_mtp_before_last=stage == BEFORE_LAST)
+        )
+
+    def _has_mtp_stage(self, name: str, layout: Layout, shape: ModelShape) -> bool:
+        """Whether a schedule has some stage for multi-token prediction: a custom one the last stage alone."""
+        if name in STOCK_NAMES:
+            return bool(self.mtp_stages_of(layout, shape=shape))
+        return name in self.written or self._has_split(shape, layout)
+
+    def _split(self, source: ParamSource, shape: ModelShape, layout: Layout) -> Split:
         if layout.num_stages == 1:
-            return (shape.num_layers,)
-        fixed = self._fixed_split(source, shape, layout)
+            return Split(transformer_layers_per_stage=(shape.num_layers,))
+        stages = self.mtp_stages_of(layout, shape=shape)
+        stage = choose(source, f"{MTP_STAGE.name}[{','.join(stages)}]", stages)
+        counts = self._stock_counts(source, shape, layout, is_mtp_before_last=stage == BEFORE_LAST)
+        return Split.of(counts, is_mtp_before_last=stage == BEFORE_LAST)
+
+    def _stock_counts(
+        self, source: ParamSource, shape: ModelShape, layout: Layout, *, is_mtp_before_last: bool
+    ) -> tuple[int, ...]:
+        """The layers of each stage under a schedule of the framework."""
+        fixed = self._fixed_split(source, shape, layout, is_mtp_before_last=is_mtp_before_last)
         if fixed is not None:
             return fixed
+        if is_mtp_before_last and layout.num_stages == 2:
+            return (shape.num_layers, 0)
+        alone = head_load_alone(shape, self.job.mtp_layers) if is_mtp_before_last else None
         origin = split_for_end_loads(
             shape.num_layers,
             num_devices=layout.pipeline_parallel,
             num_chunks=layout.virtual_stages,
-            end_loads=_end_loads(source, shape),
+            end_loads=_end_loads(source, shape, head_alone=alone),
         )
-        return self.with_experts(choose_split(source, origin) or origin, stock_placement(layout))
+        moved = choose_split(source, origin, is_mtp_before_last=is_mtp_before_last)
+        return self.with_experts(moved or origin, stock_placement(layout))
 
     def with_experts(self, split: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
         """A split near to this one by which every pipeline rank has an expert layer, where each needs one.
@@ -343,9 +386,11 @@ class Space:
         split = self.with_experts(even_split(shape.num_layers, num_stages=layout.num_stages), placement)
         return fault_of_split(split, placement=placement, expert_layers=self._expert_layers) is None
 
-    def _fixed_split(self, source: ParamSource, shape: ModelShape, layout: Layout) -> tuple[int, ...] | None:
+    def _fixed_split(
+        self, source: ParamSource, shape: ModelShape, layout: Layout, *, is_mtp_before_last: bool = False
+    ) -> tuple[int, ...] | None:
         """The split chosen out of those requested; None where the split is tuned."""
-        fixed = self.fixed_splits(shape, layout)
+        fixed = self.fixed_splits(shape, layout, is_mtp_before_last=is_mtp_before_last)
         if fixed is None:
             return None
         labels = ["+".join(str(count) for count in counts) for counts in fixed]
@@ -396,7 +441,9 @@ class Space:
         legal = order.split if is_fixed else self.with_experts(order.split, order.custom.placement)
         return order if legal == order.split else order_of(split=legal)
 
-    def fixed_splits(self, shape: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
+    def fixed_splits(
+        self, shape: ModelShape, layout: Layout, *, is_mtp_before_last: bool = False
+    ) -> tuple[tuple[int, ...], ...] | None:
         """The requested splits that fit; None where the split is tuned."""
         names = ("stock",) if Axis.SPLIT in self.locked else self.search.split
         if names is None:
@@ -405,16 +452,22 @@ class Space:
             is_legal_split,
             num_layers=shape.num_layers,
             num_stages=layout.num_stages,
-            is_mtp_before_last=bool(self.baseline.split.mtp_before_last),
+            is_mtp_before_last=is_mtp_before_last,
+        )
+        even = partial(
+            even_split,
+            shape.num_layers,
+            num_stages=layout.num_stages,
+            is_mtp_before_last=is_mtp_before_last,
         )
         splits = []
         for name in names:
             if name == "stock":
                 counts = self.baseline.split.transformer_layers_per_stage
                 if not is_legal(counts):
-                    counts = even_split(shape.num_layers, num_stages=layout.num_stages)
+                    counts = even()
             elif name == "even":
-                counts = even_split(shape.num_layers, num_stages=layout.num_stages)
+                counts = even()
             else:
                 counts = tuple(int(count) for count in name.split("+"))
             num_ranks = layout.pipeline_parallel
@@ -424,7 +477,15 @@ class Space:
 
     def has_split(self, shape: ModelShape, layout: Layout) -> bool:
         """Whether a requested split fits the layout, or none is needed."""
-        return layout.num_stages == 1 or self.fixed_splits(shape, layout) != ()
+        return self._has_split(shape, layout) or bool(
+            self.job.mtp_layers and self.mtp_stages_of(layout, shape=shape)
+        )
+
+    def _has_split(self, shape: ModelShape, layout: Layout, *, is_mtp_before_last: bool = False) -> bool:
+        """The same of splits with multi-token prediction on one of its stages."""
+        if layout.num_stages == 1:
+            return True
+        return self.fixed_splits(shape, layout, is_mtp_before_last=is_mtp_before_last) != ()
 
     def _stock_schedule(self, source: ParamSource, layout: Layout) -> ScheduleChoice:
         if stock_schedule(layout) != "interleaved":
@@ -586,12 +647,19 @@ def _check_splits(space: Space) -> None:
         rule = None
         if sum(counts) not in sums:
             rule = f"must sum to the layers ({' or '.join(map(str, sums))}), not {sum(counts)}"
-        elif 0 in counts[1:-1]:
+        elif 0 in counts[1:-1] and not _is_before_head(counts, space):
             rule = "every stage between the first and the last needs a layer"
         else:
             rule = fault_on_any_ranks(counts, space.job.logged_expert_layers or ())
         if rule is not None:
             raise ConfigError(f"search.split: {name}; {rule}")
+
+
+def _is_before_head(counts: tuple[int, ...], space: Space) -> bool:
+    """Whether a split may have multi-token prediction on a stage of its own, before the head alone."""
+    return may_be_before_last(space.rules()) and is_legal_split(
+        counts, num_layers=sum(counts), num_stages=len(counts), is_mtp_before_last=True
+    )
 
 
 def _unused_split(space: Space, layouts: MappingABC[ModelShape, Sequence[Layout]]) -> str | None:
@@ -643,6 +711,8 @@ def _degree_labels(layouts: Sequence[Layout]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(degree_label(layout) for layout in layouts))
 
 
-def _end_loads(source: ParamSource, shape: ModelShape) -> EndLoads:
-    shares = source.unit_float(SPLIT_EMBEDDING), source.unit_float(SPLIT_HEAD)
-    return decoded_end_loads(shares, shape.num_layers)
+def _end_loads(source: ParamSource, shape: ModelShape, *, head_alone: float | None = None) -> EndLoads:
+    """The source's end loads; `head_alone` is the load of a head that has its stage alone."""
+    last = SPLIT_HEAD if head_alone is None else SPLIT_MTP
+    shares = source.unit_float(SPLIT_EMBEDDING), source.unit_float(last)
+    return decoded_end_loads(shares, shape.num_layers, head_alone=head_alone)

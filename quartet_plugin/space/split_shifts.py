@@ -7,7 +7,8 @@ a stock schedule. Under a custom one, whose split is made together with its orde
 
 from collections.abc import Sequence
 
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.choices import ParamSource, choose, doubling
 from quartet_plugin.space.schedules import placement_of
 from quartet_plugin.split.layers import (
@@ -27,8 +28,16 @@ SPLIT_OF_TWO = "split.layers"
 type Shifts = tuple[int, ...]
 
 
-def choose_split(source: ParamSource, origin: Sequence[int]) -> tuple[int, ...] | None:
-    """`origin` with the shifts of the source; None where it shifts nothing."""
+def choose_split(
+    source: ParamSource, origin: Sequence[int], *, is_mtp_before_last: bool = False
+) -> tuple[int, ...] | None:
+    """`origin` with the shifts of the source; None where it shifts nothing.
+
+    With multi-token prediction on the stage before the last one, the last stage keeps no layer.
+    """
+    if is_mtp_before_last:
+        moved = choose_split(source, origin[:-1])
+        return None if moved is None else (*moved, 0)
     if len(origin) < 3:
         return None
     choices = _choices(origin)
@@ -95,19 +104,26 @@ def origin_split(plan: Plan, *, schedule: str | None, end_loads: EndLoads) -> tu
 
 def encoded_split(plan: Plan) -> tuple[EndLoads, Shifts | None]:
     """End loads and shifts that make a stock schedule's split: no shifts where the end loads alone do."""
-    split, layout = plan.split.transformer_layers_per_stage, plan.layout
-    if layout.num_stages < 3:
-        end_loads = end_loads_for_split(
-            split, num_devices=layout.pipeline_parallel, num_chunks=layout.virtual_stages
-        )
-        return end_loads or EndLoads(), None
+    split, alone, num_layers = stages_of_layers(plan.split), head_load_of(plan), plan.shape.num_layers
+    if len(split) < 3:
+        end_loads = end_loads_for_split(split, num_devices=len(split)) or EndLoads()
+        if alone is not None:
+            end_loads = EndLoads(embedding=end_loads.embedding, head=alone, mtp=end_loads.head)
+        return end_loads, None
     best: tuple[EndLoads, Shifts] | None = None
     usual = sum(split[1:-1]) / (len(split) - 2)
-    by_counts = EndLoads(embedding=usual - split[0], head=usual - split[-1])
-    by_flops = flops_end_loads(plan.shape, mtp_layers=plan.made_for.mtp_layers)
+    ends = usual - split[0], usual - split[-1]
+    by_flops = flops_end_loads(
+        plan.shape, mtp_layers=plan.made_for.mtp_layers, is_mtp_before_last=alone is not None
+    )
+    by_counts = EndLoads(embedding=ends[0], head=ends[1])
+    if alone is not None:
+        by_counts = EndLoads(embedding=ends[0], head=alone, mtp=ends[1])
     for guess in (by_flops, EndLoads(), by_counts):
-        end_loads = decoded_end_loads(encoded_end_loads(guess, plan.shape.num_layers), plan.shape.num_layers)
-        shifts = shifts_between(origin_split(plan, schedule=None, end_loads=end_loads), split)
+        shares = encoded_end_loads(guess, num_layers)
+        end_loads = decoded_end_loads(shares, num_layers, head_alone=alone)
+        origin = origin_split(plan, schedule=None, end_loads=end_loads)
+        shifts = shifts_between(origin[: len(split)], split)
         if not any(shifts):
             return end_loads, None
         if best is None or sum(map(abs, shifts)) < sum(map(abs, best[1])):
@@ -139,16 +155,41 @@ def encoded_shifts(plan: Plan, *, schedule: str, end_loads: EndLoads) -> Shifts:
     return shifts_between(origin, plan.split.transformer_layers_per_stage)
 
 
+def stages_of_layers(split: Split) -> tuple[int, ...]:
+    """The layers of the stages that may have some: not of a last stage that has the head alone."""
+    counts = split.transformer_layers_per_stage
+    return counts[:-1] if split.mtp_before_last else counts
+
+
+def head_load_of(plan: Plan) -> float | None:
+    """The load of the plan's head, in layers, where it has its stage alone; else None."""
+    return head_load_alone(plan.shape, plan.made_for.mtp_layers) if plan.split.mtp_before_last else None
+
+
+def head_load_alone(shape: ModelShape, mtp_layers: int | None) -> float:
+    """The load of a head that has its stage alone, by FLOPs: no parameter says it."""
+    return flops_end_loads(shape, mtp_layers=mtp_layers, is_mtp_before_last=True).head
+
+
 def encoded_end_loads(end_loads: EndLoads, num_layers: int) -> tuple[float, float]:
-    """Embedding's and head's loads as parameters: shares of all layers, from -1 to 1."""
+    """Embedding's and head's loads as parameters: shares of all layers, from -1 to 1.
+
+    Of a head that has its stage alone, that of multi-token prediction stands for the head's.
+    """
     loads = end_loads.rounded()
-    first, last = (min(1.0, max(-1.0, load / num_layers)) for load in (loads.embedding, loads.head))
+    last_load = loads.head if loads.mtp is None else loads.mtp
+    first, last = (min(1.0, max(-1.0, load / num_layers)) for load in (loads.embedding, last_load))
     return first, last
 
 
-def decoded_end_loads(shares: tuple[float, float], num_layers: int) -> EndLoads:
-    """The end loads of two parameters."""
-    return EndLoads(embedding=shares[0] * num_layers, head=shares[1] * num_layers)
+def decoded_end_loads(
+    shares: tuple[float, float], num_layers: int, *, head_alone: float | None = None
+) -> EndLoads:
+    """The end loads of two parameters; `head_alone` is the load of a head that has its stage alone."""
+    first, last = shares[0] * num_layers, shares[1] * num_layers
+    if head_alone is None:
+        return EndLoads(embedding=first, head=last)
+    return EndLoads(embedding=first, head=head_alone, mtp=last)
 
 
 def _choices(origin: Sequence[int]) -> tuple[str, ...]:

@@ -20,20 +20,27 @@ QUANTUM = 1.0 / 16.0
 class EndLoads:
     """The loads of embedding and head, in transformer layers.
 
-    A load below 0 stands for an end's device that can take more than its share of the layers.
+    A load below 0 stands for an end's device that can take more than its share of the layers. `mtp` is that
+    of multi-token prediction on the stage before the last one, which then has the head alone; None where the
+    last stage has both, whose load `head` is.
     """
 
     embedding: float = 0.0
     head: float = 0.0
+    mtp: float | None = None
 
     def rounded(self) -> "EndLoads":
         """The nearest multiples of `QUANTUM`."""
         return EndLoads(
-            embedding=round(self.embedding / QUANTUM) * QUANTUM, head=round(self.head / QUANTUM) * QUANTUM
+            embedding=round(self.embedding / QUANTUM) * QUANTUM,
+            head=round(self.head / QUANTUM) * QUANTUM,
+            mtp=None if self.mtp is None else round(self.mtp / QUANTUM) * QUANTUM,
         )
 
 
-def flops_end_loads(shape: ModelShape, *, mtp_layers: int | None = None) -> EndLoads:
+def flops_end_loads(
+    shape: ModelShape, *, mtp_layers: int | None = None, is_mtp_before_last: bool = False
+) -> EndLoads:
     """The end loads by forward FLOPs; the embedding's is the FLOPs that its memory traffic stands for.
 
     Each of `mtp_layers` predicts a further token beside the head: a layer behind the product that joins two
@@ -43,6 +50,12 @@ def flops_end_loads(shape: ModelShape, *, mtp_layers: int | None = None) -> EndL
     lookup = 20.0 * shape.seq_length * shape.hidden_size
     head = shape.forward_flops_of_head
     joined = _joined_flops(shape)
+    if is_mtp_before_last:
+        return EndLoads(
+            embedding=lookup / per_layer,
+            head=(1 + count) * head / per_layer,
+            mtp=count * flops_mtp_load(shape),
+        )
     return EndLoads(
         embedding=lookup / per_layer, head=(head + count * (per_layer + joined + head)) / per_layer
     )
@@ -74,8 +87,13 @@ def layers_of(entries: Sequence[int]) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def even_split(num_layers: int, *, num_stages: int) -> tuple[int, ...]:
-    """The even split: stage s of S holds floor((s+1) L / S) - floor(s L / S) layers."""
+def even_split(num_layers: int, *, num_stages: int, is_mtp_before_last: bool = False) -> tuple[int, ...]:
+    """The even split: stage s of S holds floor((s+1) L / S) - floor(s L / S) layers.
+
+    With multi-token prediction on the stage before the last one, the stages before the last one share them.
+    """
+    if is_mtp_before_last:
+        return (*even_split(num_layers, num_stages=num_stages - 1), 0)
     return tuple(
         (stage + 1) * num_layers // num_stages - stage * num_layers // num_stages
         for stage in range(num_stages)
@@ -125,7 +143,8 @@ def split_for_end_loads(
 
     Layers go one by one to the least loaded device, ties to the inner stages, then to the first. As the end
     loads vary, all splits that are optimal for some end loads appear; for two stages these are all splits.
-    Only the first and the last stage may end up empty. `num_layers` must fill the inner stages.
+    Only the first and the last stage may end up empty. `num_layers` must fill the inner stages. With
+    `end_loads.mtp` the last stage has no layer, and the one before it may have none.
     """
     num_stages = num_devices * num_chunks
     device = (stage % num_devices for stage in range(num_stages)) if placement is None else placement
@@ -137,16 +156,23 @@ def _split_for_end_loads(
     num_layers: int, num_devices: int, end_loads: EndLoads, device: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The split for stages on `device` [num_stages]."""
+    loads, last_load = [0.0] * num_devices, end_loads.head
+    if end_loads.mtp is not None:
+        loads[device[-1]] += end_loads.head
+        device, last_load = device[:-1], end_loads.mtp
+    # A last stage with the head alone follows the others.
+    alone = () if end_loads.mtp is None else (0,)
+    if len(device) == 1:
+        return (num_layers, *alone)
     num_stages = len(device)
     inner = range(1, num_stages - 1)
     assert num_layers >= len(inner), "fewer layers than inner stages"
     counts = [0] * num_stages
     for stage in inner:
         counts[stage] = 1
-    loads = [0.0] * num_devices
     loads[device[0]] += end_loads.embedding
-    loads[device[-1]] += end_loads.head
-    fixed = {0: max(0.0, end_loads.embedding), num_stages - 1: max(0.0, end_loads.head)}
+    loads[device[-1]] += last_load
+    fixed = {0: max(0.0, end_loads.embedding), num_stages - 1: max(0.0, last_load)}
     # Of each device its stages, those with the least to do first.
     stages_of: list[list[tuple[float, int, int]]] = [[] for _ in range(num_devices)]
     for place, stage in enumerate([*inner, *sorted({0, num_stages - 1})]):
@@ -161,7 +187,7 @@ def _split_for_end_loads(
         counts[stage] += 1
         heapq.heapreplace(stages, (counts[stage] + fixed.get(stage, 0.0), place, stage))
         heapq.heapreplace(devices, (load + 1.0, *stages[0][:2], number))
-    return tuple(counts)
+    return (*counts, *alone)
 
 
 def end_loads_for_split(split: Sequence[int], *, num_devices: int, num_chunks: int = 1) -> EndLoads | None:

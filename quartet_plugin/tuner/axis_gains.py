@@ -83,7 +83,7 @@ def _plans_to_compare(space: Space, search: TuneResult, proposer: "Proposer") ->
     if of_winner is not None:
         taken_back.append((of_winner, search.best))
     for params, plan in taken_back:
-        split = even_split(plan.shape.num_layers, num_stages=plan.layout.num_stages)
+        split = _even(plan)
         mapping = space.orders_of(plan.layout)[0].mapping
         now = plan.split.transformer_layers_per_stage
         for pair in ((split, plan.mapping), (now, mapping), (split, mapping)):
@@ -107,9 +107,20 @@ def _has_schedule(plan: Plan, command: Plan) -> bool:
     return plan.schedule.group in (command.schedule.group, usual)
 
 
+def _even(plan: Plan) -> tuple[int, ...]:
+    """The even split of the plan's stages, with multi-token prediction on the plan's own."""
+    return even_split(
+        plan.shape.num_layers,
+        num_stages=plan.layout.num_stages,
+        is_mtp_before_last=bool(plan.split.mtp_before_last),
+    )
+
+
 def _has_split(plan: Plan, command: Plan) -> bool:
-    even = even_split(plan.shape.num_layers, num_stages=plan.layout.num_stages)
-    return plan.split == command.split or plan.split.transformer_layers_per_stage == even
+    is_even = plan.split.transformer_layers_per_stage == _even(plan)
+    return plan.split == command.split or (
+        is_even and plan.split.mtp_before_last == command.split.mtp_before_last
+    )
 
 
 def _has_mapping(plan: Plan, command: Plan) -> bool:

@@ -12,7 +12,7 @@ from quartet_plugin.cli.export import flags_of, left_out
 from quartet_plugin.cli.main import main
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.layout import Setting
-from quartet_plugin.model.plan import Plan, read_plan
+from quartet_plugin.model.plan import Plan, Split, read_plan
 from quartet_plugin.planner.command_job import job_of_command
 from quartet_plugin.planner.described_job import request_of
 from quartet_plugin.planner.described_rules import rules_of
@@ -390,7 +390,7 @@ def test_a_cluster_file_and_a_job_files_search_are_taken(
 
 
 @pytest.mark.parametrize(("layout", "label"), [("Ettt|t*5m|L", "3+5+0"), ("Et*4|t*4|m|L", "4+4+0+0")])
-def test_multi_token_prediction_before_the_last_stage_is_kept_and_priced_there(
+def test_multi_token_prediction_before_the_last_stage_is_tuned_there_and_on_the_last_one(
     layout: str, label: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = layout.count("|") + 1
@@ -401,28 +401,35 @@ def test_multi_token_prediction_before_the_last_stage_is_kept_and_priced_there(
         start=start,
         without="--pipeline-model-parallel-size 2",
     )
-    made = tmp_path / "plan.json"
-    arguments = ["plan", "--cluster", "H100", "--json", "--output", str(made), "--", *command]
-    assert main(arguments) == 0
+    job, made = tmp_path / "job.yaml", tmp_path / "plan.json"
+    job.write_text(f"search: {{pipeline_parallel: {stages}, mtp_stage: before_last}}\n")
+    arguments = ["--cluster", "H100", "--json", "--output", str(made), "--", *command]
+    assert main(["plan", str(job), *arguments]) == 0
     data: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert {tuple(row["split"]) for row in data["plans"]} == {tuple(map(int, label.split("+")))}
+    counts = tuple(map(int, label.split("+")))
+    assert (tuple(data["plain"]["split"]), data["plain"]["mtp_before_last"]) == (counts, True)
     plan = read_plan(made)
-    assert (plan.split.label, plan.split.mtp_before_last) == (label, True)
-    assert plan.made_for.baseline.split == plan.split
+    assert plan.split.mtp_before_last
+    assert plan.made_for.baseline.split == Split.of(counts, is_mtp_before_last=True)
     written = plan.split.layout_text(mtp_layers=1)
     assert flags_of(plan)["--pipeline-model-parallel-layout"] == written
     assert written.endswith("m|L")
-    # The job that the plan says has the same split, which is explained as it is.
+    # The job that the plan says has the same stages, and the plan is explained as it is.
     assert plan.made_for.job is not None
     request = request_of(plan, plan.made_for.job)
-    run = request.run(plan.shape, plan.layout, plan.split.transformer_layers_per_stage)
-    assert run.is_mtp_before_last
+    assert request.mtp_stages == ("before_last",)
     assert main(["explain", str(made)]) == 0
     shown = capsys.readouterr().out
-    assert f"{label}, multi-token prediction (1) before the last stage" in shown
-    assert main(["plan", "--cluster", "H100", "--", *command]) == 0
-    kept = "not tuned because of mtp_before_last (docs/support.md): split, schedule"
-    assert kept in capsys.readouterr().out
+    assert f"{plan.split.label}, multi-token prediction (1) before the last stage" in shown
+    # By default plans of such a command have both stages, and no axis is kept.
+    assert main(["plan", "--top", "100", *arguments]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {row.get("mtp_before_last", False) for row in data["plans"]} == {True, False}
+    assert not data["locked"]
+    job.write_text(f"search: {{pipeline_parallel: {2 * stages}}}\n")
+    assert main(["plan", str(job), *arguments]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {row["layout"]["pipeline_parallel"] for row in data["plans"]} == {2 * stages}
 
 
 @pytest.mark.parametrize(

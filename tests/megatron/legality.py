@@ -11,6 +11,7 @@ its model, its count of microbatches and its process groups, over torch's fake p
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
@@ -42,6 +43,7 @@ from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
 from quartet_plugin.space.knobs.expert_tensor_parallel import AS_LAYERS, EXPERT_TENSOR_PARALLEL, WHOLE
 from quartet_plugin.space.knobs.knob import KnobContext
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
+from quartet_plugin.space.knobs.mtp_stage import MTP_STAGE, fault_of_before_last
 from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES
 from quartet_plugin.space.knobs.optimizer_cpu_offload import OPTIMIZER_CPU_OFFLOAD
 from quartet_plugin.space.knobs.overlap_param_gather import OVERLAP_PARAM_GATHER
@@ -366,8 +368,14 @@ def no_counts() -> dict[str, Any]:
 
     `spread_over_tensor` are plans whose experts are spread over tensor-parallel ranks, too.
     """
-    numbers = dict.fromkeys(("accepted", "refused", "spread_over_tensor", "hybrid"), 0)
+    numbers = dict.fromkeys(("accepted", "refused", "spread_over_tensor", "hybrid", "mtp_before_last"), 0)
     return {**numbers, "disagreements": [], "settings": Counter()}
+
+
+def _may_be_before_head(space: Space) -> bool:
+    """Whether some layout may have multi-token prediction on the stage before the head's."""
+    layouts = itertools.chain.from_iterable(space.layouts.values())
+    return any(fault_of_before_last(layout, space.rules()) is None for layout in layouts)
 
 
 def check_command(command: ProductionCommand, generator: random.Random, num: int) -> dict[str, Any]:
@@ -386,6 +394,8 @@ def check_command(command: ProductionCommand, generator: random.Random, num: int
             FREE | _DISPATCHERS,
         )
         spaces = [space_of(command, job, search) for search in searches]
+        if _may_be_before_head(spaces[0]):
+            spaces.append(space_of(command, job, {MTP_STAGE.name: list(MTP_STAGE.words)}))
         user: Namespace = flags.values(command.words)
         for turn in range(num):
             space = spaces[turn % len(spaces)]
@@ -393,6 +403,7 @@ def check_command(command: ProductionCommand, generator: random.Random, num: int
             result["settings"].update(setting.name for setting in plan.layout.settings or ())
             result["spread_over_tensor"] += plan.layout.needs_whole_experts
             result["hybrid"] += plan.shape.layer_kinds is not None
+            result["mtp_before_last"] += bool(plan.split.mtp_before_last)
             with mock.patch.dict(os.environ):
                 words, _ = rewrite(plan, flags=flags, words=command.words)
                 set_connections(user, flags.values(words), environment=os.environ, architecture=lambda: 9)

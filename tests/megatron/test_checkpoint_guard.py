@@ -89,6 +89,24 @@ def test_what_is_kept_is_read_back() -> None:
     assert stages_kept(saved) is None
 
 
+def test_multi_token_prediction_on_another_stage_is_another_digest() -> None:
+    layout, words = "pipeline_model_parallel_layout", {"mtp_num_layers": 1}
+    last, before = (
+        stages_of(arguments(*EVEN, **{**words, "pipeline_model_parallel_size": 3, layout: text}))
+        for text in ("Ettt|ttt|mL", "Ettt|tttm|L")
+    )
+    assert last is not None
+    assert before is not None
+    assert last.layers == before.layers == (3, 3, 0)
+    assert last.digest != before.digest
+    assert before.text.endswith("multi-token prediction before the last stage")
+    saved = kept(
+        arguments(*EVEN, **{**words, "pipeline_model_parallel_size": 3, layout: "Ettt|tttm|L"}),
+        placement=(0, 1, 2),
+    )
+    assert stages_kept(saved) == before
+
+
 def test_the_digest_is_of_the_stages_alone() -> None:
     one, other = (stages_kept(kept(arguments(*CHUNKS), placement=SNAKE, slots=s)) for s in (None, [(0, 0)]))
     assert one is not None

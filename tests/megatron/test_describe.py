@@ -564,7 +564,7 @@ def test_dense_layers_of_multi_token_prediction_lie_beside_one_before_the_last_s
     experts = ("--num-experts", "4", "--moe-router-load-balancing-type", "none", UNTIED)
     dense = ("--moe-layer-freq", "([1]*1+[0]*1)", "--num-layers", "2")
     args = values(*MTP, *experts, *dense, "--pipeline-model-parallel-layout", "Et|tm|L")
-    assert features_of(args) == ["moe", "moe_linear_bias", "mtp", "mtp_before_last"]
+    assert features_of(args) == ["bare_last_stage", "moe", "moe_linear_bias", "mtp", "mtp_before_last"]
 
 
 def test_a_script_that_speaks_of_further_tokens_is_known(tmp_path: Path) -> None:

@@ -30,13 +30,21 @@ from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
 FREE = (SHIFT, RUN, "mapping")
 
 
-def space_of(*nodes: int, num_layers: int, batch: int = 16, search: dict[str, Any] | None = None) -> Space:
+def space_of(
+    *nodes: int,
+    num_layers: int,
+    batch: int = 16,
+    search: dict[str, Any] | None = None,
+    mtp_layers: int | None = None,
+) -> Space:
     config = parse_config({"search": search or {}}, where="test").search
     job = make_job(
         layout=make_layout(pipeline_parallel=sum(nodes), micro_batch_size=2),
         shape=make_shape(num_layers=num_layers),
         global_batch_size=batch,
+        features=("mtp",) if mtp_layers else (),
     )
+    job = replace(job, mtp_layers=mtp_layers)
     return build_space(job, nodes=make_nodes(*nodes), search=config, run="r", seed=0)
 
 
@@ -173,10 +181,14 @@ def every_choice(space: Space) -> Iterator[Plan]:
         path[-1] += 1
 
 
-def every_split(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+def every_split(
+    num_layers: int, num_stages: int, *, is_mtp_before_last: bool = False
+) -> Iterator[tuple[int, ...]]:
     for edges in itertools.combinations_with_replacement(range(num_layers + 1), num_stages - 1):
         split = tuple(b - a for a, b in itertools.pairwise((0, *edges, num_layers)))
-        if is_legal_split(split, num_layers=num_layers, num_stages=num_stages):
+        if is_legal_split(
+            split, num_layers=num_layers, num_stages=num_stages, is_mtp_before_last=is_mtp_before_last
+        ):
             yield split
 
 
@@ -186,11 +198,12 @@ def every_plan(space: Space) -> Iterator[Plan]:
     for plan in every_choice(space):
         for order in itertools.permutations(slots):
             if is_legal(order, layout=plan.layout):
-                for split in every_split(plan.shape.num_layers, plan.layout.num_stages):
+                num_stages, is_before = plan.layout.num_stages, bool(plan.split.mtp_before_last)
+                for split in every_split(plan.shape.num_layers, num_stages, is_mtp_before_last=is_before):
                     yield replace(
                         plan,
                         mapping=Mapping(slots=order),
-                        split=Split(transformer_layers_per_stage=split),
+                        split=Split.of(split, is_mtp_before_last=is_before),
                     )
 
 
@@ -210,6 +223,28 @@ def test_the_best_is_that_of_exhaustive_search(
 ) -> None:
     search = {"micro_batch_size": 2, "tensor_parallel": 1, **search}
     space = space_of(*nodes, num_layers=num_layers, batch=12, search=search)
+    assert_exhaustive(space, truth_of(space, seed))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("ranks", "search"),
+    [
+        (4, {"pipeline_parallel": 4, "virtual_stages": 1, "schedule": ["1f1b", "zb-h1"]}),
+        (3, {"pipeline_parallel": 3, "virtual_stages": [1, 2], "schedule": ["1f1b", "interleaved"]}),
+    ],
+)
+def test_of_both_stages_of_multi_token_prediction_the_best_is_that_of_exhaustive_search(
+    ranks: int, search: dict[str, Any], seed: int
+) -> None:
+    search = {
+        "micro_batch_size": 2,
+        "tensor_parallel": 1,
+        "mtp_stage": ["last", "before_last"],
+        **search,
+    }
+    space = space_of(ranks, num_layers=5, batch=12, search=search, mtp_layers=1)
+    assert {plan.split.mtp_before_last for plan in every_choice(space)} == {None, True}
     assert_exhaustive(space, truth_of(space, seed))
 
 

@@ -17,6 +17,8 @@ from quartet_plugin.planner import ranking
 from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import layout_table_of
+from quartet_plugin.planner.ranking import rank
+from quartet_plugin.split.layers import is_legal_split
 from tests.model.clusters import make_cluster
 from tests.planner.planning import (
     cluster_job,
@@ -82,6 +84,50 @@ def test_no_prediction_is_under_the_bounds_of_several_kinds_of_layers(seed: int)
     # The bound leaves out multi-token prediction, which is much of a model of so few layers.
     # Of a hybrid model the head's logits may be most of the memory.
     assert job.mtp_layers or seed in HYBRIDS or np.median(ratios) > 0.6
+
+
+def job_before_last(seed: int) -> PlanRequest:
+    """A model whose multi-token prediction lies on the stage before the last one in every pipeline."""
+    while not (job := job_of_two_kinds(seed)).mtp_layers:
+        seed += 1000
+    search = job.search.model_copy(update={"mtp_stage": ("before_last",)})
+    return replace(job, search=search)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_prediction_with_a_head_alone_is_under_the_bounds(seed: int) -> None:
+    job = job_before_last(seed)
+    table = layout_table_of(job, job.shape)
+    assert len(table)
+    bounds = bounds_of(job, job.shape, table, constants=fitted())
+    for row in range(0, len(table), max(1, len(table) // 60)):
+        layout, split = table.layout(row), bounds.split(job, job.shape, table, row)
+        assert layout.pipeline_parallel > 1
+        assert not table.schedule(row).is_custom
+        assert is_legal_split(
+            split,
+            num_layers=job.shape.num_layers,
+            num_stages=layout.num_stages,
+            is_mtp_before_last=True,
+        )
+        for run in runs_of(job, table, row, split):
+            words = (run.layout, run.schedule, run.group)
+            assert run.is_mtp_before_last
+            assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, words
+            assert bounds.memory_bytes[row] <= peak_memory(run).total_bytes, words
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pruning_keeps_the_optimum_of_both_stages_of_multi_token_prediction(seed: int) -> None:
+    job = job_before_last(seed)
+    both = replace(job, search=job.search.model_copy(update={"mtp_stage": ("last", "before_last")}))
+    every = rank(both, top=5, exhaustive=True).best
+    assert rank(both, top=5).best == every
+    alone = [
+        rank(replace(both, search=both.search.model_copy(update={"mtp_stage": (stage,)}))).best[0]
+        for stage in ("last", "before_last")
+    ]
+    assert every[0].iteration_s == min(row.iteration_s for row in alone)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -11,7 +11,7 @@ from quartet_plugin.calibration.machine_prior import KnownMachine
 from quartet_plugin.cost.iteration.split_model import CalibratedSplits
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.planner import candidate_plans
-from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
+from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates, candidate_of
 from quartet_plugin.planner.layout_bounds import least_seconds_of
 from quartet_plugin.planner.ranking import rank
 from quartet_plugin.planner.space_request import request_of_space
@@ -193,3 +193,26 @@ def test_a_line_counts_the_layouts_without_a_searched_order() -> None:
     candidates.best(costs_of=rates, splits_of=no_splits, order_of=no_order)
     (line,) = [line for line in candidates.limits if line.startswith("searched orders: none for ")]
     assert line.endswith(" layouts, whose steps have more than 2,500 actions")
+
+
+@pytest.mark.parametrize(("asked", "other"), [("last", True), ("before_last", False)])
+def test_no_plan_stands_for_one_with_another_stage_of_multi_token_prediction(asked: str, other: bool) -> None:
+    search = parse_config({"search": {"mtp_stage": asked, "schedule": "1f1b"}}, where="test").search
+    job = replace(make_job(layout=make_layout(pipeline_parallel=4), features=("mtp",)), mtp_layers=1)
+    space = build_space(job, nodes=make_nodes(4), search=search, run="r", seed=0)
+
+    def with_stage(is_mtp_before_last: bool) -> object:
+        # Both stages may have these layers.
+        return candidate_of(
+            space,
+            job.shape,
+            job.layout,
+            schedule="1f1b",
+            group=None,
+            split=(3, 3, 2, 0),
+            mapping=space.baseline.mapping,
+            is_mtp_before_last=is_mtp_before_last,
+        )
+
+    assert with_stage(not other) is not None
+    assert with_stage(other) is None

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.mapping_optimum import compared
@@ -29,6 +30,7 @@ from quartet_plugin.planner.job import PlanRequest, parse_job, read_job
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import REFINED, Ranked, best_plans, rank, refine, slowdown_of
+from quartet_plugin.split.layers import is_legal_split
 from tests.model.clusters import make_cluster
 from tests.planner.planning import cluster_job, job_data, random_cluster_job, runs_of
 
@@ -175,6 +177,39 @@ def test_a_slow_node_gets_fewer_layers() -> None:
     assert counts[1.0] > counts[3.0]
     assert best.stock_s is not None
     assert best.iteration_s <= min(best.stock_s.values()) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_head_alone_keeps_its_stage_on_unequal_devices(chunks: int) -> None:
+    """A slow node gets fewer layers, and the last stage none."""
+    job = cluster_job(
+        make_cluster(slowdown={(1, local): 3.0 for local in range(4)}),
+        model={
+            "num_layers": 12,
+            "vocab_size": 1000,
+            "mtp_layers": 1,
+            "tied_embeddings": False,
+            "position_embedding": "rope",
+        },
+        search={
+            "pipeline_parallel": 4,
+            "data_parallel": 2,
+            "virtual_stages": chunks,
+            "micro_batch_size": 1,
+            "mtp_stage": "before_last",
+        },
+    )
+    every = rank(job, top=3, exhaustive=True).best
+    assert rank(job, top=3).best == every
+    best = refine(job, rank(job)).best[0]
+    assert best.is_mtp_before_last
+    assert is_legal_split(best.split, num_layers=12, num_stages=4 * chunks, is_mtp_before_last=True)
+    assert best.iteration_s <= every[0].iteration_s * (1 + 1e-9)
+    topology = job.topology(fitted())
+    slots = list(range(8)) if best.slots is None else list(best.slots)
+    slowdown = topology.slowdown[slots].reshape(4, 2).max(axis=1)
+    layers = np.array(best.split).reshape(chunks, 4).sum(axis=0)
+    assert layers[slowdown == 1.0].sum() > layers[slowdown == 3.0].sum()
 
 
 def test_refining_never_makes_a_layout_slower() -> None:

@@ -18,12 +18,16 @@ from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import BALANCED, PP, SPLIT, layout_table_of
 from quartet_plugin.planner.ranking import Ranked, Ranking, rank
 from tests.planner.planning import hybrid_job, random_cluster_job, runs_of
-from tests.planner.test_bounds import HYBRIDS, job_of_two_kinds
+from tests.planner.test_bounds import HYBRIDS, job_before_last, job_of_two_kinds
 from tests.planner.test_ranking import random_job
 
 
-def nearby(split: tuple[int, ...], draw: random.Random) -> tuple[int, ...]:
+def nearby(
+    split: tuple[int, ...], draw: random.Random, *, is_mtp_before_last: bool = False
+) -> tuple[int, ...]:
     """The split after a few random moves of a layer."""
+    if is_mtp_before_last:
+        return (*nearby(split[:-1], draw), 0)
     counts, last = list(split), len(split) - 1
     for _ in range(draw.randint(0, 6)):
         givers = [stage for stage, count in enumerate(counts) if count > (0 if stage in (0, last) else 1)]
@@ -33,11 +37,18 @@ def nearby(split: tuple[int, ...], draw: random.Random) -> tuple[int, ...]:
     return tuple(counts)
 
 
-@pytest.mark.parametrize("seed", [400, 401, 402, 403, 404, 407, 408, 409, *HYBRIDS])
+BEFORE_LAST = range(500, 504)
+
+
+@pytest.mark.parametrize("seed", [400, 401, 402, 403, 404, 407, 408, 409, *HYBRIDS, *BEFORE_LAST])
 def test_no_split_that_fits_is_under_the_bounds(seed: int) -> None:
     job = job_of_two_kinds(seed) if seed % 2 else random_job(seed)
     if seed in HYBRIDS:
         job = hybrid_job(seed)
+    if seed in BEFORE_LAST:
+        job = job_before_last(seed)
+        if job.search.split is not None:
+            job = replace(job, search=job.search.model_copy(update={"split": None}))
     draw = random.Random(seed)
     table = layout_table_of(job, job.shape)
     limit_bytes = available_bytes(float(job.machines.memory_bytes))
@@ -49,7 +60,8 @@ def test_no_split_that_fits_is_under_the_bounds(seed: int) -> None:
     assert (least_s <= time_s).all()
     num_fitting = 0
     for row, seconds, num_bytes in zip(rows.tolist(), time_s.tolist(), memory_bytes.tolist(), strict=True):
-        split = nearby(bounds.split(job, job.shape, table, row), draw)
+        first = bounds.split(job, job.shape, table, row)
+        split = nearby(first, draw, is_mtp_before_last=job.has_mtp_before_last)
         for run in runs_of(job, table, row, split):
             memory, words = peak_memory(run), (run.layout, run.schedule, run.group, split)
             assert num_bytes <= memory.total_bytes, words

@@ -10,6 +10,7 @@ from quartet_plugin.cost.iteration.plan_terms import run_of_plan
 from quartet_plugin.model.packed_lengths import PackedLengths
 from quartet_plugin.model.plan import Split
 from quartet_plugin.planner.described_rules import training_job_of
+from quartet_plugin.planner.described_space import plan_in_space
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.ranking import rank, shapes_of
 from quartet_plugin.planner.space_request import request_of_space
@@ -85,7 +86,7 @@ def test_the_models_norms_are_those_of_the_command() -> None:
     space = replace(space, job=replace(space.job, normalization="RMSNorm"))
     request = request_of_space(space, machine=KnownMachine())
     assert request.run(space.job.shape, space.job.layout, (4, 4)).normalization == "RMSNorm"
-    described = training_job_of(request, layout=space.job.layout, split=(4, 4))
+    described = training_job_of(request, layout=space.job.layout, split=Split.of((4, 4)))
     assert described.normalization == PlanSampler(space)._machine_model.normalization == "RMSNorm"
 
 
@@ -114,21 +115,28 @@ def test_the_table_has_the_shapes_of_the_space(scaling: dict[str, Any]) -> None:
     assert set(shapes_of(request)) == set(space.shapes)
 
 
-def test_multi_token_prediction_before_the_last_stage_is_of_the_commands_own_split() -> None:
+@pytest.mark.parametrize("asked", [None, ["before_last"], ["last"]])
+def test_both_stages_of_multi_token_prediction_are_ranked(asked: list[str] | None) -> None:
     split = Split(transformer_layers_per_stage=(4, 4, 0, 0), mtp_before_last=True)
     layout = make_layout(pipeline_parallel=4, data_parallel=2)
     job = replace(make_job(layout=layout, features=("mtp", "mtp_before_last")), mtp_layers=1, split=split)
-    search = parse_config({}, where="test").search
+    words = {"micro_batch_size": [1, 2], "recompute": "none"}
+    config = {"search": {**words, **({} if asked is None else {"mtp_stage": asked})}}
+    search = parse_config(config, where="test").search
     space = build_space(job, nodes=make_nodes(4, 4), search=search, run="r", seed=0)
     request = request_of_space(space, machine=KnownMachine())
-    ranked = rank(request, top=4).best
-    assert len(ranked) == 4
-    assert {request.split_of(row.split) for row in ranked} == {split}
-    run = request.run(ranked[0].shape, ranked[0].layout, ranked[0].split)
-    assert run.is_mtp_before_last
     # No bound is above a prediction: all rows are predicted, and the best ones are the same.
-    exhaustive = rank(request, top=4, exhaustive=True).best
-    assert [row.layout for row in exhaustive] == [row.layout for row in ranked]
+    every = rank(request, top=1000, exhaustive=True).best
+    for num in (1, 8):
+        assert rank(request, top=num).best == every[:num]
+    stages = {row.is_mtp_before_last for row in every}
+    assert stages == ({True} if asked == ["before_last"] else {False} if asked else {True, False})
+    for row in every:
+        assert not row.is_mtp_before_last or (row.layout.pipeline_parallel > 1 and row.split[-1] == 0)
+        if not row.schedule.is_custom:
+            made = plan_in_space(space, row)
+            assert made is not None
+            assert made[1].split == row.stage_split
 
 
 def test_the_documents_of_packed_sequences_are_those_of_plans_and_predictions() -> None:

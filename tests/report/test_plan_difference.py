@@ -36,6 +36,18 @@ def test_parts_that_differ_are_said_and_no_others() -> None:
     )
 
 
+def test_another_stage_of_multi_token_prediction_is_said() -> None:
+    made_for = replace(BASELINE.made_for, mtp_layers=1)
+    plan = replace(BASELINE, made_for=made_for, split=Split.of((8, 0), is_mtp_before_last=True))
+    assert difference_words(plan) == (
+        "layers per stage 4+4 become 8+0",
+        "multi-token prediction moves to the stage before the head's",
+    )
+    command = replace(made_for, baseline=replace(made_for.baseline, split=plan.split))
+    last = replace(plan, made_for=command, split=Split.of((8, 0)))
+    assert difference_words(last) == ("multi-token prediction moves to the last stage",)
+
+
 def test_without_a_pipeline_no_layers_per_stage_are_said() -> None:
     layout = replace(
         LAYOUT, pipeline_parallel=1, data_parallel=2, recompute="full", distributed_optimizer=True

@@ -8,7 +8,7 @@ import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.job_description import Experts
-from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.tables import changes, plan_lines
 from quartet_plugin.space.features import Axis, locked_axes
 from quartet_plugin.space.knob_table import knob_rows
@@ -87,21 +87,6 @@ def test_experts_that_no_plan_describes_keep_their_degrees() -> None:
     plans = plans_of(space_of("moe", expert_parallel=2))
     assert {plan.layout.data_parallel for plan in plans} == {2, 4}
     assert {(plan.layout.tensor_parallel, plan.layout.expert_parallel) for plan in plans} == {(1, 2)}
-
-
-def test_multi_token_prediction_before_the_last_stage_stays_there() -> None:
-    layout = make_layout(pipeline_parallel=4, data_parallel=1)
-    split = Split(transformer_layers_per_stage=(4, 4, 0, 0), mtp_before_last=True)
-    job = replace(make_job(layout=layout, features=("mtp", "mtp_before_last")), mtp_layers=1, split=split)
-    space = build_space(
-        job, nodes=make_nodes(4), search=parse_config({}, where="q.yaml").search, run="r", seed=0
-    )
-    plans = plans_of(space)
-    assert {(plan.split, plan.schedule.name) for plan in plans} == {(split, "1f1b")}
-    assert len({plan.layout.micro_batch_size for plan in plans}) > 1
-    assert all(space.params_of(plan) is not None for plan in plans[:20])
-    words = "split     4+4+0+0 transformer layers, embedding first, multi-token prediction (1) on the stage"
-    assert f"{words} before the last, head last" in plan_lines(plans[0])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from quartet_plugin.split.layers import (
     EndLoads,
     end_loads_for_split,
+    even_split,
     even_split_with_ends,
     is_legal_split,
     split_for_end_loads,
@@ -47,6 +48,36 @@ def test_a_stage_with_multi_token_prediction_alone_is_legal_before_a_head_alone(
         legal = is_legal_split(split, num_layers=6, num_stages=4, is_mtp_before_last=True)
         assert legal == is_legal
         assert is_legal_split(split, num_layers=6, num_stages=4) == (0 not in split[1:-1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 3), st.integers(0, 30), st.floats(-1.0, 1.0), st.floats(-1.0, 1.0))
+def test_with_a_head_alone_the_other_stages_share_the_layers(
+    devices: int, chunks: int, more: int, embedding: float, mtp: float
+) -> None:
+    stages = devices * chunks
+    layers = max(1, stages - 3) + more
+    end_loads = EndLoads(embedding=embedding * layers, head=2.0, mtp=mtp * layers)
+    split = split_for_end_loads(layers, num_devices=devices, num_chunks=chunks, end_loads=end_loads)
+    assert is_legal_split(split, num_layers=layers, num_stages=stages, is_mtp_before_last=True)
+    if chunks == 1 and devices > 2:
+        # The head's device has no other stage.
+        alone = EndLoads(embedding=end_loads.embedding, head=mtp * layers)
+        assert split == (*split_for_end_loads(layers, num_devices=devices - 1, end_loads=alone), 0)
+
+
+def test_a_device_with_the_head_alone_on_a_stage_has_fewer_layers_on_its_others() -> None:
+    for head in (0.0, 1.0, 3.0):
+        end_loads = EndLoads(head=head, mtp=0.0)
+        split = split_for_end_loads(12, num_devices=3, num_chunks=2, end_loads=end_loads)
+        loads = [split[0] + split[3], split[1] + split[4], split[2] + head]
+        assert max(loads) - min(loads) <= 1.0
+        assert (sum(split), split[-1]) == (12, 0)
+
+
+def test_the_even_split_leaves_the_last_stage_to_a_head_alone() -> None:
+    assert even_split(8, num_stages=4, is_mtp_before_last=True) == (2, 3, 3, 0)
+    assert even_split(8, num_stages=2, is_mtp_before_last=True) == (8, 0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -58,7 +58,7 @@ def space_of(job: PlanRequest, plain: Plain) -> Space:
     search = SearchConfig().model_copy(
         update={**SEARCHED, **said, "schedule": described_search(job).schedule}
     )
-    command = training_job_of(job, layout=plain.layout, split=plain.split)
+    command = training_job_of(job, layout=plain.layout, split=plain.stage_split)
     return build_space(command, nodes=job.nodes, search=search, run="r", seed=0)
 
 

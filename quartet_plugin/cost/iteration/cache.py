@@ -248,4 +248,6 @@ def _layer_weights(run: TrainingRun) -> LayerWeights:
         layers=np.array([per_layer]),
         first=weights[0] - per_layer * counts[0],
         last=weights[-1] - per_layer * counts[-1],
+        # Of two stages the first one has it beside the embedding.
+        further=weights[-2] - per_layer * counts[-2] if run.is_mtp_before_last and len(counts) > 2 else 0.0,
     )

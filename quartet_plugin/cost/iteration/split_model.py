@@ -44,7 +44,7 @@ class StepLine(NamedTuple):
 
     `fixed_s`, plus `per_layer_s` times its weights in layers, plus `start_s` [num_kinds] times its layers. A
     layer of each kind counts as `weights` [num_kinds] of the mean one, embedding and head as `first` and
-    `last`.
+    `last`, multi-token prediction on the stage before the last one as `further`.
     """
 
     fixed_s: float
@@ -53,6 +53,7 @@ class StepLine(NamedTuple):
     weights: FloatArray
     first: float
     last: float
+    further: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +63,8 @@ class SplitTimes:
     A stage's action of direction k (forward, input gradient, weight gradient) takes `fixed_s[k, s]` plus
     `layer_s[j, k, s]` for each layer of kind j; `sends_s` [S] is the transfer from each stage to the next.
     `orders` have weights. `before` [num_kinds, num_layers + 1] are the layers of each kind before each layer;
-    of one kind it has no columns.
+    of one kind it has no columns. The first `num_with_layers` stages may have layers: all but a last one that
+    has the head alone.
     """
 
     fixed_s: FloatArray
@@ -73,6 +75,7 @@ class SplitTimes:
     is_blocking: bool
     step: StepLine
     before: IntArray
+    num_with_layers: int
 
     def counts(self, split: Sequence[int]) -> IntArray:
         """The layers of each kind on each stage of a split [num_kinds, S]."""
@@ -88,11 +91,15 @@ class SplitTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerWeights:
-    """The weights of a layer of each kind [num_kinds], and those that the ends have beside their layers."""
+    """The weights of a layer of each kind [num_kinds], and those that the ends have beside their layers.
+
+    `further` are those of multi-token prediction on the stage before the last one.
+    """
 
     layers: FloatArray
     first: float
     last: float
+    further: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -211,7 +218,13 @@ class SplitModel:
             is_blocking=raw.is_blocking,
             step=self._step_line(raw.share * scale, domains, mapping),
             before=self._before,
+            num_with_layers=self._num_with_layers,
         )
+
+    @property
+    def _num_with_layers(self) -> int:
+        """The stages that may have layers, the first ones."""
+        return self._plan.layout.num_stages - self._run.is_mtp_before_last
 
     def distinct(self, orders: IntArray, slowdowns: FloatArray) -> list[int]:
         """The indices of the first of the orders [orders, world size] with one signature each."""
@@ -287,6 +300,7 @@ class SplitModel:
             weights=self._weights_of_layers.layers / self._layer_weights,
             first=self._weights_of_layers.first / self._layer_weights,
             last=self._weights_of_layers.last / self._layer_weights,
+            further=self._weights_of_layers.further / self._layer_weights,
         )
 
     @functools.cached_property
@@ -319,6 +333,7 @@ class SplitModel:
             stages += counts * weights
         stages[:, 0] += self._weights_of_layers.first
         stages[:, -1] += self._weights_of_layers.last
+        stages[:, -2] += self._weights_of_layers.further
         held = np.zeros((len(splits), self._plan.layout.pipeline_parallel))
         for stage, rank in enumerate(self._raw.placement.tolist()):
             held[:, rank] += stages[:, stage]
@@ -331,21 +346,18 @@ class SplitModel:
         Where no stage has, the layer moves from an end stage, which may be left empty, or from the fullest
         rank: the fullest ranks then differ the most. The plan itself where no layer can move.
         """
-        if self._run.is_mtp_before_last:
-            return self._plan  # its split is the command's, and stays
         counts = np.array(self._plan.split.transformer_layers_per_stage)
         weights = self._weights(counts[None])[0]
-        fullest = weights.argmax()
-        target = int(np.flatnonzero(self._raw.placement == fullest)[0])
+        fullest, num_stages = weights.argmax(), self._num_with_layers
+        targets = np.flatnonzero(self._raw.placement[:num_stages] == fullest)
         others = np.flatnonzero((self._raw.placement != fullest) & (counts > 1))
-        if len(others):
-            return self._with_counts(_moved(counts, int(others[counts[others].argmax()]), target))
-        num_stages = len(counts)
+        if len(others) and len(targets):
+            return self._with_counts(_moved(counts, int(others[counts[others].argmax()]), int(targets[0])))
         least = np.ones(num_stages)
         least[[0, -1]] = 0
         pairs = [
             (giver, taker)
-            for giver in np.flatnonzero(counts > least).tolist()
+            for giver in np.flatnonzero(counts[:num_stages] > least).tolist()
             for taker in range(num_stages)
             if giver != taker
         ]

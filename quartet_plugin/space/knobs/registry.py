@@ -27,6 +27,7 @@ from quartet_plugin.space.knobs.knob import Knob, LayoutKnob, LiveJob, SettingKn
 from quartet_plugin.space.knobs.mapping import MAPPING
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
 from quartet_plugin.space.knobs.moe_grouped_gemm import MOE_GROUPED_GEMM
+from quartet_plugin.space.knobs.mtp_stage import MTP_STAGE
 from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES
 from quartet_plugin.space.knobs.optimizer_cpu_offload import OPTIMIZER_CPU_OFFLOAD
 from quartet_plugin.space.knobs.optimizer_offload_fraction import OPTIMIZER_OFFLOAD_FRACTION
@@ -88,7 +89,17 @@ SETTINGS: tuple[SettingKnob, ...] = (
 )
 OPTIONS: tuple[LayoutKnob, ...] = (REDUCE_BUCKET_SIZE, ALLGATHER_BUCKET_SIZE, *SETTINGS)
 LAYOUT_KNOBS: tuple[LayoutKnob, ...] = (*DEGREES, *BEFORE_SCHEDULE, *OPTIONS)
-KNOBS: tuple[Knob, ...] = (SHAPE, *DEGREES, *BEFORE_SCHEDULE, SCHEDULE, GROUP, SPLIT, MAPPING, *OPTIONS)
+KNOBS: tuple[Knob, ...] = (
+    SHAPE,
+    *DEGREES,
+    *BEFORE_SCHEDULE,
+    SCHEDULE,
+    GROUP,
+    MTP_STAGE,
+    SPLIT,
+    MAPPING,
+    *OPTIONS,
+)
 BY_NAME: dict[str, Knob] = {knob.name: knob for knob in KNOBS}
 
 

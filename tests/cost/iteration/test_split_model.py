@@ -16,6 +16,7 @@ from quartet_plugin.model.shape import LayerKinds, ModelShape
 from quartet_plugin.planner.split_search import Pipeline, balanced_split, best_splits
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import build_space
+from quartet_plugin.split.layers import even_split
 from quartet_plugin.tuner.config import parse_config
 from tests.calibration.truth import Truth
 from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
@@ -95,6 +96,42 @@ def check_model(layout: dict[str, int], schedule: str, *, num_dense: int, patter
         # Dense layers have other weights than those with experts.
         tolerance = 1e-9 if experts is None else 5e-3 if num_dense else 2e-4
         assert Pipeline(times).seconds(split) == pytest.approx(seconds, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"pipeline_parallel": 4},
+        {"pipeline_parallel": 4, "virtual_stages": 2},
+        {"pipeline_parallel": 2, "data_parallel": 2},
+    ],
+)
+def test_it_is_the_iteration_model_with_multi_token_prediction_before_the_last_stage(
+    degrees: dict[str, int],
+) -> None:
+    nodes, layout = make_nodes(2, 2), make_layout(micro_batch_size=2, **degrees)
+    num_stages, shape = layout.num_stages, make_shape(num_layers=12, tied_embeddings=False)
+    split = Split.of(even_split(12, num_stages=num_stages, is_mtp_before_last=True), is_mtp_before_last=True)
+    job = replace(
+        make_job(layout=layout, shape=shape, global_batch_size=16, features=("mtp", "mtp_before_last")),
+        mtp_layers=2,
+        split=split,
+    )
+    search = parse_config({"search": {"schedule": ["1f1b", "interleaved"]}}, where="test").search
+    plan = build_space(job, nodes=nodes, search=search, run="r", seed=0).baseline
+    truth = Truth(nodes, slowdowns=(1.0, 1.5, 0.8, 1.1), head=3.0, transfer=9.0, network=4.0)
+    calibrated = CalibratedSplits(model=truth._iteration_models.split_model(plan), point=truth.theta)
+    times = calibrated.times(slot_indices(nodes, plan.mapping), plan.mapping)
+    assert times.num_with_layers == num_stages - 1
+    draw = np.random.default_rng(0)
+    for _ in range(8):
+        counts = draw.multinomial(12, np.ones(num_stages - 1) / (num_stages - 1))
+        if 0 in counts[1:-1]:
+            continue
+        other = Split.of((*counts.tolist(), 0), is_mtp_before_last=True)
+        seconds, _ = truth._iteration_models.of(replace(plan, split=other)).evaluate(truth.theta)
+        modelled = Pipeline(times).seconds(other.transformer_layers_per_stage)
+        assert modelled == pytest.approx(seconds, rel=1e-9)
 
 
 def test_the_balanced_split_has_the_least_busiest_device() -> None:
