@@ -22,7 +22,7 @@ UNPRICED = {
     "packing": "the lengths of the documents in its sequences are not in the report",
     "fp8": "the scales of its 8-bit products are not in the report",
     "fp4": "the scales of its 4-bit products are not in the report",
-    "fsdp": "its parameters are sharded over replicas, which the report does not describe",
+    "fsdp": "the precision of its sharded gradients is not in the report",
     "torch_fsdp": "its parameters are sharded over replicas, which the report does not describe",
     "weight_shards": "its weights are sharded over ranks, which the report does not describe",
     "cpu_offload": "whole layers' activations move to the host, which the cost model does not know",

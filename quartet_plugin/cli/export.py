@@ -468,19 +468,23 @@ def native_path(run_folder: Path) -> Path:
 
 
 def _exports(plan: "Plan") -> str:
-    """The lines that set the variables which Megatron asks for with the plan's values.
+    """The lines that set the variables which Megatron asks for with the plan's values, or unset them.
 
-    Before Blackwell if TP or CP is above 1, and where the plan offloads modules.
+    Before Blackwell if TP or CP is above 1 without Megatron-FSDP, and where the plan offloads modules.
     """
     from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES, OFFLOAD_VARIABLE
+    from quartet_plugin.space.knobs.use_megatron_fsdp import USE_MEGATRON_FSDP
 
     baseline, layout = plan.made_for.baseline.layout, plan.layout
     raised = max(layout.tensor_parallel, layout.context_parallel) > 1
-    is_new = raised and max(baseline.tensor_parallel, baseline.context_parallel) == 1
+    sharded = layout.setting(USE_MEGATRON_FSDP.name)
+    was_raised = max(baseline.tensor_parallel, baseline.context_parallel) > 1
+    is_new = raised and (sharded is False or not was_raised) and sharded is not True
     modules = layout.setting(OFFLOAD_MODULES.name)
     names = ["CUDA_DEVICE_MAX_CONNECTIONS"] if is_new else []
     names += [OFFLOAD_VARIABLE] if modules is not None and OFFLOAD_MODULES.is_for_gpus(modules) else []
-    return "".join(f"export {name}=${{{name}:-1}}\n" for name in names)
+    unset = "unset CUDA_DEVICE_MAX_CONNECTIONS\n" if sharded is True else ""
+    return unset + "".join(f"export {name}=${{{name}:-1}}\n" for name in names)
 
 
 def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:

@@ -526,7 +526,13 @@ def _reduce_and_gather(
 
 
 def sharded_parameters_s(
-    run: TrainingRun, constants: Constants, *, num_parameters: float, forward_s: float, backward_s: float
+    run: TrainingRun,
+    constants: Constants,
+    *,
+    num_dense: float,
+    num_expert: float,
+    forward_s: float,
+    backward_s: float,
 ) -> float:
     """The exposed time of a rank's fully sharded parameters (ZeRO-3, FSDP) for a microbatch.
 
@@ -534,6 +540,9 @@ def sharded_parameters_s(
     """
     if run.zero_stage != 3:
         return 0.0
+    if run.software.shards_parameters:
+        return _by_units_s(run, constants, num_dense, num_expert, forward_s=forward_s, backward_s=backward_s)
+    num_parameters = num_dense + num_expert
     size = run.shard_group
     ranks = group(run.cluster, constants, size=size, stride=run.layout.tensor_parallel)
     calls = run.shape.num_layers * run.software.collectives_per_layer / run.layout.pipeline_parallel
@@ -542,3 +551,34 @@ def sharded_parameters_s(
     left = constants.data_exposed
     backward = gather + scatter
     return max(gather * left, gather - forward_s) + max(backward * left, backward - backward_s)
+
+
+def _by_units_s(
+    run: TrainingRun,
+    constants: Constants,
+    num_dense: float,
+    num_expert: float,
+    *,
+    forward_s: float,
+    backward_s: float,
+) -> float:
+    """The exposed time of what Megatron-FSDP gathers and scatters for a microbatch.
+
+    A layer is gathered and released in each pass; embedding and head are gathered once an iteration and stay,
+    with nothing before the embedding that would hide it. Gradients of all of them are scattered in every
+    backward. Experts are shared by the ranks that hold the same ones
+    (megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py).
+    """
+    layout, calls = run.layout, run.shape.num_layers / run.layout.pipeline_parallel
+    weight, gradient = float(run.element_bytes), float(run.software.gradient_bytes)
+    ranks = group(run.cluster, constants, size=run.shard_group, stride=layout.tensor_parallel)
+    gather = ranks.gather_s(weight * (num_dense - run.end_parameters), calls=calls)
+    scatter = ranks.gather_s(gradient * num_dense, calls=calls)
+    if num_expert:
+        stride = run.expert_shards * layout.expert_parallel
+        holders = group(run.cluster, constants, size=run.expert_copies, stride=stride)
+        gather += holders.gather_s(weight * num_expert, calls=calls)
+        scatter += holders.gather_s(gradient * num_expert, calls=calls)
+    left, backward = constants.data_exposed, gather + scatter
+    exposed = max(gather * left, gather - forward_s) + max(backward * left, backward - backward_s)
+    return exposed + ranks.gather_s(weight * run.end_parameters) / run.num_microbatches

@@ -40,6 +40,9 @@ RUNTIME_BYTES = 0.14 * 2**30
 USABLE = 0.985
 # Holes that caching allocators before expandable segments leave between activations.
 FRAGMENTATION = 1.08
+# Elements that Megatron-FSDP gathers ahead of the layer that computes, and of gradients that wait to be
+# scattered: two layers, but not less than this, of which the gather has a half (megatron_fsdp.py).
+UNIT_ELEMENTS = 1e9
 # The terms of `Memory`, in the order of its sum.
 TERMS = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "temporary_bytes")
 
@@ -215,14 +218,16 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
         parameters, gradients, optimizer = states[share]
         activations = float(peaks[device]) * fragmented
         copied = max(_copied_bytes(run, weights[k]) for k in stages)
+        # Activations are gone where gradients are reduced.
+        buffers = max(temporary[ends], copied - activations) + _waiting_bytes(run, held_weights, activations)
+        at_start = _start_bytes(run, held_weights) - parameters - gradients - optimizer - activations
         devices.append(
             Memory(
                 parameters_bytes=parameters,
                 gradients_bytes=gradients,
                 optimizer_bytes=optimizer,
                 activations_bytes=activations,
-                # Activations are gone where gradients are reduced.
-                temporary_bytes=max(temporary[ends], copied - activations),
+                temporary_bytes=max(buffers, at_start),
                 device=device,
                 capacity_bytes=float(run.cluster.memory_bytes),
             )
@@ -248,11 +253,58 @@ def _states(run: TrainingRun, dense: float, expert: float) -> tuple[float, float
     weight, gradient, optimizer = bytes_per_weight(run.half, run.software)
     ranks, expert_ranks = run.optimizer_shards
     shard, whole = dense / ranks + expert / expert_ranks, dense + expert
+    if run.software.shards_parameters:
+        gathered = run.end_parameters + _gathered_layers(run, whole)
+        return weight * (shard + gathered), gradient * shard, optimizer * shard
     if run.zero_stage == 3:
         # One layer's gathered weights, and the next one's that is prefetched. The fp32 shard is the master.
         layer = 2 * weight * whole * run.layout.pipeline_parallel / max(1, run.shape.num_layers)
         return layer, SINGLE * shard, OPTIMIZER_BYTES * shard
     return weight * whole, gradient * (shard if run.zero_stage == 2 else whole), optimizer * shard
+
+
+def _layer_elements(run: TrainingRun, parameters: float) -> float:
+    """The weights of the mean layer of a rank that holds `parameters`, embedding and head among them."""
+    return (parameters - run.end_parameters) / max(1, run.shape.num_layers)
+
+
+def _gathered_layers(run: TrainingRun, parameters: float) -> float:
+    """The weights of whole layers that Megatron-FSDP holds at once: that of a pass, and those gathered ahead.
+
+    Layers are gathered ahead until they have half of `UNIT_ELEMENTS`, or as many as one.
+    """
+    layer = _layer_elements(run, parameters)
+    if not layer:
+        return 0.0
+    num_ahead = math.ceil(max(UNIT_ELEMENTS / 2, layer) / layer)
+    return layer * min(run.shape.num_layers, 1 + num_ahead)
+
+
+def _waiting_bytes(run: TrainingRun, held: Weights, activations: float) -> float:
+    """Bytes beside `activations` of the gradients that wait in Megatron-FSDP to be scattered.
+
+    They stay until others take their place, or the backward ends; as many activations are gone as layers have
+    gradients.
+    """
+    if not run.software.shards_parameters:
+        return 0.0
+    layer = _layer_elements(run, held.num_total)
+    num_waiting = min(held.num_total, max(UNIT_ELEMENTS, 2 * layer) + layer)
+    done = num_waiting / held.num_total
+    return max(0.0, run.software.main_gradient_bytes * num_waiting - done * activations)
+
+
+def _start_bytes(run: TrainingRun, held: Weights) -> float:
+    """Bytes of a rank at the start of Megatron-FSDP, which takes over weights that the rank has built whole.
+
+    Beside these are the shards of weights, in two precisions, and of gradients; no moments are there yet.
+    """
+    if not (run.software.shards_parameters and run.software.builds_whole):
+        return 0.0
+    weight, gradient, _ = bytes_per_weight(run.half, run.software)
+    ranks, expert_ranks = run.optimizer_shards
+    shard = held.num_dense / ranks + held.num_expert / expert_ranks
+    return weight * held.num_total + (weight + gradient + SINGLE) * shard
 
 
 def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:

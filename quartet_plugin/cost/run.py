@@ -143,6 +143,10 @@ class Software:
     """Whether an old caching allocator leaves holes between activations, which cost memory."""
     offloads_optimizer: bool = False
     """Whether the host holds the optimizer's state, or a part of it, and steps that."""
+    shards_parameters: bool = False
+    """Whether Megatron-FSDP shards parameters and gradients, too, layer by layer."""
+    builds_whole: bool = True
+    """Whether every rank builds the model's weights before they are sharded."""
     optimizer_offload_fraction: float = 1.0
     """The part of the optimizer that the host has where it has some."""
     offloaded_modules: tuple[str, ...] = ()
@@ -516,6 +520,12 @@ class TrainingRun:
         """The stage that has a copy of the embedding, or the tied head, counted from the end: -1 or -2."""
         return -2 if self.is_mtp_before_last and not self.shape.tied_embeddings else -1
 
+    @property
+    def end_parameters(self) -> float:
+        """Weights of the embedding and the head on one rank, once where they are tied."""
+        num_ends = 1 if self.shape.tied_embeddings else 2
+        return num_ends * self.shape.embedding_parameters / self.layout.tensor_parallel
+
     def num_sent_tensors(self, stage: int) -> int:
         """The boundary tensors that a stage sends the next: a state of each further token beside the last."""
         is_last_but_one = self.is_mtp_before_last and stage == len(self.layers_per_stage) - 2
@@ -672,6 +682,8 @@ def run_of(
     elif schedule is None:
         schedule = ScheduleKind.INTERLEAVED if layout.virtual_stages > 1 else ScheduleKind.ONE_F_ONE_B
     num_microbatches = layout.num_microbatches(global_batch_size)
+    software = software or Software()
+    copies = layout.data_parallel * layout.context_parallel
     if schedule.spec is not None:
         reason = refusal_of(
             schedule.value,
@@ -695,14 +707,14 @@ def run_of(
         layers_per_stage=layers_per_stage,
         half=precision,
         matmul=precision,
-        zero_stage=1 if layout.distributed_optimizer else 0,
-        shard_group=1,
-        optimizer_group=layout.data_parallel * layout.context_parallel,
+        zero_stage=3 if software.shards_parameters else int(layout.distributed_optimizer),
+        shard_group=copies if software.shards_parameters else 1,
+        optimizer_group=copies,
         schedule=schedule,
         group=group,
         custom=custom,
         cluster=cluster,
-        software=software or Software(),
+        software=software,
     )
 
 

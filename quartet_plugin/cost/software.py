@@ -54,6 +54,7 @@ _SWITCHES_OF_GPU = {
     "delay_wgrad_compute": "delayed_weight_gradients",
     "moe_grouped_gemm": "grouped_experts",
     "optimizer_cpu_offload": "offloads_optimizer",
+    "use_megatron_fsdp": "shards_parameters",
 }
 # Dispatchers that send a token to another domain once, and order it there by themselves.
 _SENDS_ONCE = frozenset({"moe_deepep", "moe_hybridep"})
@@ -96,6 +97,7 @@ def with_features(software: Software, features: Iterable[str]) -> Software:
         expert_overlap="overlap_moe" in names,
         shared_expert_overlap="moe_shared_expert_overlap" in names,
         sends_once_a_domain=bool(_SENDS_ONCE & names),
+        builds_whole="meta_init" not in names,
     )
 
 

@@ -100,6 +100,7 @@ TEXTS: dict[str, str | int | None] = {
     "hybrid_layer_pattern": None,
     "hybrid_override_pattern": None,
     "mtp_hybrid_override_pattern": None,
+    "data_parallel_sharding_strategy": "optim_grads_params",
 }
 # Numbers from 0 to 1.
 FRACTIONS = {"optimizer_offload_fraction": 1.0}
@@ -144,6 +145,7 @@ SWITCHES = (
     "overlap_grad_reduce",
     "overlap_param_gather",
     "fine_grained_activation_offloading",
+    "use_megatron_fsdp",
 )
 # Switches that are on without their flag.
 NEGATED = {
@@ -184,7 +186,6 @@ UNREADABLE = {
     "linear_attention_freq": "the cost model does not support this attention",
     "decoder_num_layers": "the cost model does not support encoders",
     "moe_latent_size": "the cost model does not support latent experts",
-    "use_megatron_fsdp": "the cost model does not support sharded parameters",
     "use_torch_fsdp2": "the cost model does not support sharded parameters",
     "use_custom_fsdp": "the cost model does not support sharded parameters",
     "fp4": "the planner's precisions are bf16, fp16, fp8 and fp32",

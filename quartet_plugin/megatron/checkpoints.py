@@ -24,6 +24,8 @@ FILE = "quartet.json"
 ATTRIBUTE = "quartet_stages"
 # Optimizer state that names the weight it belongs to, and so finds it under any layout.
 _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor")
+# The form of checkpoints of Megatron-FSDP.
+_SHARDED = "FSDP_DTENSOR"
 # The forms whose files are the ranks', weights included.
 _BY_RANK = ("LEGACY", "LOCAL")
 
@@ -198,6 +200,8 @@ class CheckpointGuard:
 
         `form` is Megatron's CheckpointType. All ranks see the same and come to the same answer.
         """
+        if self._has_plan and (reason := _other_form(args, form)) is not None:
+            raise AgreedRefusalError(f"checkpoint {name}: {reason}")
         saved_args = state.get("args")
         if saved_args is None:
             if form not in _BY_RANK:
@@ -231,6 +235,24 @@ class CheckpointGuard:
                 f"checkpoint {name}: it is stored on the nodes of another mapping; train with the plan that "
                 "saved it, or start from a global checkpoint"
             )
+
+
+def _other_form(args: Namespace, form: str) -> str | None:
+    """Why a checkpoint of this form does not load with or without Megatron-FSDP; None where it may."""
+    if getattr(args, "use_megatron_fsdp", False):
+        if form == _SHARDED:
+            return None
+        return (
+            "--use-megatron-fsdp loads fsdp_dtensor checkpoints alone, and this is none; train with a plan "
+            "that has it off, or start without --load"
+        )
+    # Without the switch Megatron takes that form for the one of PyTorch's FSDP.
+    if form not in (_SHARDED, "TORCH_DCP") or getattr(args, "use_torch_fsdp2", False):
+        return None
+    return (
+        "an fsdp_dtensor checkpoint loads with --use-megatron-fsdp alone; train with a plan that has it on, "
+        "or start without --load"
+    )
 
 
 def _bound(

@@ -1,7 +1,8 @@
 """CUDA_DEVICE_MAX_CONNECTIONS, which Megatron wants to be 1 before Blackwell with TP or CP above 1.
 
 A command without either need not set it. Where a plan raises one of them, the entry sets the variable, before
-CUDA starts: later it has no effect.
+CUDA starts: later it has no effect. With Megatron-FSDP Megatron refuses 1, on every GPU: where a plan turns
+that on, the entry takes the variable away.
 """
 
 import subprocess
@@ -39,11 +40,14 @@ def set_connections(
     environment: MutableMapping[str, str],
     architecture: Callable[[], int | None] = device_architecture,
 ) -> list[str]:
-    """Set the variable where the plan's flags need it and the user's do not; the line to print, if any.
+    """Set or unset the variable where the plan's flags ask for it and the user's do not; a line to print.
 
     A GPU of unknown architecture is taken for one before Blackwell, on which a start without it is refused.
     """
     set_by_user = environment.get(VARIABLE)
+    if set_by_user == "1" and _refuses_one(planned) and not _refuses_one(user):
+        del environment[VARIABLE]
+        return [f"{VARIABLE} is unset, not 1: Megatron refuses 1 with --use-megatron-fsdp"]
     if not _needs_one(planned) or _needs_one(user) or set_by_user == "1":
         return []
     if (architecture() or 0) >= _BLACKWELL:
@@ -51,6 +55,11 @@ def set_connections(
     environment[VARIABLE] = "1"
     before = "" if set_by_user is None else f", not {set_by_user}"
     return [f"{VARIABLE} is set to 1{before}: Megatron needs it with TP or CP above 1 before Blackwell"]
+
+
+def _refuses_one(args: Namespace) -> bool:
+    """Whether Megatron refuses the value 1 (validate_args)."""
+    return bool(getattr(args, "use_megatron_fsdp", False))
 
 
 def _needs_one(args: Namespace) -> bool:

@@ -23,9 +23,12 @@ from quartet_plugin.protocol.execution import (
 )
 from quartet_plugin.space.knobs.knob import LiveJob
 from quartet_plugin.space.knobs.registry import knobs_read_back
+from quartet_plugin.space.knobs.use_megatron_fsdp import STRATEGY, state_of
 
 # The optimizer of megatron/core/optimizer/cpu_offloading, which not every release has.
 _HOST_OPTIMIZER = "HybridDeviceOptimizer"
+# The wrapper of megatron/core/distributed/fsdp, which not every release has.
+_FSDP_WRAPPER = "FullyShardedDataParallel"
 _STOCK: dict[str, RanSchedule] = {
     "forward_backward_no_pipelining": "no-pipelining",
     "forward_backward_pipelining_without_interleaving": "1f1b",
@@ -96,7 +99,15 @@ def live_job(chunks: Sequence[Any], *, optimizer: Any = None, shards_layers: boo
         offloads_optimizer=offloads_optimizer(optimizer),
         optimizer_offload_fraction=optimizer_offload_fraction(optimizer),
         shards_layers=shards_layers,
+        shards_parameters=shards_parameters(chunks),
     )
+
+
+def shards_parameters(chunks: Sequence[Any]) -> bool | None:
+    """Whether Megatron-FSDP holds the chunks and shards their parameters; None where it shards less."""
+    is_on = all(type(chunk).__name__ == _FSDP_WRAPPER for chunk in chunks)
+    strategy = getattr(getattr(chunks[0], "ddp_config", None), STRATEGY, None)
+    return state_of(is_on=is_on, strategy=strategy)
 
 
 def offloads_optimizer(optimizer: Any) -> bool | None:

@@ -76,7 +76,16 @@ FEATURES = {
     "step_param_gather": ("overlap_param_gather_with_optimizer_step",),
     "ddp_num_buckets": ("ddp_num_buckets",),
     "saved_params": ("save_params_interval",),
+    "meta_init": ("init_model_with_meta_device",),
 }
+
+# The arguments beside which Megatron-FSDP stays on or off (`_sharding_features`).
+_BOUND_TO_SHARDING = (
+    *("moe_single_grouped_weight", "moe_single_grouped_bias", "verify_integrity"),
+    *("check_weight_hash_across_dp_replicas_interval", "fsdp_manual_registration", "nccl_ub"),
+    # By the flag of a command whose parser is not here.
+    "use_nccl_ub",
+)
 
 # The arguments with which every activation of an offloaded module that is large enough leaves the device.
 _WHOLE_OFFLOAD = {
@@ -438,7 +447,10 @@ def layout_of(args: Namespace, *, world_size: int) -> Layout:
         expert_parallel=args.expert_model_parallel_size,
         micro_batch_size=args.micro_batch_size,
         sequence_parallel=bool(args.sequence_parallel) and args.tensor_model_parallel_size > 1,
-        distributed_optimizer=bool(args.use_distributed_optimizer) or shards_whole_layers(args),
+        # Megatron-FSDP takes it for granted (validate_args).
+        distributed_optimizer=bool(args.use_distributed_optimizer)
+        or shards_whole_layers(args)
+        or _is_on(args, "use_megatron_fsdp"),
         recompute=_recompute(args),
     )
 
@@ -653,7 +665,10 @@ def features_of(args: Namespace) -> list[str]:
     loader = getattr(args, "dataloader_type", None)
     if loader not in (None, "single"):
         features.append("cyclic_data" if loader == "cyclic" else "external_data")
-    parts = (_router_features, _graphed_features, _optimizer_features, _evaluation_features, _layer_features)
+    parts = (
+        *(_router_features, _graphed_features, _optimizer_features),
+        *(_evaluation_features, _layer_features, _sharding_features),
+    )
     return sorted(set(features).union(*(features_of_part(args) for features_of_part in parts)))
 
 
@@ -669,6 +684,19 @@ def _optimizer_features(args: Namespace) -> list[str]:
     is_blockwise = "muon" in str(name) and _optional(args, "muon_tp_mode") in (None, "blockwise")
     features = ["muon_blockwise"] if is_blockwise else ["soap_optimizer"] if name == "soap" else []
     return ["emerging_optimizer", *features]
+
+
+def _sharding_features(args: Namespace) -> list[str]:
+    """What Megatron-FSDP, or training without it, refuses or holds otherwise.
+
+    With it Megatron refuses grouped expert weights, hashes of whole weights, and checkpoints with hashes
+    (megatron/training/arguments.py); without it manual registration of buffers. Main weights that are not in
+    fp32 would have another precision without it.
+    """
+    is_on = any(_is_on(args, dest) for dest in _BOUND_TO_SHARDING)
+    main_weights = str(getattr(args, "megatron_fsdp_main_params_dtype", "fp32"))
+    is_other = _is_on(args, "use_megatron_fsdp") and main_weights not in ("fp32", "torch.float32")
+    return ["fsdp_bound"] if is_on or is_other else []
 
 
 def _evaluation_features(args: Namespace) -> list[str]:

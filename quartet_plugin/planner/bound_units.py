@@ -253,9 +253,13 @@ def _of_rows(job: PlanRequest, columns: IntArray, units: FloatArray) -> FloatArr
     units[:, 6] = np.select([mode == 0, mode == 1, mode == 2], kept)
     weight, gradient, optimizer = bytes_per_weight(job.half, job.software)
     copies = np.where(columns[:, SHARDED] == 1, columns[:, CP] * columns[:, DP], 1)
+    holders = columns[:, TP] if values.get("expert_tensor_parallel") == 1 else 1
+    if job.software.shards_parameters:
+        # Of weights and gradients, too, a rank holds a share at least.
+        weight, gradient, optimizer = 0.0, 0.0, weight + gradient + optimizer
+        copies = columns[:, CP] * columns[:, DP]
     # The ranks of an expert group hold different experts.
     dense = weight + gradient + optimizer / copies
-    holders = columns[:, TP] if values.get("expert_tensor_parallel") == 1 else 1
     routed = weight + gradient + optimizer / np.maximum(1.0, copies * holders / columns[:, EP])
     units[:, 8] = units[:, 12] * dense + units[:, 13] * routed
     units[:, 9] *= dense

@@ -27,7 +27,7 @@ from quartet_plugin.model.megatron_arguments import (
     shape_of,
     split_of,
 )
-from quartet_plugin.model.plan import ScheduleChoice, Split
+from quartet_plugin.model.plan import STOCK, ScheduleChoice, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.job import PlanRequest, parse_job, searched_settings
@@ -53,6 +53,12 @@ from quartet_plugin.space.knobs.optimizer_cpu_offload import OPTIMIZER_CPU_OFFLO
 from quartet_plugin.space.knobs.optimizer_offload_fraction import OPTIMIZER_OFFLOAD_FRACTION
 from quartet_plugin.space.knobs.registry import settings_of
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
+from quartet_plugin.space.knobs.use_megatron_fsdp import (
+    BOUND,
+    SHARDS_ALL,
+    STRATEGY,
+    USE_MEGATRON_FSDP,
+)
 from quartet_plugin.space.runtime_refusals import refusal
 
 # How the features begin that plans are limited or predicted by; shape and layout have the others.
@@ -86,6 +92,7 @@ _READ_IN_WORDS = WHOLE_NODES | {
     "bf16_end_layer",
     "hybrid",
     "tp_pp_dp_order",
+    "fsdp",
     OF_COMMAND,
 }
 _READ_IN_WORDS_FOR_SETTINGS = frozenset({"saved_params", "ddp_num_buckets"})
@@ -176,6 +183,7 @@ def job_of_command(
         )
     layout = layout_of(args, world_size=num_devices)
     _check_expert_shards(args, layout)
+    _check_sharding(args)
     if has_mtp_on_inner_stage(args):
         raise ConfigError(
             "--pipeline-model-parallel-layout: multi-token prediction before the last stage; a plan has its "
@@ -226,8 +234,18 @@ def _settings(args: Namespace, search: SearchConfig) -> tuple[Setting, ...]:
     offload = on_host if args.optimizer_cpu_offload else ()
     context = (CP_COMM_TYPE.name, SIZES) if CP_COMM_TYPE.read(args) != P2P else (SIZES,)
     modules = (OFFLOAD_MODULES.name,) if args.fine_grained_activation_offloading else ()
-    read = (*experts, *offload, *modules, *context)
-    return tuple(setting for setting in settings_of(args) if is_searched or setting.name in read)
+    sharding = (USE_MEGATRON_FSDP.name,) if args.use_megatron_fsdp or _may_shard(search) else ()
+    read = (*experts, *offload, *modules, *context, *sharding)
+    return tuple(
+        setting
+        for setting in settings_of(args)
+        if setting.name in read or (is_searched and setting.name != USE_MEGATRON_FSDP.name)
+    )
+
+
+def _may_shard(search: SearchConfig) -> bool:
+    """Whether a search turns Megatron-FSDP on or off."""
+    return search.requested(USE_MEGATRON_FSDP.name) != (STOCK,)
 
 
 def _unread_flags(flags: tuple[str, ...], search: SearchConfig, *, has_experts: bool) -> tuple[str, ...]:
@@ -245,6 +263,8 @@ def _features(args: Namespace, search: SearchConfig, *, every: Iterable[str]) ->
     is_searched = bool(searched_settings(search))
     read = (*_READ, *(_READ_FOR_SETTINGS if is_searched else ()))
     in_words = _READ_IN_WORDS | (_READ_IN_WORDS_FOR_SETTINGS if is_searched else frozenset())
+    if args.use_megatron_fsdp or _may_shard(search):
+        in_words |= frozenset(BOUND)
     named = {name for name in features_of(args) if name.startswith(read)}
     return tuple(sorted(named | in_words.intersection(every)))
 
@@ -263,6 +283,17 @@ def _check_expert_shards(args: Namespace, layout: Layout) -> None:
     if args.num_experts and devices % layout.expert_parallel:
         raise ConfigError(
             f"--expert-model-parallel-size: {layout.expert_parallel}; must divide {words} ({devices})"
+        )
+
+
+def _check_sharding(args: Namespace) -> None:
+    """Raises ConfigError for a strategy of Megatron-FSDP that the cost model does not know."""
+    strategy = getattr(args, STRATEGY)
+    if args.use_megatron_fsdp and strategy != SHARDS_ALL:
+        raise ConfigError(
+            f"--data-parallel-sharding-strategy: {strategy}; must be {SHARDS_ALL} with "
+            f"{USE_MEGATRON_FSDP.flag}: the cost model supports no other; or tune the command with "
+            "`quartet tune`"
         )
 
 

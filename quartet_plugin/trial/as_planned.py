@@ -13,6 +13,7 @@ from quartet_plugin.schedule.placement import linear, loop, stages_of_device
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.space.knobs.knob import SettingKnob
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
+from quartet_plugin.space.knobs.use_megatron_fsdp import USE_MEGATRON_FSDP
 
 # The implementations of attention among which the framework chooses by the sizes of its inputs, which a plan
 # may change: Megatron's softmax with and without a fused kernel, those of Transformer Engine.
@@ -31,6 +32,9 @@ REPLACED_BY_PARTITIONS = frozenset(
     }
 )
 
+# Wrappers of a model, of which Megatron-FSDP has others. Which of them runs is read back as the knob's value.
+WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "MegatronFSDP"})
+
 
 def difference_from(
     plan: Plan, reports: Sequence[RankReport], *, modules: Sequence[str] | None = None
@@ -38,7 +42,7 @@ def difference_from(
     """The first difference between a plan and what its ranks did, in one line; None where there is none.
 
     `modules` are the classes whose forward ran in the user's command, None where that is not known. A
-    plan of the same shape runs the same ones, its tensor partition's layers apart.
+    plan of the same shape runs the same ones, its tensor partition's layers and its wrapper apart.
     """
     ran: list[tuple[RankReport, Execution]] = []
     for report in reports:
@@ -59,7 +63,9 @@ def difference_from(
             return f"rank {done.position}: {words}"
     if modules is None or plan.shape != plan.made_for.shape:
         return None
-    return _modules(reports, modules, has_partition=plan.layout.tensor_partition is not None)
+    has_partition = plan.layout.tensor_partition is not None
+    is_rewrapped = plan.layout.setting(USE_MEGATRON_FSDP.name) is not None
+    return _modules(reports, modules, has_partition=has_partition, is_rewrapped=is_rewrapped)
 
 
 def ran_modules(reports: Iterable[RankReport]) -> tuple[str, ...] | None:
@@ -72,7 +78,9 @@ def ran_modules(reports: Iterable[RankReport]) -> tuple[str, ...] | None:
     return tuple(sorted(names))
 
 
-def _modules(reports: Sequence[RankReport], expected: Sequence[str], *, has_partition: bool) -> str | None:
+def _modules(
+    reports: Sequence[RankReport], expected: Sequence[str], *, has_partition: bool, is_rewrapped: bool
+) -> str | None:
     """The modules that ran only in the plan, or only in the command."""
     ran = ran_modules(reports)
     if ran is None:
@@ -81,6 +89,8 @@ def _modules(reports: Sequence[RankReport], expected: Sequence[str], *, has_part
     fewer = set(expected) - set(ran) - CHOSEN_BY_SIZE
     if has_partition:
         more, fewer = more - OF_PARTITIONS, fewer - REPLACED_BY_PARTITIONS
+    if is_rewrapped:
+        more, fewer = more - WRAPPERS, fewer - WRAPPERS
     if not more and not fewer:
         return None
     parts = []

@@ -18,6 +18,7 @@ from quartet_plugin.launchers.megatron_words import arguments_in
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import needs_receipt
+from quartet_plugin.space.knobs.use_megatron_fsdp import why_other_weights
 from quartet_plugin.space.runtime_refusals import refusal_to_compare
 from quartet_plugin.trial.compared_start import ComparedStart, ComparedSteps, kept_by
 from quartet_plugin.trial.outcome import TOO_SHORT
@@ -165,7 +166,9 @@ class ComparedTrials:
         return kept_by(self.weights) == self.attempt_id
 
     def why_apart(self, plan: Plan, *, has_depth_proxy: bool = False) -> str | None:
-        """Why a plan with a custom schedule is checked in launches of its own; None: in its trial.
+        """Why a plan is not compared in its trial, but with a custom schedule in launches of its own.
+
+        None where it is compared in its trial.
 
         `has_depth_proxy`: a model with fewer layers is timed before the plan itself.
         """
@@ -173,6 +176,8 @@ class ComparedTrials:
             return self.reason
         if plan.shape != plan.made_for.shape:
             return "the plan's model has another shape than the stored weights"
+        if (reason := why_other_weights(plan.layout)) is not None:
+            return reason
         if has_depth_proxy:
             return "a depth proxy is measured first"
         if not self.has_weights:

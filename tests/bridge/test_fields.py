@@ -20,6 +20,7 @@ from quartet_plugin.model.megatron_arguments import (
 )
 from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
+from quartet_plugin.space.knobs.use_megatron_fsdp import USE_MEGATRON_FSDP
 from quartet_plugin.space.needed_flags import missing_flag_features
 from tests.bridge.configurations import MambaModelProvider, make_config, make_model
 from tests.model.plans import LAYOUT, SHAPE
@@ -206,3 +207,16 @@ def test_modules_on_the_host_are_two_fields() -> None:
     for name in OFFLOAD_MODULES.arguments("none"):
         leave_out(config, name)
     assert (config.model.fine_grained_activation_offloading, config.model.offload_modules) == (False, [])
+
+
+def test_no_plan_turns_sharded_parameters_on_or_off() -> None:
+    """The precision of gradients is a type of PyTorch's in a configuration, and a text in a flag."""
+    section = SimpleNamespace(
+        use_distributed_optimizer=True,
+        bucket_size=None,
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+    )
+    args = arguments_of(make_config(ddp=section))
+    assert features_of(args) == ["fsdp"]
+    assert USE_MEGATRON_FSDP.read(args) is None

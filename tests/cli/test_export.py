@@ -360,6 +360,27 @@ def test_the_script_sets_what_transformer_engine_reads_where_modules_are_offload
     assert "export" not in native_text(none, command=("torchrun", "x.py"), cwd=tmp_path)
 
 
+def test_the_script_of_a_plan_with_megatron_fsdp_unsets_what_that_refuses(tmp_path: Path) -> None:
+    one_stage = replace(
+        NATIVE_PLAN,
+        layout=replace(NATIVE_PLAN.layout, tensor_parallel=2, pipeline_parallel=1),
+        split=Split(transformer_layers_per_stage=(NATIVE_PLAN.shape.num_layers,)),
+        schedule=ScheduleChoice(name="no-pipelining"),
+    )
+    texts = {}
+    for value in (True, False):
+        layout = one_stage.layout.with_setting("use_megatron_fsdp", value)
+        plan = replace(one_stage, layout=layout)
+        texts[value] = native_text(plan, command=("torchrun", "x.py"), cwd=tmp_path)
+    assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in texts[True].splitlines()
+    assert "export" not in texts[True]
+    assert "--ckpt-format fsdp_dtensor" in texts[True]
+    assert "unset" not in texts[False]
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS" in texts[False]
+    off = replace(one_stage, layout=one_stage.layout.with_setting("use_megatron_fsdp", False))
+    assert {"--use-megatron-fsdp", "--ckpt-format"} <= set(export(off)["leave_out"])
+
+
 @pytest.mark.parametrize(
     ("plan", "command", "says"),
     [

@@ -442,7 +442,12 @@ def test_multi_token_prediction_before_the_last_stage_is_tuned_there_and_on_the_
             (),
             "multi-token prediction before the last stage",
         ),
-        (words("--use-megatron-fsdp"), (), "--use-megatron-fsdp"),
+        (words("--use-torch-fsdp2"), (), "--use-torch-fsdp2"),
+        (
+            words("--use-megatron-fsdp --data-parallel-sharding-strategy optim"),
+            (),
+            "--data-parallel-sharding-strategy: optim; must be optim_grads_params with --use-megatron-fsdp",
+        ),
         (words(without="--vocab-size 32768"), (), "--vocab-size before the --"),
         (words(without="--hidden-size 1024"), (), "--hidden-size: not given"),
         (words(without="--micro-batch-size 2"), (), "--micro-batch-size: not given"),

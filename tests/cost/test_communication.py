@@ -111,6 +111,55 @@ def test_stage_3_gathers_every_microbatch() -> None:
     assert twice["fsdp_comm_s"] == pytest.approx(2 * terms["fsdp_comm_s"])
 
 
+def test_megatron_fsdp_gathers_layers_every_microbatch_and_the_ends_once() -> None:
+    base = run(NEMO, gpus=8, tp=1, dp=8, sp=False, gbs=64, zero=1)
+    sharded = replace(
+        base, zero_stage=3, shard_group=8, software=with_settings(base.software, {"use_megatron_fsdp": True})
+    )
+    assert sharded.software.shards_parameters
+    held = held_weights(sharded, 0)
+    ranks = communication.group(sharded.cluster, WITHOUT_LATENCY, size=8, stride=1)
+    seconds = communication.sharded_parameters_s(
+        sharded,
+        WITHOUT_LATENCY,
+        num_dense=held.num_dense,
+        num_expert=0.0,
+        forward_s=0.0,
+        backward_s=0.0,
+    )
+    ends, gradient = sharded.end_parameters, sharded.software.gradient_bytes
+    moved = 2 * 2.0 * (held.num_dense - ends) + gradient * held.num_dense
+    moved += 2.0 * ends / sharded.num_microbatches
+    assert seconds == pytest.approx(ranks.gather_s(moved), rel=1e-6)
+    terms = predict(sharded, CONSTANTS).terms
+    assert terms["dp_comm_s"] == 0.0
+    hidden = hidden_terms(sharded, CONSTANTS)["fsdp_comm_s"]
+    assert 0.0 < terms["fsdp_comm_s"] < hidden
+    assert terms["optimizer_s"] < predict(base, CONSTANTS).terms["optimizer_s"]
+
+
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_experts_are_gathered_of_the_ranks_that_hold_the_same_ones(ep: int) -> None:
+    base = run(EXPERTS, gpus=8, tp=1, pp=1, dp=8, ep=ep, sp=False, zero=1)
+    software = with_settings(base.software, {"use_megatron_fsdp": True})
+    sharded = replace(base, zero_stage=3, shard_group=8, software=software)
+    held = held_weights(sharded, 0)
+    both, dense = (
+        communication.sharded_parameters_s(
+            sharded,
+            WITHOUT_LATENCY,
+            num_dense=held.num_dense,
+            num_expert=num_expert,
+            forward_s=0.0,
+            backward_s=0.0,
+        )
+        for num_expert in (held.num_expert, 0.0)
+    )
+    holders = communication.group(sharded.cluster, WITHOUT_LATENCY, size=8 // ep, stride=ep)
+    moved = (2 * 2.0 + software.gradient_bytes) * held.num_expert
+    assert both - dense == pytest.approx(holders.gather_s(moved), rel=1e-6)
+
+
 def test_stage_3_gathers_what_a_rank_holds() -> None:
     """Of four pipeline ranks each, hidden and exposed, about a quarter of what a single one does."""
     sizes = {"zero": 3, "fsdp": 8, "tp": 1, "dp": 8, "sp": False, "gbs": 64}

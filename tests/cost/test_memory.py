@@ -14,7 +14,7 @@ from quartet_plugin.cost.memory import (
     stage_activations,
     weights_of_stages,
 )
-from quartet_plugin.cost.software import with_settings
+from quartet_plugin.cost.software import with_features, with_settings
 from tests.cost.runs import EXPERTS, PIPELINE, ROW, run
 
 GIB = 2**30
@@ -107,6 +107,34 @@ def test_stages_of_zero_shard_gradients_and_the_weights_of_experts() -> None:
     )
     for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
         assert getattr(more, name) > 1.2 * getattr(few, name)
+
+
+def test_megatron_fsdp_holds_shards_and_the_layers_that_it_gathers() -> None:
+    """Of 22 billion parameters on 8 devices, in 48 layers of 453 million: two are ahead of the third."""
+    base = replace(run(dp=8, tp=1, zero=1, sp=False, gbs=32), optimizer_group=8)
+    software = with_settings(base.software, {"use_megatron_fsdp": True})
+    sharded = replace(base, zero_stage=3, shard_group=8, software=software)
+    (weights,) = weights_of_stages(sharded)
+    usual, held = peak_memory(base), peak_memory(sharded)
+    shard, layer = weights.num_total / 8, (weights.num_total - sharded.end_parameters) / 48
+    assert 4e8 < layer < 5e8
+    assert held.optimizer_bytes == pytest.approx(usual.optimizer_bytes)
+    assert held.gradients_bytes == pytest.approx(software.main_gradient_bytes * shard)
+    assert held.parameters_bytes == pytest.approx(2.0 * (shard + sharded.end_parameters + 3 * layer))
+    assert held.activations_bytes == usual.activations_bytes
+    # The gradients of a billion weights and of a layer wait, where activations leave no room for them.
+    waiting = software.main_gradient_bytes * (1e9 + layer)
+    assert 0.0 <= held.temporary_bytes - usual.temporary_bytes <= waiting
+    assert held.total_bytes < usual.total_bytes - 6e10
+
+
+def test_megatron_fsdp_gathers_a_small_model_whole() -> None:
+    small: dict[str, Any] = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 2048}
+    base = run(**small, tp=1, dp=8, sp=False, gbs=32, zero=1)
+    software = with_settings(base.software, {"use_megatron_fsdp": True})
+    sharded = replace(base, zero_stage=3, shard_group=8, software=software)
+    (weights,) = weights_of_stages(sharded)
+    assert peak_memory(sharded).parameters_bytes == pytest.approx(2.0 * weights.num_total * (1 + 1 / 8))
 
 
 def test_an_optimizer_on_the_host_leaves_the_device_and_takes_longer() -> None:
@@ -231,3 +259,15 @@ def test_what_does_not_fit_says_so() -> None:
 def test_terms_sum_to_the_total() -> None:
     found = peak_memory(run(EXPERTS))
     assert sum(found.terms.values()) == pytest.approx(found.total_bytes)
+
+
+@pytest.mark.parametrize(("features", "is_whole"), [((), True), (("meta_init",), False)])
+def test_a_rank_has_all_weights_when_megatron_fsdp_starts(
+    features: tuple[str, ...], is_whole: bool
+) -> None:
+    """Of 22 billion weights on 512 devices the shards are small, and so are one sequence's activations."""
+    base = run(tp=1, dp=512, gpus=512, mbs=1, gbs=512, recompute="full", zero=1, sp=False)
+    software = with_settings(with_features(base.software, features), {"use_megatron_fsdp": True})
+    sharded = replace(base, zero_stage=3, shard_group=512, software=software)
+    (weights,) = weights_of_stages(sharded)
+    assert (peak_memory(sharded).total_bytes >= 2.0 * weights.num_total) == is_whole

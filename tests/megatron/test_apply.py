@@ -15,7 +15,7 @@ from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.apply import check_fit, rewrite
 from quartet_plugin.model.job_description import EqualDevices, JobDescription
 from quartet_plugin.model.layout import SettingValue
-from quartet_plugin.model.megatron_arguments import num_mtp_layers_of, shape_of, split_of
+from quartet_plugin.model.megatron_arguments import layout_of, num_mtp_layers_of, shape_of, split_of
 from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.rank.failure import kind_of
@@ -29,6 +29,7 @@ from quartet_plugin.space.knobs.knob import LiveJob
 from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES
 from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS, settings_of
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
+from quartet_plugin.space.knobs.use_megatron_fsdp import USE_MEGATRON_FSDP
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, make_plan
 from tests.megatron.native import native_flags
 from tests.runtime.pipelines import stage_costs
@@ -418,6 +419,7 @@ def test_settings_become_flags_and_are_read_back() -> None:
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
         "recompute_modules": "core_attn",
+        "use_megatron_fsdp": False,
     }
     off = plan.layout.with_setting("overlap_grad_reduce", False)
     edited, notes = rewrite(replace(plan, layout=off), flags=native_flags(), words=words)
@@ -493,6 +495,32 @@ def test_a_part_of_the_optimizer_on_the_host_becomes_a_flag() -> None:
     assert notes == ["the plan replaces --optimizer-offload-fraction 0.25 -> 1.0"]
     read = {setting.name: setting.value for setting in settings_of(flags.values(edited))}
     assert read["optimizer_offload_fraction"] == "1"
+
+
+def test_megatron_fsdp_comes_and_goes_with_its_form_of_checkpoints() -> None:
+    plan, flags = make_plan(split=(6,), data=2), native_flags()
+    sharded = replace(plan.layout, distributed_optimizer=True)
+    name = USE_MEGATRON_FSDP.name
+    words = [*MEGATRON_FLAGS, "--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
+    on = replace(plan, layout=sharded.with_setting(name, True))
+    edited, notes = rewrite(on, flags=flags, words=words)
+    assert {
+        "use_megatron_fsdp": True,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "ckpt_format": "fsdp_dtensor",
+        "megatron_fsdp_main_grads_dtype": "fp32",
+    }.items() <= flags.explicit_values(edited).items()
+    assert USE_MEGATRON_FSDP.read(flags.values(edited)) is True
+    assert "--ckpt-format torch_dist -> fsdp_dtensor" in notes[0]
+    off = replace(plan, layout=sharded.with_setting(name, False))
+    # Of a command that leaves the distributed optimizer to the switch.
+    fsdp = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
+    assert layout_of(flags.values([*MEGATRON_FLAGS, *fsdp]), world_size=2).distributed_optimizer
+    edited, _ = rewrite(off, flags=flags, words=[*MEGATRON_FLAGS, *fsdp])
+    assert edited == [*MEGATRON_FLAGS, "--use-distributed-optimizer"]
+    assert USE_MEGATRON_FSDP.read(flags.values(edited)) is False
+    other = flags.values([*MEGATRON_FLAGS, *fsdp, "--data-parallel-sharding-strategy", "optim"])
+    assert USE_MEGATRON_FSDP.read(other) is None
 
 
 def test_the_communication_of_shared_sequences_becomes_a_flag_and_is_read_back() -> None:

@@ -232,3 +232,32 @@ def test_a_checkpoint_by_rank_without_arguments_stops_a_plan(form: str) -> None:
         CheckpointGuard(has_plan=True).check(without, arguments(*EVEN), name="/ckpt", form=form)
     CheckpointGuard().check(without, arguments(*EVEN), name="/ckpt", form=form)
     CheckpointGuard(has_plan=True).check(without, arguments(*EVEN), name="/ckpt", form="GLOBAL")
+
+
+@pytest.mark.parametrize(
+    ("is_sharded", "form", "words"),
+    [
+        (True, "FSDP_DTENSOR", None),
+        (True, "GLOBAL", "--use-megatron-fsdp loads fsdp_dtensor checkpoints alone"),
+        (True, "LEGACY", "--use-megatron-fsdp loads fsdp_dtensor checkpoints alone"),
+        # So Megatron calls that form without the switch.
+        (False, "TORCH_DCP", "an fsdp_dtensor checkpoint loads with --use-megatron-fsdp alone"),
+        (False, "GLOBAL", None),
+    ],
+)
+def test_a_plan_loads_the_checkpoints_of_its_own_form_alone(
+    is_sharded: bool, form: str, words: str | None
+) -> None:
+    now = arguments(use_megatron_fsdp=is_sharded)
+    if words is None:
+        check(now, now, form=form)
+        return
+    with pytest.raises(PlanError, match=f"checkpoint /ckpt: {words}.*or start without --load$"):
+        check(now, now, form=form)
+    # A command without a plan is left to Megatron.
+    check(now, now, form=form, guard=CheckpointGuard())
+
+
+def test_checkpoints_of_pytorchs_fsdp_load_under_a_plan() -> None:
+    now = arguments(use_torch_fsdp2=True)
+    check(now, now, form="TORCH_DCP")

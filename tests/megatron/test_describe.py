@@ -330,6 +330,9 @@ def test_which_layers_of_a_hybrid_model_record_a_loss(
     [
         (["--use-torch-fsdp2"], "torch_fsdp"),
         (["--use-megatron-fsdp"], "fsdp"),
+        (["--init-model-with-meta-device"], "meta_init"),
+        (["--use-nccl-ub"], "fsdp_bound"),
+        (["--check-weight-hash-across-dp-replicas-interval", "10"], "fsdp_bound"),
         (["--fp8-format", "hybrid"], "fp8"),
         (["--calculate-per-token-loss"], "per_token_loss"),
         (["--context-parallel-size", "2"], "context_parallel"),
@@ -376,6 +379,13 @@ def test_features_that_limit_plans(words: list[str], feature: str) -> None:
     ],
 )
 def test_what_limits_no_plan_is_no_feature(words: list[str]) -> None:
+    assert features_of(values(*words)) == []
+
+
+@pytest.mark.parametrize(("precision", "features"), [("fp32", []), ("bf16", ["fsdp_bound"])])
+def test_main_weights_of_another_precision_keep_their_sharding(precision: str, features: list[str]) -> None:
+    words = ["--megatron-fsdp-main-params-dtype", precision]
+    assert features_of(values("--use-megatron-fsdp", *words)) == ["fsdp", *features]
     assert features_of(values(*words)) == []
 
 

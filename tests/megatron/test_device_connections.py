@@ -50,6 +50,26 @@ def test_it_is_left_alone_elsewhere(user: Namespace, planned: Namespace, environ
     assert environment == before
 
 
+def test_it_is_unset_where_the_plan_turns_megatron_fsdp_on() -> None:
+    sharded = args(tensor=2, use_megatron_fsdp=True)
+    environment = {VARIABLE: "1"}
+    (note,) = set_connections(args(tensor=2), sharded, environment=environment, architecture=lambda: 10)
+    assert environment == {}
+    assert note == f"{VARIABLE} is unset, not 1: Megatron refuses 1 with --use-megatron-fsdp"
+    # What the command says itself is left to Megatron, and other values are no matter.
+    for user, value in ((sharded, "1"), (args(tensor=2), "32")):
+        environment = {VARIABLE: value}
+        assert set_connections(user, sharded, environment=environment, architecture=lambda: 9) == []
+        assert environment == {VARIABLE: value}
+
+
+def test_it_is_set_where_the_plan_turns_megatron_fsdp_off() -> None:
+    environment: dict[str, str] = {}
+    user = args(tensor=2, use_megatron_fsdp=True)
+    assert set_connections(user, args(tensor=2), environment=environment, architecture=lambda: 9)
+    assert environment == {VARIABLE: "1"}
+
+
 @pytest.mark.parametrize(
     ("script", "major"), [("echo 9.0; echo 9.0", 9), ("echo 10.3", 10), ("echo N/A", None), ("exit 6", None)]
 )

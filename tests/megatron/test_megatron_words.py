@@ -96,7 +96,7 @@ def test_another_expression_is_refused(text: str) -> None:
             ["--cpu-offloading-num-layers", "2"],
             "--cpu-offloading-num-layers: the cost model does not support",
         ),
-        (["--use-megatron-fsdp"], "--use-megatron-fsdp"),
+        (["--use-torch-fsdp2"], "--use-torch-fsdp2"),
         (["--fp4-format", "e2m1"], "--fp4-format"),
         (["--yaml-cfg", "x.yaml"], "--yaml-cfg: the configuration is not given by flags; omit it"),
         (["--use-checkpoint-args"], "--use-checkpoint-args: the model's flags come from a checkpoint; omit"),

@@ -67,6 +67,7 @@ FREE: dict[str, Any] = dict.fromkeys(
         "optimizer_offload_fraction",
         "cp_comm_type",
         "hierarchical_context_parallel_sizes",
+        "use_megatron_fsdp",
     ),
     "auto",
 )
@@ -253,6 +254,7 @@ def _assert_runtime_agrees(space: Space, layout: Layout, args: Namespace) -> Non
 PLANNED = (
     "llama3-8b, data parallel",
     "llama3-8b, FP8, CP 2",
+    "llama3-8b, Megatron-FSDP",
     "llama3-8b, PP 4 in 8 chunks a device, p2p not overlapped",
     "llama3-70b, TP 8, PP 4, 5 chunks",
     "llama3-70b, full recomputation",
@@ -275,6 +277,7 @@ def job_to_plan(command: ProductionCommand) -> CommandJob:
     [
         *PLANNED,
         "llama3-70b, FP8, TP 4, PP 4, TP overlap",
+        "llama3-70b, Megatron-FSDP, TP 2, TP overlap",
         "mixtral 8x22b, TP 2, EP 8, PP 8",
         "deepseek-v3, EP 64, PP 8, multi-token prediction",
         "qwen3-30b-a3b, EP 16, overlap of experts, flex",

@@ -400,3 +400,39 @@ def test_plans_of_a_command_are_priced_with_what_it_has_on_the_host() -> None:
     assert software.offloaded_modules == ("attn_proj", "core_attn")
     assert software.optimizer_on_host == 0.25
     assert read("").request.software.optimizer_on_host == 0.0
+
+
+ONE_STAGE = "--pipeline-model-parallel-size 1 --use-megatron-fsdp --ckpt-format fsdp_dtensor"
+
+
+def test_plans_of_a_command_with_megatron_fsdp_keep_its_stages_and_sharding() -> None:
+    job = read(ONE_STAGE, micro_batch_size=2)
+    assert set(job.locked.values()) == {"fsdp"}
+    assert job.layout.distributed_optimizer
+    planned = layouts(job)
+    assert {layout.pipeline_parallel for layout in planned} == {1}
+    assert {layout.tensor_parallel for layout in planned} == {1, 2, 4}
+    assert {layout.setting("use_megatron_fsdp") for layout in planned} == {None}
+    run = job.request.run(job.request.shape, planned[0], (8,))
+    assert (run.zero_stage, run.shard_group) == (3, run.copies)
+
+
+def test_plans_turn_megatron_fsdp_on_or_off_where_the_search_names_it() -> None:
+    search: dict[str, Any] = {"micro_batch_size": 2, "use_megatron_fsdp": [False, True]}
+    off = layouts(read(ONE_STAGE, **search))
+    assert {layout.setting("use_megatron_fsdp") for layout in off} == {None, False}
+    job = read("", **search, distributed_optimizer="auto")
+    made = {
+        (layout.pipeline_parallel > 1, layout.distributed_optimizer, layout.setting("use_megatron_fsdp"))
+        for layout in layouts(job)
+    }
+    assert {(is_staged, sharded) for is_staged, sharded, value in made if value} == {(False, True)}
+    fault = r"search\.use_megatron_fsdp: on; must be the command's own off: meta_init"
+    with pytest.raises(ConfigError, match=fault):
+        layouts(read("--init-model-with-meta-device", use_megatron_fsdp=True))
+
+
+def test_a_plan_without_the_request_says_nothing_of_megatron_fsdp() -> None:
+    request = read("--use-nccl-ub", overlap_grad_reduce=[True, False]).request
+    assert "use_megatron_fsdp" not in {setting.name for setting in request.settings}
+    assert "fsdp_bound" not in request.features

@@ -313,3 +313,45 @@ def test_the_best_with_modules_on_the_host_is_that_of_exhaustive_search(memory: 
     assert rank(job, top=20).best == every.best
     sets = {plan.layout.setting("offload_modules") for plan in every.best}
     assert sets > {None}
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+@pytest.mark.parametrize("memory_gib", [6, 80])
+def test_no_prediction_with_sharded_parameters_is_under_its_bounds(
+    has_experts: bool, memory_gib: int
+) -> None:
+    model: dict[str, Any] = {"num_layers": 4, "gated_ffn": True, "vocab_size": 64000}
+    model |= {"num_experts": 4, "shared_expert_ffn_hidden_size": 512} if has_experts else {}
+    search = {"micro_batch_size": [1, 2], "schedule": "stock", "recompute": ["none", "full"]}
+    search |= {"use_megatron_fsdp": [False, True], "pipeline_parallel": [1, 2]}
+    cluster = {"device": "H100-SXM-80GB", "memory_bytes": memory_gib * 2**30}
+    job = parse_job(job_data(model=model, cluster=cluster, search=search), where="job")
+    table = layout_table_of(job, job.shape)
+    bounds = bounds_of(job, job.shape, table, constants=fitted())
+    num_sharded = 0
+    for row in range(len(table)):
+        split = bounds.split(job, job.shape, table, row)
+        for run in runs_of(job, table, row, split):
+            assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, run.layout
+            assert bounds.memory_bytes[row] <= peak_memory(run).total_bytes, run.layout
+            num_sharded += run.zero_stage == 3
+    assert num_sharded > 0
+    assert rank(job, top=3).best == rank(job, top=3, exhaustive=True).best
+
+
+def test_a_model_that_no_device_holds_is_planned_with_sharded_parameters() -> None:
+    """Nine billion weights with their gradients on devices of 40 GiB: only shards of them fit without TP."""
+    model = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "gated_ffn": True}
+    search: dict[str, Any] = {"tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1}
+    search |= {"recompute": "full", "distributed_optimizer": True}
+    cluster = {"device": "H100-SXM-80GB", "memory_bytes": 40 * 2**30}
+    data = job_data(model=model, cluster=cluster)
+    with pytest.raises(InfeasibleError, match="memory"):
+        rank(parse_job(data | {"search": search}, where="job"))
+    asked = search | {"use_megatron_fsdp": [False, True]}
+    job = parse_job(data | {"search": asked}, where="job")
+    best = rank(job).best[0]
+    assert values_of(best.layout) == {"use_megatron_fsdp": True}
+    flags = flags_of(plan_of(job, best, plain=plain_layout(job, best=best), name="plan", place=1))
+    assert flags["--use-megatron-fsdp"] is True
+    assert flags["--ckpt-format"] == "fsdp_dtensor"

@@ -324,6 +324,22 @@ def test_a_partitions_layers_in_a_plan_without_one_are_a_difference() -> None:
     assert "GridLinear ran" in str(difference_from(plan, ran_by(plan, done), modules=MODULES))
 
 
+def test_a_plan_that_turns_megatron_fsdp_on_has_its_wrapper() -> None:
+    stock = make_plan(split=(6,), data=2, hosts=("node-a",))
+    ran = (*MODULES, "FullyShardedDataParallel", "MegatronFSDP")
+    usual = (*MODULES, "DistributedDataParallel")
+    plan = replace(stock, layout=stock.layout.with_setting("use_megatron_fsdp", True))
+    knobs = {"use_megatron_fsdp": True}
+    done = [executed(plan, rank) for rank in (0, 1)]
+    done = [replace(rank, modules=ran, knobs={**rank.knobs, **knobs}) for rank in done]
+    assert difference_from(plan, ran_by(plan, done), modules=usual) is None
+    as_before = [replace(rank, modules=ran) for rank in (executed(stock, 0), executed(stock, 1))]
+    assert "MegatronFSDP ran" in str(difference_from(stock, ran_by(stock, as_before), modules=usual))
+    wrong = [replace(rank, knobs={**rank.knobs, "use_megatron_fsdp": False}) for rank in done]
+    words = "use megatron fsdp off ran, the plan has on"
+    assert words in str(difference_from(plan, ran_by(plan, wrong), modules=usual))
+
+
 def test_modules_are_not_compared_where_they_are_not_known_or_the_shape_differs() -> None:
     plan = stock_plan()
     assert ran_modules(reports_of(plan)) is None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from quartet_plugin.errors import PlanError
 from quartet_plugin.model.plan import Split
 from quartet_plugin.protocol.attempt_files import KEPT_FILE
 from quartet_plugin.trial.parity import stock_of
@@ -63,3 +64,14 @@ def test_weights_of_an_earlier_process_are_removed_before_the_reference_writes_i
     gate.check(PLAN)
     assert calls == [True], "the right to write is checked before the weights are removed"
     assert not earlier.exists()
+
+
+def test_a_plan_that_loads_no_weights_of_the_command_is_refused_before_a_launch(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = gate_of(trainer, tmp_path, monkeypatch)
+    sharded = replace(PLAN, layout=PLAN.layout.with_setting("use_megatron_fsdp", True))
+    words = r"^parity: the plan turns Megatron-FSDP on or off, .* from equal weights$"
+    with pytest.raises(PlanError, match=words):
+        gate.check(sharded)
+    assert trainer.requests == []

@@ -23,6 +23,7 @@ def check(device: str, environment: dict[str, str] | None = None, /, **search: o
         ("moe_token_dispatcher", ["alltoall", "flex-hybridep"], "flex-hybridep"),
         ("offload_modules", ["none", "core_attn"], "core_attn"),
         ("optimizer_offload_fraction", [0.5], "0.5"),
+        ("use_megatron_fsdp", [False, True], "on"),
     ],
 )
 def test_on_processors_it_is_refused_with_the_fix(name: str, values: object, shown: str) -> None:

@@ -128,7 +128,8 @@ def _sharded_s(
         communication.sharded_parameters_s(
             run,
             constants,
-            num_parameters=held.num_total,
+            num_dense=held.num_dense,
+            num_expert=held.num_expert,
             forward_s=beside * forward_s,
             backward_s=beside * backward_s,
         )

@@ -155,7 +155,8 @@ def step_terms(
         * communication.sharded_parameters_s(
             run,
             constants,
-            num_parameters=held.num_total,
+            num_dense=held.num_dense,
+            num_expert=held.num_expert,
             forward_s=forward_s,
             backward_s=backward_s,
         ),

@@ -170,7 +170,8 @@ class LiveJob:
     DeepSpeed's engine. `tensor_partition` is the label of what cuts the layers, None where nothing tells.
     `offloads_optimizer`: the optimizer that was built steps on the host; None where it was not seen.
     `optimizer_offload_fraction` is the part of it that does; None for an optimizer of the device.
-    `shards_layers`: the copies of the model share the optimizer by whole layers.
+    `shards_layers`: the copies of the model share the optimizer by whole layers. `shards_parameters`: they
+    share parameters and gradients, too; None where they share something else.
     """
 
     degrees: Mapping[str, int]
@@ -180,6 +181,7 @@ class LiveJob:
     offloads_optimizer: bool | None = None
     optimizer_offload_fraction: float | None = None
     shards_layers: bool = False
+    shards_parameters: bool | None = None
 
 
 def degree_of(name: str) -> Callable[[LiveJob], Value | None]:

@@ -44,6 +44,7 @@ from quartet_plugin.space.knobs.split import SPLIT
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
 from quartet_plugin.space.knobs.tensor_partition import TENSOR_PARTITION
 from quartet_plugin.space.knobs.token_dispatcher import TOKEN_DISPATCHER
+from quartet_plugin.space.knobs.use_megatron_fsdp import USE_MEGATRON_FSDP
 from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
 from quartet_plugin.space.knobs.zero_buckets import ALLGATHER_BUCKET_SIZE, REDUCE_BUCKET_SIZE
 from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
@@ -86,6 +87,7 @@ SETTINGS: tuple[SettingKnob, ...] = (
     RECOMPUTE_METHOD,
     RECOMPUTE_NUM_LAYERS,
     RECOMPUTE_MODULES,
+    USE_MEGATRON_FSDP,
 )
 OPTIONS: tuple[LayoutKnob, ...] = (REDUCE_BUCKET_SIZE, ALLGATHER_BUCKET_SIZE, *SETTINGS)
 LAYOUT_KNOBS: tuple[LayoutKnob, ...] = (*DEGREES, *BEFORE_SCHEDULE, *OPTIONS)
