@@ -467,10 +467,11 @@ def native_path(run_folder: Path) -> Path:
     return run_folder / "best" / NATIVE_FILE
 
 
-def _exports(plan: "Plan") -> str:
+def _exports(plan: "Plan", flags: set[str]) -> str:
     """The lines that set the variables which Megatron asks for with the plan's values, or unset them.
 
     Before Blackwell if TP or CP is above 1 without Megatron-FSDP, and where the plan offloads modules.
+    `flags` are the command's.
     """
     from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES, OFFLOAD_VARIABLE
     from quartet_plugin.space.knobs.use_megatron_fsdp import USE_MEGATRON_FSDP
@@ -478,8 +479,9 @@ def _exports(plan: "Plan") -> str:
     baseline, layout = plan.made_for.baseline.layout, plan.layout
     raised = max(layout.tensor_parallel, layout.context_parallel) > 1
     sharded = layout.setting(USE_MEGATRON_FSDP.name)
+    is_sharded = USE_MEGATRON_FSDP.flag in flags if sharded is None else sharded is True
     was_raised = max(baseline.tensor_parallel, baseline.context_parallel) > 1
-    is_new = raised and (sharded is False or not was_raised) and sharded is not True
+    is_new = raised and not is_sharded and (sharded is False or not was_raised)
     modules = layout.setting(OFFLOAD_MODULES.name)
     names = ["CUDA_DEVICE_MAX_CONNECTIONS"] if is_new else []
     names += [OFFLOAD_VARIABLE] if modules is not None and OFFLOAD_MODULES.is_for_gpus(modules) else []
@@ -512,7 +514,7 @@ def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
         "#!/bin/sh\n"
         f"# Trains with {origin} by the framework's own flags; needs no plugin.\n"
         f"cd {shlex.quote(str(cwd))} || exit\n"
-        f"{_exports(plan)}"
+        f"{_exports(plan, switches)}"
         f"exec {shell_words(command)} \\\n"
         f"    {shlex.join(words[len(command) :])}\n"
     )

@@ -690,12 +690,12 @@ def _sharding_features(args: Namespace) -> list[str]:
     """What Megatron-FSDP, or training without it, refuses or holds otherwise.
 
     With it Megatron refuses grouped expert weights, hashes of whole weights, and checkpoints with hashes
-    (megatron/training/arguments.py); without it manual registration of buffers. Main weights that are not in
-    fp32 would have another precision without it.
+    (megatron/training/arguments.py); without it manual registration of buffers. Main weights of another
+    precision than fp32 with it have fp32 without it.
     """
     is_on = any(_is_on(args, dest) for dest in _BOUND_TO_SHARDING)
     main_weights = str(getattr(args, "megatron_fsdp_main_params_dtype", "fp32"))
-    is_other = _is_on(args, "use_megatron_fsdp") and main_weights not in ("fp32", "torch.float32")
+    is_other = main_weights not in ("fp32", "torch.float32")
     return ["fsdp_bound"] if is_on or is_other else []
 
 

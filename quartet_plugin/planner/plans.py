@@ -20,6 +20,7 @@ from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.order_search import custom_choice
 from quartet_plugin.planner.ranking import Ranked, rank
 from quartet_plugin.planner.table_rows import RECOMPUTE
+from quartet_plugin.space.knobs.use_megatron_fsdp import USE_MEGATRON_FSDP
 from quartet_plugin.space.layouts import stock_choice
 from quartet_plugin.split.layers import even_split, even_split_with_ends, is_legal_split
 
@@ -186,10 +187,15 @@ def plan_of(
 
 
 def _stated(job: PlanRequest, layout: Layout) -> Layout:
-    """The layout with every setting that the job searches, since no command of it says the others."""
+    """The layout with every setting that the job searches, since no command of it says the others.
+
+    Sharding of parameters is stated where a plan changes it alone: a plan that states it has another form of
+    checkpoints.
+    """
     rules = rules_of(job)
     for knob in searched_settings(job.search):
-        value = None if knob.used_by else rules.job.setting(knob.name)
+        is_said = bool(knob.used_by) or knob is USE_MEGATRON_FSDP
+        value = None if is_said else rules.job.setting(knob.name)
         if layout.setting(knob.name) is None and knob.applies(layout) and value is not None:
             layout = knob.put(layout, value)
     return layout

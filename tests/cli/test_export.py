@@ -377,6 +377,9 @@ def test_the_script_of_a_plan_with_megatron_fsdp_unsets_what_that_refuses(tmp_pa
     assert "--ckpt-format fsdp_dtensor" in texts[True]
     assert "unset" not in texts[False]
     assert "export CUDA_DEVICE_MAX_CONNECTIONS" in texts[False]
+    # A command that has it keeps it, and its own variable.
+    kept = native_text(one_stage, command=("torchrun", "x.py", "--use-megatron-fsdp"), cwd=tmp_path)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in kept
     off = replace(one_stage, layout=one_stage.layout.with_setting("use_megatron_fsdp", False))
     assert {"--use-megatron-fsdp", "--ckpt-format"} <= set(export(off)["leave_out"])
 

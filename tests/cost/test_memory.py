@@ -262,9 +262,7 @@ def test_terms_sum_to_the_total() -> None:
 
 
 @pytest.mark.parametrize(("features", "is_whole"), [((), True), (("meta_init",), False)])
-def test_a_rank_has_all_weights_when_megatron_fsdp_starts(
-    features: tuple[str, ...], is_whole: bool
-) -> None:
+def test_a_rank_has_all_weights_when_megatron_fsdp_starts(features: tuple[str, ...], is_whole: bool) -> None:
     """Of 22 billion weights on 512 devices the shards are small, and so are one sequence's activations."""
     base = run(tp=1, dp=512, gpus=512, mbs=1, gbs=512, recompute="full", zero=1, sp=False)
     software = with_settings(with_features(base.software, features), {"use_megatron_fsdp": True})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.cli.export import flags_of
+from quartet_plugin.cli.export import flags_of, left_out
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
@@ -23,6 +23,7 @@ from quartet_plugin.planner.order_search import may_search
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import rank
 from quartet_plugin.space.knobs.registry import OPTIONS
+from quartet_plugin.space.knobs.use_megatron_fsdp import why_other_weights
 from quartet_plugin.space.layouts import chosen_layouts
 from tests.planner.planning import job_data, runs_of
 
@@ -355,3 +356,16 @@ def test_a_model_that_no_device_holds_is_planned_with_sharded_parameters() -> No
     flags = flags_of(plan_of(job, best, plain=plain_layout(job, best=best), name="plan", place=1))
     assert flags["--use-megatron-fsdp"] is True
     assert flags["--ckpt-format"] == "fsdp_dtensor"
+
+
+def test_a_plan_that_keeps_the_sharding_of_parameters_states_nothing_of_it() -> None:
+    """What states it has checkpoints of another form than the command's."""
+    search = {"tensor_parallel": 1, "pipeline_parallel": [1, 2], "use_megatron_fsdp": [False, True]}
+    job = parse_job(job_data(search=search), where="job")
+    ranked = rank(job, top=50).best
+    for value in (None, True):
+        best = next(each for each in ranked if each.layout.setting("use_megatron_fsdp") is value)
+        plan = plan_of(job, best, plain=plain_layout(job, best=best), name="plan", place=1)
+        assert plan.layout.setting("use_megatron_fsdp") is value
+        assert (why_other_weights(plan.layout) is None) == (value is None)
+        assert not {"--use-megatron-fsdp", "--ckpt-format"} & set(left_out(plan))

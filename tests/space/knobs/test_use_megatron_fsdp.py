@@ -88,9 +88,7 @@ def test_a_layout_has_what_it_needs(changes: dict[str, Any], fault: str | None) 
 
 def test_it_is_not_combined_with_another_value_of_what_it_decides_itself() -> None:
     space = dense_space({**BOTH, "overlap_grad_reduce": [True, False]})
-    made = {
-        (plan.layout.setting("overlap_grad_reduce"), plan.layout.setting(NAME)) for plan in plans(space)
-    }
+    made = {(plan.layout.setting("overlap_grad_reduce"), plan.layout.setting(NAME)) for plan in plans(space)}
     assert made == {(None, None), (None, True), (False, None)}
     layout = space.job.layout.with_setting("overlap_grad_reduce", False)
     context = KnobContext(layout=layout, shape=space.job.shape, rules=space.rules())
@@ -104,9 +102,7 @@ def test_it_is_not_combined_with_another_value_of_what_it_decides_itself() -> No
         ({"tensor_partition": ["stock", "rings"]}, "not beside a search of tensor_partition"),
     ],
 )
-def test_a_request_that_no_layout_can_have_is_refused_in_one_line(
-    search: dict[str, Any], words: str
-) -> None:
+def test_a_request_that_no_layout_can_have_is_refused_in_one_line(search: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^search\.{NAME}: on; {words}") as refused:
         dense_space({NAME: [True], **search})
     assert "\n" not in str(refused.value)
