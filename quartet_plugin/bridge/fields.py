@@ -78,7 +78,7 @@ def arguments_of(config: Any) -> Namespace:
         values |= {name: value for name, value in _fields(section).items() if not name.startswith("_")}
     for name, field in _RENAMED.items():
         values[name] = values.get(field)
-    # Its precisions are no texts here, so that no plan turns Megatron-FSDP on or off.
+    # Megatron-Bridge gives dtypes, not text, so the knob stays unread: no plan turns Megatron-FSDP on or off.
     values.pop("data_parallel_sharding_strategy", None)
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     groups = values.get("num_query_groups") or heads

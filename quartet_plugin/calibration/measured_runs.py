@@ -30,7 +30,8 @@ UNPRICED = {
     "optimizer_offload_part": "the part of the optimizer on the host is not in the report",
     "rampup_batch_size": "its batch changes while it trains",
     "cp_comm_by_layer": "its layers share sequences in several ways, which the cost model takes for one",
-    "moe_capacity": "the number of tokens that its experts drop is not in the report, unless they are padded",
+    "moe_capacity": "the report lacks the number of tokens that its experts drop; only experts padded to "
+    "their capacity compute a known number",
     "expert_tensor_parallel": "its experts are cut in other shares than the cost model knows",
     "mtp_on_inner_stage": "it predicts further tokens where the cost model does not have them",
     "emerging_optimizer": "the state and the step of its optimizer are not those of Adam",
@@ -56,7 +57,10 @@ def measured_run(
     source = plan or job
     layout = source.layout
     if source.split is None:
-        raise ConfigError(f"{where}.split: null; only models that are lists of layers can be calibrated")
+        raise ConfigError(
+            f"{where}.split: null; must be the layers of each stage, which only models that are lists of "
+            "layers report; calibrate with measurements of other jobs"
+        )
     _check_priced(job, where=where)
     if "hybrid" in job.features:
         _check_hybrid(source.shape, job, where=where)

@@ -99,7 +99,10 @@ def _kind_of(name: str, num_dense_layers: int | None, pattern: str) -> str:
         is_dense = num_dense_layers is None or number < num_dense_layers
         return str(Quantity.LAYER if is_dense else Quantity.EXPERT_LAYER)
     if number >= len(pattern):
-        raise ConfigError(f"profile: {name}; the pattern has {len(pattern)} layers")
+        raise ConfigError(
+            f"profile: {name}; must be below layer.{len(pattern)}, the number of layers of the job's "
+            "pattern; profile the job's own command"
+        )
     return LAYER_PARTS[pattern[number]]
 
 

@@ -260,7 +260,7 @@ def _title(plan: "Plan", num_microbatches: int) -> list[tuple[str, str]]:
     shape, mtp_layers, custom = plan.shape, plan.made_for.mtp_layers, plan.schedule.custom
     order = None if custom is None else origin_words(custom)
     split = plan.split.label if len(plan.split.label) <= 80 else f"{plan.split.label[:77]}..."
-    place = "before the last stage" if plan.split.mtp_before_last else "last"
+    place = "on the stage before the last one" if plan.split.mtp_before_last else "last"
     return [
         ("plan", f"{plan.digest[:12]} for {plan.made_for.world_size} devices"),
         ("parts", plan_label(plan)),

@@ -468,24 +468,25 @@ def native_path(run_folder: Path) -> Path:
 
 
 def _exports(plan: "Plan", flags: set[str]) -> str:
-    """The lines that set the variables which Megatron asks for with the plan's values, or unset them.
+    """Shell lines that export or unset the variables that the plan's values need.
 
-    Before Blackwell if TP or CP is above 1 without Megatron-FSDP, and where the plan offloads modules.
-    `flags` are the command's.
+    CUDA_DEVICE_MAX_CONNECTIONS is exported where TP or CP is above 1 without Megatron-FSDP (Megatron needs it
+    before Blackwell), and unset where the plan turns Megatron-FSDP on; the variable of offloading is exported
+    where the plan offloads modules. `flags` are the command's.
     """
     from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES, OFFLOAD_VARIABLE
     from quartet_plugin.space.knobs.use_megatron_fsdp import USE_MEGATRON_FSDP
 
     baseline, layout = plan.made_for.baseline.layout, plan.layout
-    raised = max(layout.tensor_parallel, layout.context_parallel) > 1
-    sharded = layout.setting(USE_MEGATRON_FSDP.name)
-    is_sharded = USE_MEGATRON_FSDP.flag in flags if sharded is None else sharded is True
+    is_raised = max(layout.tensor_parallel, layout.context_parallel) > 1
+    planned_fsdp = layout.setting(USE_MEGATRON_FSDP.name)
+    is_sharded = USE_MEGATRON_FSDP.flag in flags if planned_fsdp is None else planned_fsdp is True
     was_raised = max(baseline.tensor_parallel, baseline.context_parallel) > 1
-    is_new = raised and not is_sharded and (sharded is False or not was_raised)
+    is_new = is_raised and not is_sharded and (planned_fsdp is False or not was_raised)
     modules = layout.setting(OFFLOAD_MODULES.name)
     names = ["CUDA_DEVICE_MAX_CONNECTIONS"] if is_new else []
     names += [OFFLOAD_VARIABLE] if modules is not None and OFFLOAD_MODULES.is_for_gpus(modules) else []
-    unset = "unset CUDA_DEVICE_MAX_CONNECTIONS\n" if sharded is True else ""
+    unset = "unset CUDA_DEVICE_MAX_CONNECTIONS\n" if planned_fsdp is True else ""
     return unset + "".join(f"export {name}=${{{name}:-1}}\n" for name in names)
 
 

@@ -100,7 +100,8 @@ def plan_command(
         float | None,
         typer.Option(
             metavar="S",
-            help="Time limit of the searches of orders, in seconds; the best orders so far are kept.",
+            help="Time limit of all schedule searches together, in seconds; the best schedule of each so far "
+            "is kept.",
             show_default=False,
         ),
     ] = None,
@@ -139,8 +140,8 @@ def plan_command(
         check_seconds("--time-limit", time_limit, least=0.1)
         if named_only or len(counts) > 1 or frontier is not None:
             raise UsageError(
-                "--time-limit: limits the searches of orders; --named-only, --frontier and several --devices "
-                "have none"
+                f"--time-limit {time_limit:g}: limits schedule searches, which do not run with --named-only, "
+                "--frontier or several --devices; omit --time-limit"
             )
     if seq_length is not None and model is None:
         raise UsageError(

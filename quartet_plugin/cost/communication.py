@@ -536,7 +536,8 @@ def sharded_parameters_s(
 ) -> float:
     """The exposed time of a rank's fully sharded parameters (ZeRO-3, FSDP) for a microbatch.
 
-    Gather before the forward, gather again and scatter gradients in the backward, prefetched a layer ahead.
+    All-gather before the forward; all-gather again and reduce-scatter gradients in the backward. Both are
+    prefetched a layer ahead.
     """
     if run.zero_stage != 3:
         return 0.0
@@ -562,11 +563,11 @@ def _by_units_s(
     forward_s: float,
     backward_s: float,
 ) -> float:
-    """The exposed time of what Megatron-FSDP gathers and scatters for a microbatch.
+    """The exposed time of what Megatron-FSDP all-gathers and reduce-scatters for a microbatch.
 
-    A layer is gathered and released in each pass; embedding and head are gathered once an iteration and stay,
-    with nothing before the embedding that would hide it. Gradients of all of them are scattered in every
-    backward. Experts are shared by the ranks that hold the same ones
+    A layer is all-gathered and released in each pass; embedding and head are all-gathered once an iteration
+    and stay, with nothing before the embedding that would hide it. Gradients of all of them are
+    reduce-scattered in every backward. Expert weights are sharded over the ranks that hold the same experts
     (megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py).
     """
     layout, calls = run.layout, run.shape.num_layers / run.layout.pipeline_parallel

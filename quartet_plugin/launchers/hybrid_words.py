@@ -42,9 +42,10 @@ def num_pattern_layers(values: Mapping[str, Any]) -> int | None:
 
 
 def num_layers_in(pattern: str, *, name: str, depth: str = "") -> int:
-    """The layers of a pattern before its first slash; `depth` are those that another flag has behind it.
+    """The number of layers before a pattern's first slash.
 
-    Raises ConfigError, with the `name` of what has the pattern, as `num_pattern_layers` does.
+    `depth` is the pattern of one depth of multi-token prediction, where another flag gives it. `name` is the
+    flag or key that an error names. Raises ConfigError as `num_pattern_layers` does.
     """
     named = f"{name}: {pattern[:60]!r}"
     main, *depths = pattern.split("/")

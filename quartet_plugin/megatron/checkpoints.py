@@ -24,8 +24,10 @@ FILE = "quartet.json"
 ATTRIBUTE = "quartet_stages"
 # Optimizer state that names the weight it belongs to, and so finds it under any layout.
 _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor")
-# The form of checkpoints of Megatron-FSDP.
-_SHARDED = "FSDP_DTENSOR"
+# The type of checkpoints of Megatron-FSDP.
+_FSDP_DTENSOR = "FSDP_DTENSOR"
+# The format of each other type, as messages name it.
+_FORMATS = {"LEGACY": "torch", "LOCAL": "local", "GLOBAL": "torch_dist", "TORCH_DCP": "torch_dcp"}
 # The forms whose files are the ranks', weights included.
 _BY_RANK = ("LEGACY", "LOCAL")
 
@@ -200,7 +202,7 @@ class CheckpointGuard:
 
         `form` is Megatron's CheckpointType. All ranks see the same and come to the same answer.
         """
-        if self._has_plan and (reason := _other_form(args, form)) is not None:
+        if self._has_plan and (reason := _format_refusal(args, form)) is not None:
             raise AgreedRefusalError(f"checkpoint {name}: {reason}")
         saved_args = state.get("args")
         if saved_args is None:
@@ -237,21 +239,21 @@ class CheckpointGuard:
             )
 
 
-def _other_form(args: Namespace, form: str) -> str | None:
-    """Why a checkpoint of this form does not load with or without Megatron-FSDP; None where it may."""
+def _format_refusal(args: Namespace, form: str) -> str | None:
+    """Why a checkpoint of this type does not load with or without Megatron-FSDP; None where it may."""
     if getattr(args, "use_megatron_fsdp", False):
-        if form == _SHARDED:
+        if form == _FSDP_DTENSOR:
             return None
         return (
-            "--use-megatron-fsdp loads fsdp_dtensor checkpoints alone, and this is none; train with a plan "
-            "that has it off, or start without --load"
+            f"its format is {_FORMATS.get(form, 'not known')}; --use-megatron-fsdp loads only fsdp_dtensor; "
+            "train with a plan that turns Megatron-FSDP off, or start without --load"
         )
-    # Without the switch Megatron takes that form for the one of PyTorch's FSDP.
-    if form not in (_SHARDED, "TORCH_DCP") or getattr(args, "use_torch_fsdp2", False):
+    # Without the switch Megatron takes the format for that of PyTorch's FSDP.
+    if form not in (_FSDP_DTENSOR, "TORCH_DCP") or getattr(args, "use_torch_fsdp2", False):
         return None
     return (
-        "an fsdp_dtensor checkpoint loads with --use-megatron-fsdp alone; train with a plan that has it on, "
-        "or start without --load"
+        "its format is fsdp_dtensor, which loads only with --use-megatron-fsdp; train with a plan that turns "
+        "it on, or start without --load"
     )
 
 

@@ -687,7 +687,7 @@ def _optimizer_features(args: Namespace) -> list[str]:
 
 
 def _sharding_features(args: Namespace) -> list[str]:
-    """What Megatron-FSDP, or training without it, refuses or holds otherwise.
+    """`fsdp_bound` where an argument forbids turning Megatron-FSDP on or off; else no feature.
 
     With it Megatron refuses grouped expert weights, hashes of whole weights, and checkpoints with hashes
     (megatron/training/arguments.py); without it manual registration of buffers. Main weights of another

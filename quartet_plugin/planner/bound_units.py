@@ -62,8 +62,8 @@ class UnitRows:
 
     `kinds` are those of each kind of layers, and `least` the smallest of all. `before` [num_kinds, num_layers
     + 1] are the layers of each kind before each layer, and in all. `is_hybrid`: the model's pattern has them
-    in any order. `is_mtp_before_last`: multi-token prediction lies on the stage before the last one, which
-    has no layer.
+    in any order. `is_mtp_before_last`: multi-token prediction lies on the stage before the last one, and the
+    last stage has no transformer layer.
     """
 
     least: FloatArray

@@ -187,7 +187,7 @@ def job_of_command(
     if has_mtp_on_inner_stage(args):
         raise ConfigError(
             "--pipeline-model-parallel-layout: multi-token prediction before the last stage; a plan has its "
-            "layers on the last one (Ett|tmL), or on the one before the head's (Ett|tm|L)"
+            "layers on the last one (Ett|tmL), or on the stage before the last one (Ett|tm|L)"
         )
     batch = args.global_batch_size or layout.micro_batch_size * layout.data_parallel
     if "tokens" not in cost:

@@ -32,8 +32,8 @@ def with_pattern_counts(model: Any) -> Any:
         return model
     if "|" in pattern:
         raise ConfigError(
-            f"model.{KEY}: {pattern[:60]!r}; plans choose the stages, which pipes are in a command; remove "
-            "the pipes, or give the stages in search.split"
+            f"model.{KEY}: {pattern[:60]!r}; pipes fix the stages, which a plan chooses; remove the pipes, "
+            "or fix the stages by search.split"
         )
     counts = {"num_layers": num_layers_in(pattern, name=f"model.{KEY}"), "mtp_layers": pattern.count("/")}
     return {**counts, **model}
@@ -65,7 +65,7 @@ def _check_counts(model: ModelSection, pattern: str) -> None:
         stated = getattr(model, name)
         if stated != count:
             raise ConfigError(
-                f"model.{name}: {stated}; must be the {count} {words} of {KEY}; correct or omit the number"
+                f"model.{name}: {stated}; must be {count}, the number of {words} in {KEY}; correct or omit it"
             )
 
 

@@ -42,8 +42,8 @@ class ModelSection(Section):
     Embeddings are tied, and positions learned, where the FFN is not gated and queries are not grouped.
     `num_experts` makes every layer but the first `num_dense_layers` a mixture of experts of
     `expert_ffn_hidden_size` each (None: the FFN's), `experts_per_token` of them a token and a shared one.
-    `latent_attention` replaces the heads' sizes; without it attention is a plain one. `mtp_layers` predict
-    further tokens, on the last stage.
+    `latent_attention` replaces the heads' sizes; without it attention is a plain one. `mtp_layers` is
+    the number of layers of multi-token prediction; `search.mtp_stage` chooses their stage.
     """
 
     num_layers: Layers

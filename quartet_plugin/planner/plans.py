@@ -189,8 +189,8 @@ def plan_of(
 def _stated(job: PlanRequest, layout: Layout) -> Layout:
     """The layout with every setting that the job searches, since no command of it says the others.
 
-    Sharding of parameters is stated where a plan changes it alone: a plan that states it has another form of
-    checkpoints.
+    Sharding of parameters is stated only where a plan changes it: a plan that states it has another format
+    of checkpoints.
     """
     rules = rules_of(job)
     for knob in searched_settings(job.search):

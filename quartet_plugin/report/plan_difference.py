@@ -33,7 +33,7 @@ def difference_words(plan: Plan) -> tuple[str, ...]:
         if plan.split.label != baseline.split.label:
             parts.append(f"layers per stage {baseline.split.label} become {plan.split.label}")
         if plan.split.mtp_before_last != baseline.split.mtp_before_last:
-            stage = "the stage before the head's" if plan.split.mtp_before_last else "the last stage"
+            stage = "the stage before the last one" if plan.split.mtp_before_last else "the last stage"
             parts.append(f"multi-token prediction moves to {stage}")
     if not plan.mapping.is_stock:
         parts.append(f"ranks {plan.mapping.label}")

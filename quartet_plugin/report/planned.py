@@ -75,7 +75,7 @@ def plan_words(ranked: Ranked) -> str:
     words = layout_words(ranked.layout)
     if ranked.layout.pipeline_parallel == 1:
         return words
-    place = ", MTP before the last stage" if ranked.is_mtp_before_last else ""
+    place = ", MTP on the stage before the last one" if ranked.is_mtp_before_last else ""
     return f"{words}{place}, {ranked.schedule_label}"
 
 

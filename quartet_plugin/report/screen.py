@@ -40,7 +40,7 @@ class Lines:
 
 
 class Screen(ABC):
-    """A picture that is drawn anew some times a second while its block runs."""
+    """A live display, redrawn `refresh_per_second` times a second while its block runs."""
 
     refresh_per_second = 4
 
@@ -49,7 +49,7 @@ class Screen(ABC):
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        """Show the picture until the end of the block."""
+        """Show the display until the end of the block."""
         from rich.live import Live
 
         self._live = Live(
@@ -59,16 +59,16 @@ class Screen(ABC):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave the last picture on the screen."""
+        """Leave the last content on the screen."""
         if self._live is not None:
             self._live.__exit__(None, None, None)
 
     def message(self, text: str) -> None:
-        """Print a line above the picture."""
+        """Print a line above the display."""
         from rich.text import Text
 
         self._console.print(Text(terminal_line(text)))
 
     @abstractmethod
     def render(self) -> "RenderableType":
-        """The screen now."""
+        """The display's current content."""

@@ -137,7 +137,8 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     # The number of microbatches changes while training, so nothing is tuned; a plan with a custom schedule,
     # which is made for any number, can be applied (cli/train_schedule.py).
     "rampup_batch_size": _ALL,
-    # A rule of Megatron-FSDP looks at these, and without it weights on the meta device are never made.
+    # Rules of Megatron-FSDP look at these; without Megatron-FSDP no code materializes weights on the meta
+    # device.
     **dict.fromkeys(("fsdp_bound", "meta_init"), _NONE),
     # Parameters are sharded over devices instead of staged. PyTorch's FSDP2 refuses experts and pipelines
     # (megatron/training/arguments.py).

@@ -29,9 +29,10 @@ class _NotingContext(KnobContext):
 def option_values(
     knob: LayoutKnob, layout: Layout, *, before: Sequence[LayoutKnob], shape: ModelShape, rules: KnobRules
 ) -> Iterator[tuple[Value | None, ...]]:
-    """The choices of an option and the value before its turn, for all values of the options that it reads.
+    """The values that an option can take in `layout`, with the command's.
 
-    Of `layout` the options are not chosen yet; those `before` the option are chosen ahead of it.
+    They are given for each combination of the earlier options that its rules read. `layout` has no option
+    chosen; `before` are the options chosen earlier.
     """
     context = KnobContext(layout=layout, shape=shape, rules=rules)
     command = knob.command_value(context)

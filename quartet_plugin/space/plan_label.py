@@ -30,7 +30,7 @@ def plan_label(plan: Plan) -> str:
         more = f"+... ({len(counts)} stages)" if len(counts) > _MAX_COUNTS else ""
         parts.append(f"{SPLIT.label} {'+'.join(map(str, counts[:_MAX_COUNTS]))}{more}")
         if plan.made_for.mtp_layers:
-            stage = "the stage before the head's" if plan.split.mtp_before_last else "the last stage"
+            stage = "the stage before the last one" if plan.split.mtp_before_last else "the last stage"
             parts.append(f"MTP {plan.made_for.mtp_layers} on {stage}")
         parts.append(plan.schedule.label)
     if not plan.mapping.is_stock:
@@ -43,7 +43,7 @@ def split_words(plan: Plan) -> str:
     mtp_layers = plan.made_for.mtp_layers
     last = f"multi-token prediction ({mtp_layers}) and head" if mtp_layers else "head"
     if plan.split.mtp_before_last:
-        last = f"multi-token prediction ({mtp_layers}) on the stage before the last, head"
+        last = f"multi-token prediction ({mtp_layers}) on the stage before the last one, head"
     return f"{plan.split.label} transformer layers, embedding first, {last} last"
 
 

@@ -515,7 +515,7 @@ def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed
     if job.mtp_layers and 0 in job.split.transformer_layers_per_stage[1 : job.split.mtp_stage]:
         raise ConfigError(
             "--pipeline-model-parallel-layout: a stage has no layers beside multi-token prediction; put its "
-            "layers on the last stage (Ett|tmL), or on the stage before the head's (Ett|tm|L)"
+            "layers on the last stage (Ett|tmL), or on the stage before the last one (Ett|tm|L)"
         )
     baseline = Baseline(layout=job.layout, split=job.split, schedule=job.schedule)
     return Plan(

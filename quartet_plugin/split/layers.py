@@ -44,7 +44,8 @@ def flops_end_loads(
     """The end loads by forward FLOPs; the embedding's is the FLOPs that its memory traffic stands for.
 
     Each of `mtp_layers` predicts a further token beside the head: a layer behind the product that joins two
-    hidden states, and the head once more.
+    hidden states, and the head once more. With `is_mtp_before_last` the layers and their products are `mtp`,
+    and `head` counts 1 + `mtp_layers` heads; all in transformer layers.
     """
     per_layer, count = shape.forward_flops_per_layer, mtp_layers or 0
     lookup = 20.0 * shape.seq_length * shape.hidden_size

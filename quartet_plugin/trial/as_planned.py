@@ -32,7 +32,8 @@ REPLACED_BY_PARTITIONS = frozenset(
     }
 )
 
-# Wrappers of a model, of which Megatron-FSDP has others. Which of them runs is read back as the knob's value.
+# Wrapper classes of a model, with and without Megatron-FSDP. The knob's value that is read back says which
+# ran.
 WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "MegatronFSDP"})
 
 

@@ -113,7 +113,10 @@ class ParityGate:
         run was broken, and ParityUnavailableError when the reference does not run or reports no loss.
         """
         if (reason := why_other_weights(plan.layout)) is not None:
-            raise PlanError(f"parity: {reason}, so it cannot be compared with stock from equal weights")
+            raise PlanError(
+                f"parity: {reason}; the plan and the command cannot start from equal weights; train the plan "
+                "without a check"
+            )
         reference_plan = None if plan.shape == plan.made_for.shape else stock_of(plan)
         reference = self._reference(reference_plan)
         measured = self._run(plan, name=_plan_name(plan), weights=self._weights(reference_plan))

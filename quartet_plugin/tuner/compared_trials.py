@@ -166,9 +166,9 @@ class ComparedTrials:
         return kept_by(self.weights) == self.attempt_id
 
     def why_apart(self, plan: Plan, *, has_depth_proxy: bool = False) -> str | None:
-        """Why a plan is not compared in its trial, but with a custom schedule in launches of its own.
+        """Why a plan is not compared in its trial; None where it is.
 
-        None where it is compared in its trial.
+        With a custom schedule it is then compared in launches of its own.
 
         `has_depth_proxy`: a model with fewer layers is timed before the plan itself.
         """

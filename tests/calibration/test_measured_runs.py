@@ -89,7 +89,7 @@ def test_a_dense_job_is_priced_as_ever() -> None:
         ({"latent": None}, r"latent: null; the ranks and head sizes"),
         ({"mtp_layers": None}, r"mtp_layers: null; the number of layers"),
         ({"settings": None}, r"settings: null; the experts' dispatcher"),
-        ({"split": None}, r"split: null; only models that are lists of layers"),
+        ({"split": None}, r"split: null; must be the layers of each stage"),
         *[({"features": (name,)}, f"features: {name}; ") for name in UNPRICED],
     ],
 )
@@ -132,7 +132,7 @@ def test_experts_under_a_capacity_are_taken_where_all_get_their_limit(
     if load is not None:
         assert run_of(job).expert_load == pytest.approx(load, rel=0.01)
         return
-    with pytest.raises(ConfigError, match="moe_capacity; the number of tokens that its experts") as error:
+    with pytest.raises(ConfigError, match="moe_capacity; the report lacks the number of tokens") as error:
         run_of(job)
     assert "\n" not in str(error.value)
 

@@ -315,5 +315,5 @@ def test_a_hybrid_models_layers_that_no_rank_holds_take_the_median_of_their_lett
 
 def test_a_profile_with_more_layers_than_its_pattern_is_refused() -> None:
     ranks = [parse(RankProfile, each, where="a test") for each in (FIRST, LAST)]
-    with pytest.raises(ConfigError, match=r"layer\.2; the pattern has 2 layers"):
+    with pytest.raises(ConfigError, match=r"layer\.2; must be below layer\.2, the number of layers"):
         typical_parts(ranks, pattern="M*")

@@ -145,9 +145,9 @@ def test_a_time_limit_reaches_the_searches_of_orders(tmp_path: Path, monkeypatch
     [
         (["--time-limit", "0"], "--time-limit 0: must be from 0.1 to 1e+06 seconds"),
         (["--time-limit", "nan"], "--time-limit nan: must be from"),
-        (["--time-limit", "5", "--named-only"], "--time-limit: limits the searches of orders; --named-only"),
-        (["--time-limit", "5", "--frontier", "memory"], "--time-limit: limits the searches of orders"),
-        (["--time-limit", "5", "--devices", "4,8"], "--time-limit: limits the searches of orders"),
+        (["--time-limit", "5", "--named-only"], "--time-limit 5: limits schedule searches, which do not run"),
+        (["--time-limit", "5", "--frontier", "memory"], "--time-limit 5: limits schedule searches"),
+        (["--time-limit", "5", "--devices", "4,8"], "--time-limit 5: limits schedule searches"),
     ],
 )
 def test_a_time_limit_that_limits_nothing_is_refused(

@@ -420,7 +420,7 @@ def test_multi_token_prediction_before_the_last_stage_is_tuned_there_and_on_the_
     assert request.mtp_stages == ("before_last",)
     assert main(["explain", str(made)]) == 0
     shown = capsys.readouterr().out
-    assert f"{plan.split.label}, multi-token prediction (1) before the last stage" in shown
+    assert f"{plan.split.label}, multi-token prediction (1) on the stage before the last one" in shown
     # By default plans of such a command have both stages, and no axis is kept.
     assert main(["plan", "--top", "100", *arguments]) == 0
     data = json.loads(capsys.readouterr().out)

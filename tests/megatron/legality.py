@@ -373,7 +373,7 @@ def no_counts() -> dict[str, Any]:
 
 
 def _may_be_before_head(space: Space) -> bool:
-    """Whether some layout may have multi-token prediction on the stage before the head's."""
+    """Whether some layout may have multi-token prediction on the stage before the last one."""
     layouts = itertools.chain.from_iterable(space.layouts.values())
     return any(fault_of_before_last(layout, space.rules()) is None for layout in layouts)
 

@@ -497,7 +497,7 @@ def test_a_part_of_the_optimizer_on_the_host_becomes_a_flag() -> None:
     assert read["optimizer_offload_fraction"] == "1"
 
 
-def test_megatron_fsdp_comes_and_goes_with_its_form_of_checkpoints() -> None:
+def test_megatron_fsdp_comes_and_goes_with_its_checkpoint_format() -> None:
     plan, flags = make_plan(split=(6,), data=2), native_flags()
     sharded = replace(plan.layout, distributed_optimizer=True)
     name = USE_MEGATRON_FSDP.name

@@ -238,14 +238,15 @@ def test_a_checkpoint_by_rank_without_arguments_stops_a_plan(form: str) -> None:
     ("is_sharded", "form", "words"),
     [
         (True, "FSDP_DTENSOR", None),
-        (True, "GLOBAL", "--use-megatron-fsdp loads fsdp_dtensor checkpoints alone"),
-        (True, "LEGACY", "--use-megatron-fsdp loads fsdp_dtensor checkpoints alone"),
-        # So Megatron calls that form without the switch.
-        (False, "TORCH_DCP", "an fsdp_dtensor checkpoint loads with --use-megatron-fsdp alone"),
+        (True, "GLOBAL", "its format is torch_dist; --use-megatron-fsdp loads only fsdp_dtensor"),
+        (True, "LEGACY", "its format is torch; --use-megatron-fsdp loads only fsdp_dtensor"),
+        (True, "NEW", "its format is not known; --use-megatron-fsdp loads only fsdp_dtensor"),
+        # So Megatron calls fsdp_dtensor without the switch.
+        (False, "TORCH_DCP", "its format is fsdp_dtensor, which loads only with --use-megatron-fsdp"),
         (False, "GLOBAL", None),
     ],
 )
-def test_a_plan_loads_the_checkpoints_of_its_own_form_alone(
+def test_a_plan_loads_only_the_checkpoint_formats_of_its_megatron_fsdp(
     is_sharded: bool, form: str, words: str | None
 ) -> None:
     now = arguments(use_megatron_fsdp=is_sharded)

@@ -359,7 +359,7 @@ def test_a_model_that_no_device_holds_is_planned_with_sharded_parameters() -> No
 
 
 def test_a_plan_that_keeps_the_sharding_of_parameters_states_nothing_of_it() -> None:
-    """What states it has checkpoints of another form than the command's."""
+    """What states it has checkpoints of another format than the command's."""
     search = {"tensor_parallel": 1, "pipeline_parallel": [1, 2], "use_megatron_fsdp": [False, True]}
     job = parse_job(job_data(search=search), where="job")
     ranked = rank(job, top=50).best

@@ -41,7 +41,7 @@ def test_another_stage_of_multi_token_prediction_is_said() -> None:
     plan = replace(BASELINE, made_for=made_for, split=Split.of((8, 0), is_mtp_before_last=True))
     assert difference_words(plan) == (
         "layers per stage 4+4 become 8+0",
-        "multi-token prediction moves to the stage before the head's",
+        "multi-token prediction moves to the stage before the last one",
     )
     command = replace(made_for, baseline=replace(made_for.baseline, split=plan.split))
     last = replace(plan, made_for=command, split=Split.of((8, 0)))

@@ -19,7 +19,7 @@ def test_parts_have_labels() -> None:
 
 def test_multi_token_prediction_has_its_stage() -> None:
     made_for = replace(MADE_FOR, mtp_layers=1)
-    for is_before_last, stage in ((None, "the last stage"), (True, "the stage before the head's")):
+    for is_before_last, stage in ((None, "the last stage"), (True, "the stage before the last one")):
         split = Split(transformer_layers_per_stage=(8, 0), mtp_before_last=is_before_last)  # type: ignore[arg-type]
         plan = replace(PLAN, made_for=made_for, split=split)
         assert plan_label(plan) == f"PP 2 · MB 4 · split 8+0 · MTP 1 on {stage} · 1f1b · ranks 1,0"

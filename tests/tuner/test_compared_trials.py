@@ -283,7 +283,7 @@ def test_where_a_plan_is_checked_and_why(tmp_path: Path, custom: Plan) -> None:
     assert kept.why_apart(wider) == "the plan's model has another shape than the stored weights"
     assert kept.start_of(wider) is None
     sharded = replace(custom, layout=custom.layout.with_setting("use_megatron_fsdp", True))
-    assert "fsdp_dtensor checkpoints load with it alone" in str(kept.why_apart(sharded))
+    assert "fsdp_dtensor checkpoints load only with Megatron-FSDP on" in str(kept.why_apart(sharded))
     assert kept.start_of(sharded) is None
     assert kept.why_apart(custom, has_depth_proxy=True) == "a depth proxy is measured first"
     assert replace(kept, load_s=4.0).why_apart(custom) is None

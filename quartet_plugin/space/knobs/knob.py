@@ -170,8 +170,8 @@ class LiveJob:
     DeepSpeed's engine. `tensor_partition` is the label of what cuts the layers, None where nothing tells.
     `offloads_optimizer`: the optimizer that was built steps on the host; None where it was not seen.
     `optimizer_offload_fraction` is the part of it that does; None for an optimizer of the device.
-    `shards_layers`: the copies of the model share the optimizer by whole layers. `shards_parameters`: they
-    share parameters and gradients, too; None where they share something else.
+    `shards_layers`: the copies of the model share the optimizer by whole layers. `shards_parameters`:
+    Megatron-FSDP shards parameters and gradients, too; None where it shards by another strategy.
     """
 
     degrees: Mapping[str, int]

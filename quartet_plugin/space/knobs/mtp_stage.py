@@ -23,16 +23,16 @@ def _stage_of(plan: Plan) -> str | None:
 MTP_STAGE = PlanKnob(
     name="mtp_stage",
     label="MTP",
-    meaning="the stage of multi-token prediction; before_last leaves the head alone on the last stage, and "
-    "auto tries it only in a command that has it",
+    meaning="the stage of multi-token prediction; before_last leaves the head alone on the last stage",
     kind="word",
     words=(LAST, BEFORE_LAST),
     axis=Axis.SPLIT,
     change_class="A",
-    rule="before_last needs a pipeline with a schedule of the framework, and more than two pipeline ranks "
-    "with virtual stages (megatron/core/models/common/language_module/language_module.py); not in a hybrid "
-    "model (megatron/training/arguments.py); the script passes get_embedding_ranks and gives the stage "
-    "tokens, as Megatron's pretrain_gpt.py does",
+    rule="auto tries before_last only for a command that has it; before_last needs a pipeline and a schedule "
+    "of the framework; with virtual stages it needs more than two pipeline ranks "
+    "(megatron/core/models/common/language_module/language_module.py); not in a hybrid model "
+    "(megatron/training/arguments.py); the script passes get_embedding_ranks and gives the stage tokens, as "
+    "Megatron's pretrain_gpt.py does",
     flag="--pipeline-model-parallel-layout",
     part=_stage_of,
     framework=MEGATRON.framework,
@@ -80,7 +80,10 @@ def mtp_stages_of(layout: Layout, rules: KnobRules) -> tuple[str, ...]:
 
 
 def kept_mtp_stage(rules: KnobRules) -> str | None:
-    """Why plans have it on the last stage alone where a search does not ask for another; None where not."""
+    """Why plans have multi-token prediction only on the last stage unless the search asks for another.
+
+    None where they do not.
+    """
     if not rules.job.mtp_layers:
         return "the model has no multi-token prediction"
     if OF_COMMAND in rules.job.features:

@@ -1,4 +1,4 @@
-"""Megatron-FSDP: parameters, gradients and optimizer state sharded over the copies of a stage."""
+"""Megatron-FSDP: parameters, gradients and optimizer state are sharded over data-parallel ranks."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -33,13 +33,13 @@ NAME = "use_megatron_fsdp"
 STRATEGY = "data_parallel_sharding_strategy"
 # The strategy that shards the parameters, too; a plan has no other.
 SHARDS_ALL = "optim_grads_params"
-# The form of checkpoints that Megatron asserts with the switch, and refuses without it.
-_FORM = "fsdp_dtensor"
+# The format of checkpoints that Megatron asserts with the switch, and refuses without it.
+_CHECKPOINT_FORMAT = "fsdp_dtensor"
 # The first release whose flags say the precision in which gradients are summed.
 _LEAST = Version("0.19")
 # Features beside which the command's value is kept: Megatron refuses them together (training/arguments.py:
 # PyTorch's FSDP, hybrid context parallelism, other optimizers), they hold parameters, state or buffers in a
-# way of their own, or the two were not tried together. Both values need a checkpoint of their own form.
+# way of their own, or the two were not tried together. Each value loads only checkpoints of its formats.
 BOUND = (
     *("torch_fsdp", "hybrid_context_parallel", "emerging_optimizer", "distributed_optimizer_instances"),
     *("weight_shards", "precision_aware_optimizer", "fp8_param_gather", "fp4", "cpu_offload"),
@@ -63,7 +63,7 @@ _BESIDE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShardingKnob(SettingKnob):
-    """A switch that is on with one strategy of sharding alone, and comes with the form of checkpoints."""
+    """A switch that is on with one strategy of sharding alone, and comes with a format of checkpoints."""
 
     def read(self, args: Namespace) -> Value | None:
         """The value in Megatron's arguments; None with another strategy, or in a release without it."""
@@ -81,7 +81,7 @@ class _ShardingKnob(SettingKnob):
             return {
                 NAME: True,
                 STRATEGY: SHARDS_ALL,
-                "ckpt_format": _FORM,
+                "ckpt_format": _CHECKPOINT_FORMAT,
                 "megatron_fsdp_main_grads_dtype": "fp32",
             }
         # Megatron takes the distributed optimizer for granted with the switch, and not without it.
@@ -97,7 +97,10 @@ def why_other_weights(layout: Layout) -> str | None:
     """Why a plan cannot start from weights that the command's training saved; None where it can."""
     if layout.setting(NAME) is None:
         return None
-    return f"the plan turns Megatron-FSDP on or off, and {_FORM} checkpoints load with it alone"
+    return (
+        f"the plan turns Megatron-FSDP on or off, and {_CHECKPOINT_FORMAT} checkpoints load only with "
+        "Megatron-FSDP on"
+    )
 
 
 def _kept(rules: KnobRules) -> str | None:
@@ -133,17 +136,18 @@ def _fault(value: Value, context: KnobContext) -> str | None:
 USE_MEGATRON_FSDP = _ShardingKnob(
     name=NAME,
     label=NAME,
-    meaning="parameters, gradients and optimizer state are sharded over the copies of the model",
+    meaning="Megatron-FSDP: parameters, gradients and optimizer state are sharded over data-parallel ranks",
     kind="switch",
     axis=Axis.OPTIONS,
     change_class="B",
-    rule="PP 1 (megatron/core/distributed/fsdp/mcore_fsdp_adapter.py) and distributed_optimizer, with "
-    "--ckpt-format fsdp_dtensor, which a plan writes (megatron/training/arguments.py); more than one copy; "
-    "in bf16 with Transformer Engine's layers, from Megatron 0.19 on; not beside another value of overlaps, "
-    "buckets, graphs or offloading, or a search of tensor_partition; kept with PyTorch's FSDP, sharded "
-    "weights, several optimizer instances, offloading, CUDA graphs, overlap of TP or of experts, the "
-    "precision-aware optimizer, optimizers other than adam and sgd, and flags that either value refuses; "
-    "needs a GPU (megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py)",
+    rule="needs PP 1 (megatron/core/distributed/fsdp/mcore_fsdp_adapter.py), more than one data-parallel "
+    "rank (DP x CP), distributed_optimizer, bf16, Transformer Engine's layers, Megatron 0.19 or later and a "
+    "GPU (megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py); the plan writes --ckpt-format "
+    "fsdp_dtensor (megatron/training/arguments.py); overlaps, buckets, graphs and offloading keep the "
+    "command's values, and tensor_partition is not searched; the command's value is kept with PyTorch's "
+    "FSDP, sharded weights, several optimizer instances, offloading, CUDA graphs, overlap of TP or of "
+    "experts, the precision-aware optimizer, optimizers other than adam and sgd, and flags that either "
+    "value refuses",
     flag="--use-megatron-fsdp",
     destination=NAME,
     needs_gpu=True,

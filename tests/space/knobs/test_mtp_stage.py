@@ -201,7 +201,7 @@ def test_a_kept_split_keeps_the_stage() -> None:
     assert space.locked[Axis.SPLIT] == "mtp_tied_head"
     assert {plan.split for plan in plans_of(space)} == {BEFORE}
     words = "split     4+4+0+0 transformer layers, embedding first, multi-token prediction (1) on the stage"
-    assert f"{words} before the last, head last" in plan_lines(space.baseline)
+    assert f"{words} before the last one, head last" in plan_lines(space.baseline)
     last = space_of("mtp_tied_head", split=None, mtp_stage=["last", "before_last"])
     assert stages_in(plans_of(last)) == {LAST}
 
