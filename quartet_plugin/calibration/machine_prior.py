@@ -233,8 +233,8 @@ def _coefficient_spreads(
     spreads = {name: known if is_known else unknown for name, (known, unknown) in _SPREADS.items()}
     if resolved is not None:
         spreads[Coefficient.SPEED] = min(spreads[Coefficient.SPEED], _PROBED_SPEED)
-        # A probe measures links inside a node as of one kind, whichever networks they join.
-        if resolved.cluster.links.measured and not any(node.networks for node in nodes):
+        # A probe measures links inside a node as of one kind, whichever namespaces they join.
+        if resolved.cluster.links.measured and not any(node.network_namespaces for node in nodes):
             spreads |= {name: min(spreads[name], _PROBED_LINK) for name in LINKS}
     if any(node.crowds for node in nodes):
         spreads[Coefficient.RUNTIME] = _SHARED_CORES_RUNTIME
@@ -247,14 +247,16 @@ def _coefficient_spreads(
 def _domain_of_slot(nodes: Sequence[NodeInfo], resolved: ResolvedCluster | None) -> IntArray:
     """A number for each slot [num_slots], from 0: equal for slots that the links inside a node join."""
     of_node = np.arange(len(nodes)) if resolved is None else resolved.domain_of_node
-    networks = [(index, group) for index, node in enumerate(nodes) for group in node.networks or ()]
-    network_of = {
+    namespaces = [
+        (index, group) for index, node in enumerate(nodes) for group in node.network_namespaces or ()
+    ]
+    namespace_of = {
         Slot(node=index, local=local): number
-        for number, (index, group) in enumerate(networks, start=1)
+        for number, (index, group) in enumerate(namespaces, start=1)
         for local in group
     }
     slots = slots_of(nodes)
-    keys = [(int(of_node[slot.node]), network_of.get(slot, 0)) for slot in slots]
+    keys = [(int(of_node[slot.node]), namespace_of.get(slot, 0)) for slot in slots]
     numbers = {key: number for number, key in enumerate(sorted(set(keys)))}
     return np.array([numbers[key] for key in keys], dtype=np.int64)
 

@@ -37,7 +37,7 @@ UNPRICED = {
     "emerging_optimizer": "the state and the step of its optimizer are not those of Adam",
 }
 # The fix for a report that lacks what a price needs.
-_AGAIN = "measure again with this release, or calibrate with other jobs"
+_FIX = "measure again with this release, or calibrate with other jobs"
 
 
 def measured_run(
@@ -97,24 +97,24 @@ def _check_priced(job: TrainingJob, *, where: str) -> None:
     if "moe" in features and job.experts is None:
         raise ConfigError(
             f"{where}.experts: null; their number and sizes are missing: reports of older releases lack "
-            f"them, and those of models with dense layers behind experts; {_AGAIN}"
+            f"them, and those of models with dense layers behind experts; {_FIX}"
         )
     if "multi_latent_attention" in features and job.latent is None:
         raise ConfigError(
             f"{where}.latent: null; the ranks and head sizes of latent attention are missing: reports of "
-            f"older releases lack them, and those of models without compressed queries; {_AGAIN}"
+            f"older releases lack them, and those of models without compressed queries; {_FIX}"
         )
     if "mtp" in features and job.mtp_layers is None:
         raise ConfigError(
-            f"{where}.mtp_layers: null; the number of layers of multi-token prediction is missing; {_AGAIN}"
+            f"{where}.mtp_layers: null; the number of layers of multi-token prediction is missing; {_FIX}"
         )
     if "activation_offload" in features and job.setting("offload_modules") is None:
         raise ConfigError(
             f"{where}.settings: no offload_modules; the report must name the offloaded modules, all of them "
-            f"known to this release; {_AGAIN}"
+            f"known to this release; {_FIX}"
         )
     if job.experts is not None and job.settings is None:
-        raise ConfigError(f"{where}.settings: null; the experts' dispatcher and shares are missing; {_AGAIN}")
+        raise ConfigError(f"{where}.settings: null; the experts' dispatcher and shares are missing; {_FIX}")
 
 
 def _has_exact_capacity(experts: Experts) -> bool:
@@ -128,7 +128,7 @@ def _check_hybrid(shape: ModelShape, job: TrainingJob, *, where: str) -> None:
     if shape.pattern is None:
         raise ConfigError(
             f"{where}.shape.layer_kinds: no pattern; the order of its layers is missing: reports and plans "
-            "of older releases lack it, and those of commands without --hybrid-layer-pattern; " + _AGAIN
+            "of older releases lack it, and those of commands without --hybrid-layer-pattern; " + _FIX
         )
     assert shape.layer_kinds is not None, "a pattern is one of kinds"
     written = shape.layer_kinds.framework_pattern or shape.pattern
@@ -139,5 +139,5 @@ def _check_hybrid(shape: ModelShape, job: TrainingJob, *, where: str) -> None:
         )
     if job.mtp_layers is not None and job.mtp_kinds is None:
         raise ConfigError(
-            f"{where}.mtp_kinds: null; the layers of multi-token prediction are missing; {_AGAIN}"
+            f"{where}.mtp_kinds: null; the layers of multi-token prediction are missing; {_FIX}"
         )

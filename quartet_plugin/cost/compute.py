@@ -61,9 +61,10 @@ class LayerTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FfnPart:
-    """A layer's FFN, its experts or its scan; all zero for a layer of attention alone.
+class _NonAttentionPart:
+    """Seconds of one microbatch, and sizes, of a layer's dense FFN, experts or scan.
 
+    All are zero for a layer of attention alone.
     `dense` are the times of products of (out, in) `sizes`, whose operands are cast. `hidden` is the width of
     the activation, `last_width` that of the last product's input. `moved_bytes` are further bytes of a
     forward; `scan` is added to the elementwise times, `launch` to those of the kernels' starts.
@@ -210,7 +211,7 @@ def layer_times(
     """
     t = run.tokens_per_microbatch
     attention, attention_passes = _attention(run, constants, rates) if run.has_attention else (_NONE, 0.0)
-    ffn = _ffn_part(run, constants, rates, experts)
+    ffn = _non_attention_part(run, constants, rates, experts)
     sizes = products(run)
     gemm = Times.sum_of(
         (_gemms(rates, t, sizes), ffn.dense, ffn.routed_experts, ffn.shared_into, ffn.shared_out)
@@ -253,19 +254,21 @@ def layer_times(
     return replace(times, recompute_s=(times.total.forward_s - last) * run.recomputed_share)
 
 
-def _ffn_part(run: TrainingRun, constants: Constants, rates: Rates, experts: Experts | None) -> _FfnPart:
+def _non_attention_part(
+    run: TrainingRun, constants: Constants, rates: Rates, experts: Experts | None
+) -> _NonAttentionPart:
     """What a layer has beside attention, by its kind."""
     if not run.has_ffn:
-        return _FfnPart()
+        return _NonAttentionPart()
     if experts is not None:
-        return _part_of_experts(run, rates, experts)
-    return _dense_part(run, rates) if run.scan is None else _part_of_scan(run, constants, rates)
+        return _expert_part(run, rates, experts)
+    return _dense_part(run, rates) if run.scan is None else _scan_part(run, constants, rates)
 
 
-def _dense_part(run: TrainingRun, rates: Rates) -> _FfnPart:
+def _dense_part(run: TrainingRun, rates: Rates) -> _NonAttentionPart:
     sizes = dense_products(run)
     width = sizes[-1][1]
-    return _FfnPart(
+    return _NonAttentionPart(
         sizes=sizes,
         dense=_gemms(rates, run.tokens_per_microbatch, sizes),
         hidden=width,
@@ -273,9 +276,9 @@ def _dense_part(run: TrainingRun, rates: Rates) -> _FfnPart:
     )
 
 
-def _part_of_scan(run: TrainingRun, constants: Constants, rates: Rates) -> _FfnPart:
+def _scan_part(run: TrainingRun, constants: Constants, rates: Rates) -> _NonAttentionPart:
     sizes = dense_products(run)
-    return _FfnPart(
+    return _NonAttentionPart(
         sizes=sizes,
         dense=_gemms(rates, run.tokens_per_microbatch, sizes),
         last_width=sizes[-1][1],
@@ -285,9 +288,9 @@ def _part_of_scan(run: TrainingRun, constants: Constants, rates: Rates) -> _FfnP
     )
 
 
-def _part_of_experts(run: TrainingRun, rates: Rates, experts: Experts) -> _FfnPart:
+def _expert_part(run: TrainingRun, rates: Rates, experts: Experts) -> _NonAttentionPart:
     (routed, shared_into, shared_out), width, permuted = _experts(run, rates, experts)
-    return _FfnPart(
+    return _NonAttentionPart(
         routed_experts=routed,
         shared_into=shared_into,
         shared_out=shared_out,

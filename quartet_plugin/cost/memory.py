@@ -40,9 +40,10 @@ RUNTIME_BYTES = 0.14 * 2**30
 USABLE = 0.985
 # Holes that caching allocators before expandable segments leave between activations.
 FRAGMENTATION = 1.08
-# Elements that Megatron-FSDP gathers ahead of the layer that computes, and of gradients that wait to be
-# scattered: two layers, but not less than this, of which the gather has a half (megatron_fsdp.py).
-UNIT_ELEMENTS = 1e9
+# Megatron-FSDP's communication unit, at least (suggested_communication_unit_size in megatron_fsdp.py), in
+# weights: two layers or this, whichever is more. It queues the gradients of one unit for their
+# reduce-scatter, and prefetches the weights of half a unit.
+LEAST_UNIT_WEIGHTS = 1e9
 # The terms of `Memory`, in the order of its sum.
 TERMS = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "temporary_bytes")
 
@@ -219,7 +220,9 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
         activations = float(peaks[device]) * fragmented
         copied = max(_copied_bytes(run, weights[k]) for k in stages)
         # Activations are gone where gradients are reduced.
-        buffers = max(temporary[ends], copied - activations) + _waiting_bytes(run, held_weights, activations)
+        buffers = max(temporary[ends], copied - activations) + _queued_gradient_bytes(
+            run, held_weights, activations
+        )
         at_start = _start_bytes(run, held_weights) - parameters - gradients - optimizer - activations
         devices.append(
             Memory(
@@ -254,7 +257,7 @@ def _states(run: TrainingRun, dense: float, expert: float) -> tuple[float, float
     ranks, expert_ranks = run.optimizer_shards
     shard, whole = dense / ranks + expert / expert_ranks, dense + expert
     if run.software.shards_parameters:
-        gathered = run.end_parameters + _gathered_layers(run, whole)
+        gathered = run.end_parameters + _gathered_weights(run, whole)
         return weight * (shard + gathered), gradient * shard, optimizer * shard
     if run.zero_stage == 3:
         # One layer's gathered weights, and the next one's that is prefetched. The fp32 shard is the master.
@@ -263,41 +266,41 @@ def _states(run: TrainingRun, dense: float, expert: float) -> tuple[float, float
     return weight * whole, gradient * (shard if run.zero_stage == 2 else whole), optimizer * shard
 
 
-def _layer_elements(run: TrainingRun, parameters: float) -> float:
+def _weights_per_layer(run: TrainingRun, parameters: float) -> float:
     """The weights of the mean layer of a rank that holds `parameters`, embedding and head among them."""
     return (parameters - run.end_parameters) / max(1, run.shape.num_layers)
 
 
-def _gathered_layers(run: TrainingRun, parameters: float) -> float:
-    """The weights of whole layers that Megatron-FSDP holds at once: that of a pass, and those gathered ahead.
+def _gathered_weights(run: TrainingRun, parameters: float) -> float:
+    """The weights of the whole layers that Megatron-FSDP holds at once: the current and the prefetched ones.
 
-    Layers are gathered ahead until they have half of `UNIT_ELEMENTS`, or as many as one.
+    Layers are prefetched until they have half of `LEAST_UNIT_WEIGHTS`, and at least one.
     """
-    layer = _layer_elements(run, parameters)
+    layer = _weights_per_layer(run, parameters)
     if not layer:
         return 0.0
-    num_ahead = math.ceil(max(UNIT_ELEMENTS / 2, layer) / layer)
+    num_ahead = math.ceil(max(LEAST_UNIT_WEIGHTS / 2, layer) / layer)
     return layer * min(run.shape.num_layers, 1 + num_ahead)
 
 
-def _waiting_bytes(run: TrainingRun, held: Weights, activations: float) -> float:
-    """Bytes beside `activations` of the gradients that wait in Megatron-FSDP to be scattered.
+def _queued_gradient_bytes(run: TrainingRun, held: Weights, activations: float) -> float:
+    """Bytes of gradients queued for their reduce-scatter that do not fit in the room of freed activations.
 
-    They stay until others take their place, or the backward ends; as many activations are gone as layers have
-    gradients.
+    The backward has freed the same share of `activations` (bytes) as the share of weights whose gradients are
+    queued.
     """
     if not run.software.shards_parameters:
         return 0.0
-    layer = _layer_elements(run, held.num_total)
-    num_waiting = min(held.num_total, max(UNIT_ELEMENTS, 2 * layer) + layer)
-    done = num_waiting / held.num_total
-    return max(0.0, run.software.main_gradient_bytes * num_waiting - done * activations)
+    layer = _weights_per_layer(run, held.num_total)
+    num_queued = min(held.num_total, max(LEAST_UNIT_WEIGHTS, 2 * layer) + layer)
+    freed = num_queued / held.num_total
+    return max(0.0, run.software.main_gradient_bytes * num_queued - freed * activations)
 
 
 def _start_bytes(run: TrainingRun, held: Weights) -> float:
-    """Bytes of a rank at the start of Megatron-FSDP, which takes over weights that the rank has built whole.
+    """Bytes of a rank while Megatron-FSDP takes over weights that the rank has built whole; 0 without it.
 
-    Beside these are the shards of weights, in two precisions, and of gradients; no moments are there yet.
+    They count those weights, and the shards of weights in two precisions and of gradients, but no moments.
     """
     if not (run.software.shards_parameters and run.software.builds_whole):
         return 0.0

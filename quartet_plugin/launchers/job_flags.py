@@ -26,7 +26,7 @@ def flags_of_job(plan: Plan) -> FlagValues:
     if job is None:
         return {}
     flags = _flags_of_kind(plan.shape)
-    flags |= _flags_of_state_spaces(plan.shape.layer_kinds, job.mtp_kinds)
+    flags |= _flags_of_state_space_layers(plan.shape.layer_kinds, job.mtp_kinds)
     flags |= {"--fp8-format": "hybrid", "--bf16": True} if job.precision == "fp8" else {}
     flags |= {f"--{job.precision}": True} if job.precision in ("bf16", "fp16") else {}
     features = job.features or ()
@@ -89,7 +89,7 @@ def _flags_of_kind(shape: ModelShape) -> FlagValues:
     return flags
 
 
-def _flags_of_state_spaces(*kinds: LayerKinds | None) -> FlagValues:
+def _flags_of_state_space_layers(*kinds: LayerKinds | None) -> FlagValues:
     """The sizes of a hybrid model's state-space layers; none where no layer is known to be such."""
     sized = next((each for each in kinds if each is not None and each.state_space_heads), None)
     if sized is None:

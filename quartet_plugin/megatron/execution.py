@@ -23,7 +23,7 @@ from quartet_plugin.protocol.execution import (
 )
 from quartet_plugin.space.knobs.knob import LiveJob
 from quartet_plugin.space.knobs.registry import knobs_read_back
-from quartet_plugin.space.knobs.use_megatron_fsdp import STRATEGY, state_of
+from quartet_plugin.space.knobs.use_megatron_fsdp import STRATEGY, switch_value
 
 # The optimizer of megatron/core/optimizer/cpu_offloading, which not every release has.
 _HOST_OPTIMIZER = "HybridDeviceOptimizer"
@@ -107,7 +107,7 @@ def shards_parameters(chunks: Sequence[Any]) -> bool | None:
     """Whether Megatron-FSDP holds the chunks and shards their parameters; None where it shards less."""
     is_on = all(type(chunk).__name__ == _FSDP_WRAPPER for chunk in chunks)
     strategy = getattr(getattr(chunks[0], "ddp_config", None), STRATEGY, None)
-    return state_of(is_on=is_on, strategy=strategy)
+    return switch_value(is_on=is_on, strategy=strategy)
 
 
 def offloads_optimizer(optimizer: Any) -> bool | None:

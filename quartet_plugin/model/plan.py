@@ -67,15 +67,15 @@ class CoreGroup:
 class NodeInfo:
     """One node of the cluster a plan was made on: its host name, what it is, and its slots.
 
-    `crowds` are those of its slots that train on processor cores and share them. `networks` are the slots of
-    each network namespace, by local index, where those that train on processor cores are in several.
+    `crowds` are those of its slots that train on processor cores and share them. `network_namespaces` are the
+    slots of each network namespace, by local index, where those that train on processor cores are in several.
     """
 
     host: str
     node_class: str
     num_slots: Annotated[int, Bounds(ge=1, le=MAX_RANKS)]
     crowds: tuple[CoreGroup, ...] | None = field(default=None, metadata=ADDED)
-    networks: tuple[tuple[Annotated[int, Bounds(ge=0, lt=MAX_RANKS)], ...], ...] | None = field(
+    network_namespaces: tuple[tuple[Annotated[int, Bounds(ge=0, lt=MAX_RANKS)], ...], ...] | None = field(
         default=None, metadata=ADDED
     )
 
@@ -112,14 +112,14 @@ class Split:
         return self.layout_text()
 
     @property
-    def mtp_stage(self) -> int:
+    def mtp_stage_index(self) -> int:
         """The stage that layers of multi-token prediction lie on, where the model has some."""
         return len(self.transformer_layers_per_stage) - (2 if self.mtp_before_last else 1)
 
     def layout_text(self, *, mtp_layers: int = 0) -> str:
         """The same with layers of multi-token prediction: `Ettt|tt|tmL`, or `Ettt|ttm|L` before the last."""
         stages = ["t" * count for count in self.transformer_layers_per_stage]
-        stages[self.mtp_stage] += "m" * mtp_layers
+        stages[self.mtp_stage_index] += "m" * mtp_layers
         return f"E{'|'.join(stages)}L"
 
 
@@ -423,7 +423,7 @@ def _check_split(plan: Plan) -> None:
             raise PlanError(
                 "split.mtp_before_last: the plugin's schedules run multi-token prediction on the last stage"
             )
-    if 0 in counts[1 : plan.split.mtp_stage]:
+    if 0 in counts[1 : plan.split.mtp_stage_index]:
         raise PlanError(f"split: {list(counts)}; only the first and the last stage may hold no layer")
 
 

@@ -466,7 +466,7 @@ def balanced_split(
     is_v = schedule is not None and has_v_placement(schedule)
     placement = places.v_shape(pp) if is_v else places.loop(pp, layout.virtual_stages)
     if job.has_mtp_before_last:
-        return _balanced_before_head(job, shape, layout, constants, slowdowns)
+        return _balanced_before_last(job, shape, layout, constants, slowdowns)
     if shape.pattern:
         return _balanced_by_kinds(
             job, shape, layout, constants, np.asarray(slowdowns)[list(placement)], placement
@@ -513,10 +513,13 @@ def _balanced_by_kinds(
     return split_with_experts(balanced, placement=tuple(placement), expert_layers=job.logged_expert_layers)
 
 
-def _balanced_before_head(
+def _balanced_before_last(
     job: PlanRequest, shape: ModelShape, layout: Layout, constants: Constants, slowdowns: FloatArray
 ) -> tuple[int, ...]:
-    """The balanced split with multi-token prediction on the stage before the last one, which has no layer."""
+    """Layers of each stage [num_stages], balanced; the last stage has 0.
+
+    Multi-token prediction is on the stage before the last one.
+    """
     placement = places.loop(layout.pipeline_parallel, layout.virtual_stages)
     unit = unit_parts(replace(_small_run(job, shape, layout), is_mtp_before_last=True), constants)
     layer, embedding, mtp, head = (

@@ -113,8 +113,8 @@ class LowerBounds:
 
     `first` and `last` are the loads of embedding and head, rounded to whole layers. `loads` [rows, num_kinds
     + 2] are those of a hybrid model's embedding, layers of each kind, and head, in 16ths of the mean layer;
-    with multi-token prediction on the stage before the last one it has the load of that, in whole layers. Of
-    other models they have no columns.
+    of other models they have no columns. `mtp` [rows] is the load of multi-token prediction on the stage
+    before the last one, in whole layers; empty elsewhere.
     """
 
     time_s: FloatArray
@@ -122,24 +122,24 @@ class LowerBounds:
     first: IntArray
     last: IntArray
     loads: IntArray
+    mtp: IntArray
     inputs: BoundInputs
 
     def end_loads(self, row: int) -> EndLoads:
         """The loads of the ends of a row, in whole layers."""
-        mtp = float(self.loads[row, 0]) if self.inputs.units.is_mtp_before_last else None
+        mtp = float(self.mtp[row]) if len(self.mtp) else None
         return EndLoads(embedding=float(self.first[row]), head=float(self.last[row]), mtp=mtp)
 
     def split(self, job: PlanRequest, shape: ModelShape, table: LayoutTable, row: int) -> tuple[int, ...]:
         """The split that the layout of `row` is planned with."""
         pp, virtual, kind = (int(table.columns[row, column]) for column in (PP, VIRTUAL, SPLIT))
-        end_loads = (int(self.first[row]), int(self.last[row]))
         return split_of(
             job,
             shape,
             pp=pp,
             virtual=virtual,
             kind=kind,
-            end_loads=end_loads,
+            end_loads=self.end_loads(row),
             loads=tuple(self.loads[row].tolist()),
             is_v_placement=has_v_placement(table.schedule(row)),
         )
@@ -165,14 +165,14 @@ def split_of(
     pp: int,
     virtual: int,
     kind: int,
-    end_loads: tuple[int, int],
+    end_loads: EndLoads,
     loads: tuple[int, ...] = (),
     is_v_placement: bool = False,
 ) -> tuple[int, ...]:
     """The split that the column `SPLIT` names: balanced, even, or one that the job writes out.
 
-    In a V the second chunks run back over the devices, and the first device holds both ends. `loads` are
-    those of `LowerBounds`.
+    In a V the second chunks run back over the devices, and the first device holds both ends. `end_loads` are
+    in whole layers, and `loads` are those of `LowerBounds`.
     """
     if kind >= WRITTEN:
         return written_splits(job)[kind - WRITTEN]
@@ -180,13 +180,7 @@ def split_of(
         is_before_last = job.has_mtp_before_last
         return even_split(shape.num_layers, num_stages=pp * virtual, is_mtp_before_last=is_before_last)
     if job.has_mtp_before_last:
-        first, last = map(float, end_loads)
-        return split_for_end_loads(
-            shape.num_layers,
-            num_devices=pp,
-            num_chunks=virtual,
-            end_loads=EndLoads(embedding=first, head=last, mtp=float(loads[0])),
-        )
+        return split_for_end_loads(shape.num_layers, num_devices=pp, num_chunks=virtual, end_loads=end_loads)
     if loads:
         return _split_of_pattern(
             shape.pattern or "",
@@ -196,7 +190,7 @@ def split_of(
             is_v_placement=is_v_placement,
             expert_layers=job.logged_expert_layers,
         )
-    embedding, head = end_loads
+    embedding, head = int(end_loads.embedding), int(end_loads.head)
     if is_v_placement:
         return v_split(shape.num_layers, num_devices=pp, embedding=embedding, head=head)
     return even_split_with_ends(shape.num_layers, num_stages=pp * virtual, embedding=embedding, head=head)
@@ -266,10 +260,13 @@ def bounds_of(
     units, microbatches_of_rows = inputs.units.least, inputs.microbatches
     layer = inputs.units.summed(_layer_s) / shape.num_layers if inputs.units.is_hybrid else _layer_s(units)
     ends = units[:, 2:6].reshape(-1, 2, 2)
-    loads = _loads_of_kinds(inputs.units, layer)
+    loads, mtp = _loads_of_kinds(inputs.units, layer), _mtp_loads(inputs.units, layer)
     first = np.rint(ends[:, 0].sum(axis=1) / layer).astype(np.int64)
     last = np.rint(ends[:, 1].sum(axis=1) / layer).astype(np.int64)
-    which = np.unique(loads, axis=0, return_inverse=True)[1].ravel() if loads.shape[1] else 0 * first
+    more_loads = mtp[:, None] if len(mtp) else loads
+    which = 0 * first
+    if more_loads.shape[1]:
+        which = np.unique(more_loads, axis=0, return_inverse=True)[1].ravel()
     span, memory = np.zeros(len(columns)), np.zeros(len(columns))
     keys, examples, groups = unique_rows(
         np.column_stack([columns[:, [PP, VIRTUAL, SPLIT, SCHEDULE]], first, last, which])
@@ -287,7 +284,11 @@ def bounds_of(
                 pp=pp,
                 virtual=virtual,
                 kind=kind,
-                end_loads=(a, b),
+                end_loads=EndLoads(
+                    embedding=float(a),
+                    head=float(b),
+                    mtp=float(mtp[examples[group]]) if len(mtp) else None,
+                ),
                 loads=tuple(loads[examples[group]].tolist()),
                 is_v_placement=is_v,
             )
@@ -312,20 +313,26 @@ def bounds_of(
         first=first,
         last=last,
         loads=loads,
+        mtp=mtp,
         inputs=inputs,
     )
 
 
 def _loads_of_kinds(units: UnitRows, mean_s: FloatArray) -> IntArray:
     """`LowerBounds.loads`, of which the mean layer takes `mean_s` [rows]."""
-    if units.is_mtp_before_last:
-        of_mtp: IntArray = np.rint(units.least[:, 17] / mean_s).astype(np.int64)[:, None]
-        return of_mtp
     if not units.is_hybrid:
         return np.zeros((len(mean_s), 0), dtype=np.int64)
     embedding, head = units.least[:, 2:6].reshape(-1, 2, 2).sum(axis=2).T
     seconds = np.column_stack([embedding, *map(_layer_s, units.kinds), head])
     loads: IntArray = np.maximum(1, np.rint(LOAD_PARTS * seconds / mean_s[:, None])).astype(np.int64)
+    return loads
+
+
+def _mtp_loads(units: UnitRows, layer_s: FloatArray) -> IntArray:
+    """`LowerBounds.mtp`, of which a layer takes `layer_s` [rows]."""
+    if not units.is_mtp_before_last:
+        return np.zeros(0, dtype=np.int64)
+    loads: IntArray = np.rint(units.least[:, 17] / layer_s).astype(np.int64)
     return loads
 
 

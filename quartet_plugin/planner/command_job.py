@@ -47,7 +47,7 @@ from quartet_plugin.space.knobs.expert_overlap import (
 )
 from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL, WHOLE
 from quartet_plugin.space.knobs.moe_grouped_gemm import MOE_GROUPED_GEMM
-from quartet_plugin.space.knobs.mtp_stage import OF_COMMAND
+from quartet_plugin.space.knobs.mtp_stage import BEFORE_LAST_FEATURE
 from quartet_plugin.space.knobs.offload_modules import OFFLOAD_MODULES
 from quartet_plugin.space.knobs.optimizer_cpu_offload import OPTIMIZER_CPU_OFFLOAD
 from quartet_plugin.space.knobs.optimizer_offload_fraction import OPTIMIZER_OFFLOAD_FRACTION
@@ -93,7 +93,7 @@ _READ_IN_WORDS = WHOLE_NODES | {
     "hybrid",
     "tp_pp_dp_order",
     "fsdp",
-    OF_COMMAND,
+    BEFORE_LAST_FEATURE,
 }
 _READ_IN_WORDS_FOR_SETTINGS = frozenset({"saved_params", "ddp_num_buckets"})
 _OF_EXPERTS = (

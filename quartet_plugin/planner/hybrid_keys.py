@@ -46,7 +46,7 @@ def check_hybrid_keys(model: ModelSection) -> None:
         _check_counts(model, pattern)
         _check_layers(model, pattern)
         if LETTERS["state_space"] in pattern:
-            _check_state_spaces(model)
+            _check_state_space_layers(model)
         return
     given = next((name for name in _OF_PATTERN if name in model.model_fields_set), None)
     if given is not None:
@@ -92,7 +92,7 @@ def _check_layers(model: ModelSection, pattern: str) -> None:
         )
 
 
-def _check_state_spaces(model: ModelSection) -> None:
+def _check_state_space_layers(model: ModelSection) -> None:
     """Raises ConfigError for sizes that Megatron's mixer refuses (megatron/core/ssm/mamba_mixer.py)."""
     head, groups = model.mamba_head_dim, model.mamba_num_groups
     if model.mamba_num_heads is None and 2 * model.hidden_size % head:

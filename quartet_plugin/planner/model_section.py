@@ -143,7 +143,7 @@ def _latent(model: ModelSection) -> LatentAttention | None:
 
 
 def _arguments(model: ModelSection) -> Namespace:
-    """The section as Megatron's arguments, for what a pattern and sizes of state spaces say."""
+    """The section as Megatron's arguments, for what a pattern and sizes of state-space layers say."""
     return Namespace(**dict(model))
 
 

@@ -421,7 +421,8 @@ def planned_ranking(
 ) -> Ranking:
     """The `top` layouts with mappings and orders: those of the best ten are searched, if `has_search`.
 
-    The searches of orders take `time_limit_s` seconds at most; `limits` of the ranking says what is cut off.
+    All schedule searches together take `time_limit_s` seconds at most; `limits` of the ranking says what is
+    cut off.
     """
     used = constants or fitted()
     if not (has_search and is_searched(job)):

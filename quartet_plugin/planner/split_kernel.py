@@ -56,7 +56,7 @@ def step_s(counts: IntArray, placement: IntArray, num_ranks: int, step: StepLine
             layers[kind, placement[stage]] += counts[kind, stage]
     held[placement[0]] += step.first
     held[placement[-1]] += step.last
-    held[placement[-2]] += step.further
+    held[placement[-2]] += step.mtp
     fullest = held.argmax()
     seconds = step.fixed_s + step.per_layer_s * held[fullest]
     for kind in range(len(counts)):
@@ -71,11 +71,11 @@ def balance(
     placement: IntArray,
     fixed_s: FloatArray,
     layer_s: FloatArray,
-    num_with_layers: int,
+    num_layer_stages: int,
 ) -> None:
     """Add layers to `counts` [S] up to `num_layers`, each to the device that then has the least to do.
 
-    There it goes to the stage with the least to do, one of the first `num_with_layers`. `fixed_s` and
+    There it goes to the stage with the least to do, one of the first `num_layer_stages`. `fixed_s` and
     `layer_s` [S] are a microbatch's.
     """
     num_stages = len(placement)
@@ -84,7 +84,7 @@ def balance(
         loads[placement[stage]] += fixed_s[stage] + counts[stage] * layer_s[stage]
     for _ in range(num_layers - int(counts.sum())):
         chosen, least_s, least_stage_s = 0, np.inf, np.inf
-        for stage in range(num_with_layers):
+        for stage in range(num_layer_stages):
             then_s = loads[placement[stage]] + layer_s[stage]
             stage_s = fixed_s[stage] + counts[stage] * layer_s[stage]
             if then_s < least_s or (then_s == least_s and stage_s < least_stage_s):
@@ -193,8 +193,8 @@ def least_step_s(totals: IntArray, num_ranks: int, step: StepLine) -> float:
     for kind in range(len(totals)):
         held += totals[kind] * step.weights[kind]
         start_s = min(start_s, step.start_s[kind] / step.weights[kind])
-    held = (held + step.first + step.last + step.further) / num_ranks
-    layers = max(0.0, held - step.first - step.last - step.further)
+    held = (held + step.first + step.last + step.mtp) / num_ranks
+    layers = max(0.0, held - step.first - step.last - step.mtp)
     return float(step.fixed_s + step.per_layer_s * held + start_s * layers)
 
 
@@ -208,7 +208,7 @@ def descend(
     best: Best,
     work: int,
     max_work: int,
-    num_with_layers: int,
+    num_layer_stages: int,
 ) -> int:
     """Local search: the best move of one layer, while one is better. The work, negative where cut off."""
     num_stages, num_ranks = len(start), pipeline.offsets.shape[1] - 1
@@ -222,7 +222,7 @@ def descend(
         for donor in range(num_stages):
             if current[donor] <= least[donor]:
                 continue
-            for taker in range(num_with_layers):
+            for taker in range(num_layer_stages):
                 if taker == donor:
                     continue
                 counts[:] = current
@@ -312,7 +312,7 @@ def enumerate_splits(
     best: Best,
     work: int,
     max_work: int,
-    num_with_layers: int,
+    num_layer_stages: int,
 ) -> int:
     """Branch and bound over the stages in order. The work, negative where cut off."""
     num_stages, num_ranks = len(least), pipeline.offsets.shape[1] - 1
@@ -332,7 +332,7 @@ def enumerate_splits(
         value[depth] = least[depth] if value[depth] < 0 else value[depth] + 1
         is_last = depth == num_stages - 1
         num_left = num_layers - used[depth]
-        if depth >= num_with_layers - 1 and value[depth] <= num_left:
+        if depth >= num_layer_stages - 1 and value[depth] <= num_left:
             value[depth] = max(value[depth], num_left)
         if value[depth] > num_left - least_after[depth + 1]:
             value[depth] = -1
@@ -373,13 +373,13 @@ def search(
     pipeline: SplitArrays,
     step: StepLine,
     best: Best,
-    num_with_layers: int,
+    num_layer_stages: int,
 ) -> int:
     """The work done, in simulated actions, negative where the search was cut off at `max_work`.
 
     Fills `best`. Splits that are proven to take no less than `incumbent_s` and than the k best found are not
     visited. `start` is a legal split, `least` [S] the fewest layers of each stage, of which the first
-    `num_with_layers` may have some. The seconds of `best` stay infinite where nothing can be better.
+    `num_layer_stages` may have some. The seconds of `best` stay infinite where nothing can be better.
     """
     num_layers, num_stages = int(start.sum()), len(start)
     num_ranks = pipeline.offsets.shape[1] - 1
@@ -393,7 +393,7 @@ def search(
     root_s = rest_s(0, -1, np.zeros((len(totals), num_stages), dtype=np.int64), totals, least, free, means)
     if root_s + least_step_s(totals, num_ranks, step) >= incumbent_s * (1.0 - ROUNDING):
         return work
-    work = descend(start, least, pipeline, step, cuts, best, work, max_work, num_with_layers)
+    work = descend(start, least, pipeline, step, cuts, best, work, max_work, num_layer_stages)
     if work < 0:
         return work
     return enumerate_splits(
@@ -407,5 +407,5 @@ def search(
         best,
         work,
         max_work,
-        num_with_layers,
+        num_layer_stages,
     )

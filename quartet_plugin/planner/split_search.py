@@ -119,9 +119,9 @@ def least_layers(times: SplitTimes, least_of_end_stages: tuple[int, int]) -> Int
     the last.
     """
     least = np.ones(len(times.placement), dtype=np.int64)
-    least[0], least[times.num_with_layers - 1 :] = least_of_end_stages[0], 0
-    if times.num_with_layers > 1:
-        least[times.num_with_layers - 1] = least_of_end_stages[1]
+    least[0], least[times.num_layer_stages - 1 :] = least_of_end_stages[0], 0
+    if times.num_layer_stages > 1:
+        least[times.num_layer_stages - 1] = least_of_end_stages[1]
     missing_s = np.maximum(0.0, -times.fixed_s[:, 0])
     layer_s = times.layer_s[:, :, 0].min(axis=0)
     least[0] = max(least[0], int(np.ceil(missing_s / np.maximum(layer_s, 1e-300)).max()))
@@ -146,7 +146,7 @@ def balanced_split(
             fixed=fixed_s, layer=layer_s, before=times.before, placement=times.placement.tolist()
         )
         return balanced_by_kinds(loads, counts.tolist())
-    split_kernel.balance(counts, num_layers, times.placement, fixed_s, layer_s[0], times.num_with_layers)
+    split_kernel.balance(counts, num_layers, times.placement, fixed_s, layer_s[0], times.num_layer_stages)
     return tuple(counts.tolist())
 
 
@@ -199,7 +199,7 @@ class Pipeline:
             self._arrays,
             self.times.step,
             best,
-            self.times.num_with_layers,
+            self.times.num_layer_stages,
         )
         if best.seconds[0] >= incumbent_s:
             return work, []

@@ -18,7 +18,7 @@ from quartet_plugin.space.searched_orders import ORDER, order_text
 from quartet_plugin.space.split_shifts import (
     SPLIT_OF_TWO,
     decoded_end_loads,
-    head_load_of,
+    lone_head_load_of,
     origin_split,
     shift_params,
     stages_of_layers,
@@ -96,10 +96,10 @@ def _move_layers(
     if SPLIT_EMBEDDING not in params:
         return False  # a file says the split, or there is one alone
     num_layers, num_stages = plan.shape.num_layers, len(stages_of_layers(plan.split))
-    alone, split = head_load_of(plan), split[:num_stages]
+    lone_head_load, split = lone_head_load_of(plan), split[:num_stages]
     if sum(split) != num_layers:
         return False  # a layer beside a head that has its stage alone
-    last = SPLIT_HEAD if alone is None else SPLIT_MTP
+    last = SPLIT_HEAD if lone_head_load is None else SPLIT_MTP
     if num_stages == 2:
         is_custom = schedule is not None or plan.schedule.custom is not None
         end_loads = end_loads_for_split(split, num_devices=2)
@@ -113,7 +113,7 @@ def _move_layers(
             params[SPLIT_OF_TWO] = "+".join(map(str, split))
         return is_custom or end_loads is not None
     shares = float(params[SPLIT_EMBEDDING]), float(params[last])
-    end_loads = decoded_end_loads(shares, num_layers, head_alone=alone)
+    end_loads = decoded_end_loads(shares, num_layers, lone_head_load=lone_head_load)
     if schedule is not None:
         end_loads = end_loads.rounded()
     elif plan.schedule.custom is not None:

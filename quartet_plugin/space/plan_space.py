@@ -87,7 +87,7 @@ from quartet_plugin.space.searched_orders import ORDER, stored_order
 from quartet_plugin.space.split_shifts import (
     choose_split,
     decoded_end_loads,
-    head_load_alone,
+    lone_head_load_in,
     stated_split,
 )
 from quartet_plugin.space.written_schedules import WrittenSchedule, written_order
@@ -201,7 +201,7 @@ class Space:
         It is one of the user's, or that a stage of a model without ends needs a layer, or a device experts.
         """
         counts = plan.split.transformer_layers_per_stage
-        ends = (counts[0], counts[plan.split.mtp_stage])
+        ends = (counts[0], counts[plan.split.mtp_stage_index])
         for feature, count, least in zip(BARE_STAGES, ends, self.least_of_end_stages, strict=True):
             if count < least:
                 return f"split: {plan.split.label} leaves a stage without any layer ({feature})"
@@ -351,12 +351,12 @@ class Space:
             return fixed
         if is_mtp_before_last and layout.num_stages == 2:
             return (shape.num_layers, 0)
-        alone = head_load_alone(shape, self.job.mtp_layers) if is_mtp_before_last else None
+        lone_head_load = lone_head_load_in(shape, self.job.mtp_layers) if is_mtp_before_last else None
         origin = split_for_end_loads(
             shape.num_layers,
             num_devices=layout.pipeline_parallel,
             num_chunks=layout.virtual_stages,
-            end_loads=_end_loads(source, shape, head_alone=alone),
+            end_loads=_end_loads(source, shape, lone_head_load=lone_head_load),
         )
         moved = choose_split(source, origin, is_mtp_before_last=is_mtp_before_last)
         return self.with_experts(moved or origin, stock_placement(layout))
@@ -512,7 +512,7 @@ def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed
             "the model is not one list of layers (encoder-decoder): its stages cannot be planned; "
             "tune a GPTModel or a HybridModel"
         )
-    if job.mtp_layers and 0 in job.split.transformer_layers_per_stage[1 : job.split.mtp_stage]:
+    if job.mtp_layers and 0 in job.split.transformer_layers_per_stage[1 : job.split.mtp_stage_index]:
         raise ConfigError(
             "--pipeline-model-parallel-layout: a stage has no layers beside multi-token prediction; put its "
             "layers on the last stage (Ett|tmL), or on the stage before the last one (Ett|tm|L)"
@@ -647,7 +647,7 @@ def _check_splits(space: Space) -> None:
         rule = None
         if sum(counts) not in sums:
             rule = f"must sum to the layers ({' or '.join(map(str, sums))}), not {sum(counts)}"
-        elif 0 in counts[1:-1] and not _is_before_head(counts, space):
+        elif 0 in counts[1:-1] and not _is_before_last(counts, space):
             rule = "every stage between the first and the last needs a layer"
         else:
             rule = fault_on_any_ranks(counts, space.job.logged_expert_layers or ())
@@ -655,7 +655,7 @@ def _check_splits(space: Space) -> None:
             raise ConfigError(f"search.split: {name}; {rule}")
 
 
-def _is_before_head(counts: tuple[int, ...], space: Space) -> bool:
+def _is_before_last(counts: tuple[int, ...], space: Space) -> bool:
     """Whether a split may have multi-token prediction on a stage of its own, before the head alone."""
     return may_be_before_last(space.rules()) and is_legal_split(
         counts, num_layers=sum(counts), num_stages=len(counts), is_mtp_before_last=True
@@ -711,8 +711,8 @@ def _degree_labels(layouts: Sequence[Layout]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(degree_label(layout) for layout in layouts))
 
 
-def _end_loads(source: ParamSource, shape: ModelShape, *, head_alone: float | None = None) -> EndLoads:
-    """The source's end loads; `head_alone` is the load of a head that has its stage alone."""
-    last = SPLIT_HEAD if head_alone is None else SPLIT_MTP
+def _end_loads(source: ParamSource, shape: ModelShape, *, lone_head_load: float | None = None) -> EndLoads:
+    """The source's end loads; `lone_head_load` is that of a head that is alone on the last stage."""
+    last = SPLIT_HEAD if lone_head_load is None else SPLIT_MTP
     shares = source.unit_float(SPLIT_EMBEDDING), source.unit_float(last)
-    return decoded_end_loads(shares, shape.num_layers, head_alone=head_alone)
+    return decoded_end_loads(shares, shape.num_layers, lone_head_load=lone_head_load)

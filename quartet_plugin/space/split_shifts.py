@@ -104,24 +104,25 @@ def origin_split(plan: Plan, *, schedule: str | None, end_loads: EndLoads) -> tu
 
 def encoded_split(plan: Plan) -> tuple[EndLoads, Shifts | None]:
     """End loads and shifts that make a stock schedule's split: no shifts where the end loads alone do."""
-    split, alone, num_layers = stages_of_layers(plan.split), head_load_of(plan), plan.shape.num_layers
+    split, num_layers = stages_of_layers(plan.split), plan.shape.num_layers
+    lone_head_load = lone_head_load_of(plan)
     if len(split) < 3:
         end_loads = end_loads_for_split(split, num_devices=len(split)) or EndLoads()
-        if alone is not None:
-            end_loads = EndLoads(embedding=end_loads.embedding, head=alone, mtp=end_loads.head)
+        if lone_head_load is not None:
+            end_loads = EndLoads(embedding=end_loads.embedding, head=lone_head_load, mtp=end_loads.head)
         return end_loads, None
     best: tuple[EndLoads, Shifts] | None = None
     usual = sum(split[1:-1]) / (len(split) - 2)
     ends = usual - split[0], usual - split[-1]
     by_flops = flops_end_loads(
-        plan.shape, mtp_layers=plan.made_for.mtp_layers, is_mtp_before_last=alone is not None
+        plan.shape, mtp_layers=plan.made_for.mtp_layers, is_mtp_before_last=lone_head_load is not None
     )
     by_counts = EndLoads(embedding=ends[0], head=ends[1])
-    if alone is not None:
-        by_counts = EndLoads(embedding=ends[0], head=alone, mtp=ends[1])
+    if lone_head_load is not None:
+        by_counts = EndLoads(embedding=ends[0], head=lone_head_load, mtp=ends[1])
     for guess in (by_flops, EndLoads(), by_counts):
         shares = encoded_end_loads(guess, num_layers)
-        end_loads = decoded_end_loads(shares, num_layers, head_alone=alone)
+        end_loads = decoded_end_loads(shares, num_layers, lone_head_load=lone_head_load)
         origin = origin_split(plan, schedule=None, end_loads=end_loads)
         shifts = shifts_between(origin[: len(split)], split)
         if not any(shifts):
@@ -161,20 +162,20 @@ def stages_of_layers(split: Split) -> tuple[int, ...]:
     return counts[:-1] if split.mtp_before_last else counts
 
 
-def head_load_of(plan: Plan) -> float | None:
-    """The load of the plan's head, in layers, where it has its stage alone; else None."""
-    return head_load_alone(plan.shape, plan.made_for.mtp_layers) if plan.split.mtp_before_last else None
+def lone_head_load_of(plan: Plan) -> float | None:
+    """The load in layers of the plan's head where it is alone on the last stage; else None."""
+    return lone_head_load_in(plan.shape, plan.made_for.mtp_layers) if plan.split.mtp_before_last else None
 
 
-def head_load_alone(shape: ModelShape, mtp_layers: int | None) -> float:
-    """The load of a head that has its stage alone, by FLOPs: no parameter says it."""
+def lone_head_load_in(shape: ModelShape, mtp_layers: int | None) -> float:
+    """The load in layers, by FLOPs, of a head that is alone on the last stage; no parameter sets it."""
     return flops_end_loads(shape, mtp_layers=mtp_layers, is_mtp_before_last=True).head
 
 
 def encoded_end_loads(end_loads: EndLoads, num_layers: int) -> tuple[float, float]:
     """Embedding's and head's loads as parameters: shares of all layers, from -1 to 1.
 
-    Of a head that has its stage alone, that of multi-token prediction stands for the head's.
+    Where the head is alone on the last stage, the load of multi-token prediction takes the place of its own.
     """
     loads = end_loads.rounded()
     last_load = loads.head if loads.mtp is None else loads.mtp
@@ -183,13 +184,13 @@ def encoded_end_loads(end_loads: EndLoads, num_layers: int) -> tuple[float, floa
 
 
 def decoded_end_loads(
-    shares: tuple[float, float], num_layers: int, *, head_alone: float | None = None
+    shares: tuple[float, float], num_layers: int, *, lone_head_load: float | None = None
 ) -> EndLoads:
-    """The end loads of two parameters; `head_alone` is the load of a head that has its stage alone."""
+    """The end loads of two parameters; `lone_head_load` is that of a head that is alone on the last stage."""
     first, last = shares[0] * num_layers, shares[1] * num_layers
-    if head_alone is None:
+    if lone_head_load is None:
         return EndLoads(embedding=first, head=last)
-    return EndLoads(embedding=first, head=head_alone, mtp=last)
+    return EndLoads(embedding=first, head=lone_head_load, mtp=last)
 
 
 def _choices(origin: Sequence[int]) -> tuple[str, ...]:

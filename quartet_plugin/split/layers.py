@@ -162,9 +162,9 @@ def _split_for_end_loads(
         loads[device[-1]] += end_loads.head
         device, last_load = device[:-1], end_loads.mtp
     # A last stage with the head alone follows the others.
-    alone = () if end_loads.mtp is None else (0,)
+    last_stage = () if end_loads.mtp is None else (0,)
     if len(device) == 1:
-        return (num_layers, *alone)
+        return (num_layers, *last_stage)
     num_stages = len(device)
     inner = range(1, num_stages - 1)
     assert num_layers >= len(inner), "fewer layers than inner stages"
@@ -188,7 +188,7 @@ def _split_for_end_loads(
         counts[stage] += 1
         heapq.heapreplace(stages, (counts[stage] + fixed.get(stage, 0.0), place, stage))
         heapq.heapreplace(devices, (load + 1.0, *stages[0][:2], number))
-    return (*counts, *alone)
+    return (*counts, *last_stage)
 
 
 def end_loads_for_split(split: Sequence[int], *, num_devices: int, num_chunks: int = 1) -> EndLoads | None:

@@ -221,7 +221,7 @@ def _stages(plan: Plan, placement: Sequence[int], done: Execution) -> Iterator[s
             )
         if built.has_embedding != (stage == 0) or built.has_head != (stage == len(placement) - 1):
             yield f"the embedding or the head is on another stage than the plan's (stage {stage})"
-        mtp_layers = plan.made_for.mtp_layers if stage == plan.split.mtp_stage else None
+        mtp_layers = plan.made_for.mtp_layers if stage == plan.split.mtp_stage_index else None
         if built.mtp_layers != mtp_layers:
             yield (
                 f"{built.mtp_layers or 'no'} layers of multi-token prediction were built on stage {stage}, "
@@ -236,7 +236,7 @@ def _ends(plan: Plan, placement: Sequence[int], ends: PipelineEnds, *, pipeline_
     shared = tuple(sorted({0, last}))
     if plan.split.mtp_before_last:
         # A head of its own shares nothing: Megatron would sum its gradients with the embedding's.
-        copies = {0, placement[plan.split.mtp_stage]}
+        copies = {0, placement[plan.split.mtp_stage_index]}
         shared = tuple(sorted(copies | {last} if plan.shape.tied_embeddings else copies))
     elif plan.schedule.custom is None and not (plan.shape.tied_embeddings or plan.made_for.mtp_layers):
         shared = ()  # nothing is summed: Megatron's own script then names the first rank alone

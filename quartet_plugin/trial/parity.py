@@ -45,7 +45,7 @@ from quartet_plugin.model.receipt import (
 )
 from quartet_plugin.model.tensor_partition import TensorPartition
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.space.knobs.use_megatron_fsdp import why_other_weights
+from quartet_plugin.space.knobs.use_megatron_fsdp import saved_weights_refusal
 from quartet_plugin.split.layers import even_split
 from quartet_plugin.trial.compared_start import expert_loads, kept_by, part_norms, read_gradients
 from quartet_plugin.trial.devices import DeviceGuard
@@ -112,7 +112,7 @@ class ParityGate:
         Raises InfeasibleError or PlanError for a plan that does not run here, InfrastructureError where its
         run was broken, and ParityUnavailableError when the reference does not run or reports no loss.
         """
-        if (reason := why_other_weights(plan.layout)) is not None:
+        if (reason := saved_weights_refusal(plan.layout)) is not None:
             raise PlanError(
                 f"parity: {reason}; the plan and the command cannot start from equal weights; train the plan "
                 "without a check"

@@ -18,7 +18,7 @@ from quartet_plugin.launchers.megatron_words import arguments_in
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import needs_receipt
-from quartet_plugin.space.knobs.use_megatron_fsdp import why_other_weights
+from quartet_plugin.space.knobs.use_megatron_fsdp import saved_weights_refusal
 from quartet_plugin.space.runtime_refusals import refusal_to_compare
 from quartet_plugin.trial.compared_start import ComparedStart, ComparedSteps, kept_by
 from quartet_plugin.trial.outcome import TOO_SHORT
@@ -176,7 +176,7 @@ class ComparedTrials:
             return self.reason
         if plan.shape != plan.made_for.shape:
             return "the plan's model has another shape than the stored weights"
-        if (reason := why_other_weights(plan.layout)) is not None:
+        if (reason := saved_weights_refusal(plan.layout)) is not None:
             return reason
         if has_depth_proxy:
             return "a depth proxy is measured first"

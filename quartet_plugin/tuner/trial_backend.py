@@ -359,14 +359,14 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
             node_class=f"{ranks[0].device} x{len(ranks)}",
             num_slots=len(ranks),
             crowds=_core_groups(ranks),
-            networks=_networks(ranks),
+            network_namespaces=_network_namespaces(ranks),
         )
         for host, ranks in by_host.items()
     )
 
 
-def _networks(reports: Sequence[RankReport]) -> tuple[tuple[int, ...], ...] | None:
-    """The local ranks of each network of a host; None where they share one, or where a rank names none."""
+def _network_namespaces(reports: Sequence[RankReport]) -> tuple[tuple[int, ...], ...] | None:
+    """The local ranks of each network namespace; None where a host has one, or where a rank names none."""
     by_namespace: dict[int, list[int]] = {}
     for report in sorted(reports, key=lambda report: report.local_rank):
         if report.network_namespace is None:

@@ -132,8 +132,8 @@ def test_planted_constants_come_back_from_hybrid_runs_alone() -> None:
     )
 
 
-def test_hybrid_runs_leave_the_constants_of_dense_ones() -> None:
-    """A scan that is three times slower than predicted is the scan's alone."""
+def test_hybrid_runs_do_not_move_the_constants_of_dense_runs() -> None:
+    """Iterations whose scan is three times as slow as predicted move only `scan`."""
     truth, slow = planted(gemm_rate=0.7, elementwise=1.6), planted(gemm_rate=0.7, elementwise=1.6, scan=3.0)
     dense = [iteration(run, truth) for run in DENSE]
     dense += [each for run in DENSE for each in parts(run, truth)]

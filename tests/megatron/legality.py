@@ -115,7 +115,7 @@ def random_command(generator: random.Random) -> ProductionCommand:
             pattern += depths * "/*-"
     if pattern is not None:
         # A first letter may be a dash.
-        words += [f"--hybrid-layer-pattern={pattern}", *_STATE_SPACES]
+        words += [f"--hybrid-layer-pattern={pattern}", *_STATE_SPACE_FLAGS]
     if pattern is None and "transformer_engine" in words and generator.random() < 0.4:
         words += _random_context(generator, sizes["--seq-length"] // tensor, num_devices // tensor)
     if generator.random() < 0.2:
@@ -124,7 +124,7 @@ def random_command(generator: random.Random) -> ProductionCommand:
     return ProductionCommand("random", tuple(words), num_devices, environment)
 
 
-_STATE_SPACES = shlex.split(
+_STATE_SPACE_FLAGS = shlex.split(
     "--mamba-num-heads 16 --mamba-head-dim 16 --mamba-num-groups 8 --mamba-state-dim 16"
 )
 
@@ -372,7 +372,7 @@ def no_counts() -> dict[str, Any]:
     return {**numbers, "disagreements": [], "settings": Counter()}
 
 
-def _may_be_before_head(space: Space) -> bool:
+def _may_be_before_last(space: Space) -> bool:
     """Whether some layout may have multi-token prediction on the stage before the last one."""
     layouts = itertools.chain.from_iterable(space.layouts.values())
     return any(fault_of_before_last(layout, space.rules()) is None for layout in layouts)
@@ -394,7 +394,7 @@ def check_command(command: ProductionCommand, generator: random.Random, num: int
             FREE | _DISPATCHERS,
         )
         spaces = [space_of(command, job, search) for search in searches]
-        if _may_be_before_head(spaces[0]):
+        if _may_be_before_last(spaces[0]):
             spaces.append(space_of(command, job, {MTP_STAGE.name: list(MTP_STAGE.words)}))
         user: Namespace = flags.values(command.words)
         for turn in range(num):

@@ -499,10 +499,10 @@ def test_a_part_of_the_optimizer_on_the_host_becomes_a_flag() -> None:
 
 def test_megatron_fsdp_comes_and_goes_with_its_checkpoint_format() -> None:
     plan, flags = make_plan(split=(6,), data=2), native_flags()
-    sharded = replace(plan.layout, distributed_optimizer=True)
+    with_distributed_optimizer = replace(plan.layout, distributed_optimizer=True)
     name = USE_MEGATRON_FSDP.name
     words = [*MEGATRON_FLAGS, "--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
-    on = replace(plan, layout=sharded.with_setting(name, True))
+    on = replace(plan, layout=with_distributed_optimizer.with_setting(name, True))
     edited, notes = rewrite(on, flags=flags, words=words)
     assert {
         "use_megatron_fsdp": True,
@@ -512,7 +512,7 @@ def test_megatron_fsdp_comes_and_goes_with_its_checkpoint_format() -> None:
     }.items() <= flags.explicit_values(edited).items()
     assert USE_MEGATRON_FSDP.read(flags.values(edited)) is True
     assert "--ckpt-format torch_dist -> fsdp_dtensor" in notes[0]
-    off = replace(plan, layout=sharded.with_setting(name, False))
+    off = replace(plan, layout=with_distributed_optimizer.with_setting(name, False))
     # Of a command that leaves the distributed optimizer to the switch.
     fsdp = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
     assert layout_of(flags.values([*MEGATRON_FLAGS, *fsdp]), world_size=2).distributed_optimizer

@@ -14,7 +14,7 @@ def args(*, tensor: int = 1, context: int = 1, **others: bool) -> Namespace:
 
 @pytest.mark.parametrize("planned", [args(tensor=2), args(context=2)])
 @pytest.mark.parametrize(("architecture", "is_set"), [(9, True), (None, True), (10, False), (12, False)])
-def test_it_is_set_before_blackwell_where_the_plan_raises_tp_or_cp(
+def test_the_variable_is_set_before_blackwell_where_the_plan_raises_tp_or_cp(
     planned: Namespace, architecture: int | None, is_set: bool
 ) -> None:
     environment: dict[str, str] = {}
@@ -40,7 +40,9 @@ def test_another_value_is_replaced_and_named() -> None:
         (args(), args(tensor=2, use_megatron_fsdp=True), {}),
     ],
 )
-def test_it_is_left_alone_elsewhere(user: Namespace, planned: Namespace, environment: dict[str, str]) -> None:
+def test_the_variable_is_left_alone_elsewhere(
+    user: Namespace, planned: Namespace, environment: dict[str, str]
+) -> None:
     before = dict(environment)
 
     def never() -> int:
@@ -50,7 +52,7 @@ def test_it_is_left_alone_elsewhere(user: Namespace, planned: Namespace, environ
     assert environment == before
 
 
-def test_it_is_unset_where_the_plan_turns_megatron_fsdp_on() -> None:
+def test_the_variable_is_unset_where_the_plan_turns_megatron_fsdp_on() -> None:
     sharded = args(tensor=2, use_megatron_fsdp=True)
     environment = {VARIABLE: "1"}
     (note,) = set_connections(args(tensor=2), sharded, environment=environment, architecture=lambda: 10)
@@ -63,7 +65,7 @@ def test_it_is_unset_where_the_plan_turns_megatron_fsdp_on() -> None:
         assert environment == {VARIABLE: value}
 
 
-def test_it_is_set_where_the_plan_turns_megatron_fsdp_off() -> None:
+def test_the_variable_is_set_where_the_plan_turns_megatron_fsdp_off() -> None:
     environment: dict[str, str] = {}
     user = args(tensor=2, use_megatron_fsdp=True)
     assert set_connections(user, args(tensor=2), environment=environment, architecture=lambda: 9)

@@ -38,10 +38,11 @@ EXPERTS = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
 )
 LATENT = "--q-lora-rank 96 --kv-lora-rank 48 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64"
-STATE_SPACES = "--mamba-num-heads 16 --mamba-head-dim 32 --mamba-num-groups 4 --mamba-state-dim 64"
+STATE_SPACE_FLAGS = "--mamba-num-heads 16 --mamba-head-dim 32 --mamba-num-groups 4 --mamba-state-dim 64"
 COMMANDS = {
-    "state spaces": f"{PATTERN} M-M*M-M*M-M* {STATE_SPACES}",
-    "stages in the pattern": f"{PATTERN} M-M|*M-|M*M|-M* --pipeline-model-parallel-size 2 {STATE_SPACES}",
+    "state spaces": f"{PATTERN} M-M*M-M*M-M* {STATE_SPACE_FLAGS}",
+    "stages in the pattern": f"{PATTERN} M-M|*M-|M*M|-M* --pipeline-model-parallel-size 2 "
+    f"{STATE_SPACE_FLAGS}",
     "experts with logged losses": f"{PATTERN} MEM*EMEM*-*- {EXPERTS}",
     "a first letter that looks like a flag": f"{PATTERN}=-*-*-*-*",
     "latent attention": f"{PATTERN} M+-M+-M+- {LATENT}",

@@ -124,7 +124,7 @@ def test_the_solver_keeps_the_replicas_of_a_stage_in_a_network() -> None:
         """The space, the orders of its baseline's layout, and the fastest of them."""
         space = build_space(
             make_job(layout=layout, shape=shape),
-            nodes=(replace(make_nodes(8)[0], networks=networks),),
+            nodes=(replace(make_nodes(8)[0], network_namespaces=networks),),
             search=parse_config({"search": {"schedule": "1f1b"}}, where="test").search,
             run="r",
             seed=0,

@@ -31,7 +31,7 @@ MODEL = {
     "position_embedding": "none",
     "tied_embeddings": False,
 }
-STATE_SPACES = "--mamba-num-heads 16 --mamba-head-dim 32 --mamba-num-groups 4 --mamba-state-dim 64"
+STATE_SPACE_FLAGS = "--mamba-num-heads 16 --mamba-head-dim 32 --mamba-num-groups 4 --mamba-state-dim 64"
 SIZES = {"mamba_num_heads": 16, "mamba_head_dim": 32, "mamba_num_groups": 4, "mamba_state_dim": 64}
 EXPERTS = (
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 256 "
@@ -55,7 +55,7 @@ RANKS = {
 # The same job by a command's flags and by the keys of its model.
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "Megatron's sizes of state spaces": ("M-M*M-M*", {}),
-    "sizes of state spaces": ("M-M*M-M*M-M*", {"flags": STATE_SPACES, **SIZES}),
+    "sizes of state spaces": ("M-M*M-M*M-M*", {"flags": STATE_SPACE_FLAGS, **SIZES}),
     "attention and MLPs": ("*-*-*-*-", {}),
     "experts": ("MEM*EMEM*-*-", {"flags": EXPERTS, **ROUTED}),
     "experts with logged losses": (
@@ -189,7 +189,7 @@ def test_settings_of_a_described_hybrid_model_have_its_rules() -> None:
         ("M-M*", {"hybrid_layer_pattern": 5}, "model.hybrid_layer_pattern: 5"),
     ],
 )
-def test_what_no_plan_has_is_refused_in_one_line(pattern: str, model: dict[str, Any], line: str) -> None:
+def test_illegal_hybrid_keys_are_refused_in_one_line(pattern: str, model: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         described(pattern, **model)
     assert str(caught.value).startswith("job: ")

@@ -426,7 +426,9 @@ def test_plans_turn_megatron_fsdp_on_or_off_where_the_search_names_it() -> None:
         (layout.pipeline_parallel > 1, layout.distributed_optimizer, layout.setting("use_megatron_fsdp"))
         for layout in layouts(job)
     }
-    assert {(is_staged, sharded) for is_staged, sharded, value in made if value} == {(False, True)}
+    assert {
+        (is_staged, has_sharded_optimizer) for is_staged, has_sharded_optimizer, value in made if value
+    } == {(False, True)}
     fault = r"search\.use_megatron_fsdp: on; must be the command's own off: meta_init"
     with pytest.raises(ConfigError, match=fault):
         layouts(read("--init-model-with-meta-device", use_megatron_fsdp=True))

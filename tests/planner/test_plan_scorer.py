@@ -159,7 +159,7 @@ def test_after_the_command_alone_replicas_are_proposed_inside_a_network() -> Non
     searched = {"virtual_stages": (1, 2), "micro_batch_size": (1, 2, 4), "schedule": schedules}
     space = build_space(
         make_job(layout=make_layout(pipeline_parallel=1, data_parallel=4, micro_batch_size=2), shape=shape),
-        nodes=(replace(make_nodes(4)[0], networks=((0, 1), (2, 3))),),
+        nodes=(replace(make_nodes(4)[0], network_namespaces=((0, 1), (2, 3))),),
         search=SearchConfig().model_copy(update=searched),
         run="r",
         seed=0,

@@ -23,7 +23,7 @@ from quartet_plugin.planner.order_search import may_search
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import rank
 from quartet_plugin.space.knobs.registry import OPTIONS
-from quartet_plugin.space.knobs.use_megatron_fsdp import why_other_weights
+from quartet_plugin.space.knobs.use_megatron_fsdp import saved_weights_refusal
 from quartet_plugin.space.layouts import chosen_layouts
 from tests.planner.planning import job_data, runs_of
 
@@ -367,5 +367,5 @@ def test_a_plan_that_keeps_the_sharding_of_parameters_states_nothing_of_it() -> 
         best = next(each for each in ranked if each.layout.setting("use_megatron_fsdp") is value)
         plan = plan_of(job, best, plain=plain_layout(job, best=best), name="plan", place=1)
         assert plan.layout.setting("use_megatron_fsdp") is value
-        assert (why_other_weights(plan.layout) is None) == (value is None)
+        assert (saved_weights_refusal(plan.layout) is None) == (value is None)
         assert not {"--use-megatron-fsdp", "--ckpt-format"} & set(left_out(plan))

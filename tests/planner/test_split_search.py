@@ -18,7 +18,7 @@ BATCHES = {"one by one": 16, "extrapolated": 300, "extrapolated, with a rest": 2
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(4, 1), (3, 2)])
-def test_with_a_head_alone_it_is_the_best_of_all(ranks: int, chunks: int) -> None:
+def test_best_splits_with_mtp_before_the_last_stage_match_exhaustive_search(ranks: int, chunks: int) -> None:
     """Multi-token prediction lies on the stage before the last one, which may have no layer beside it."""
     stages = ranks * chunks
     schedule = "1f1b" if chunks == 1 else "interleaved"

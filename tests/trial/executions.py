@@ -47,7 +47,7 @@ def executed(plan: Plan, rank: int, **changes: Any) -> Execution:
         if knob.is_of(framework) and (value := knob.in_layout(layout)) is not None
     }
     last = placement[-1]
-    shared = sorted({0, placement[plan.split.mtp_stage]})
+    shared = sorted({0, placement[plan.split.mtp_stage_index]})
     done = Execution(
         schedule=plan.schedule.name if actions is None else "program",  # type: ignore[arg-type]
         position=rank,
@@ -59,7 +59,7 @@ def executed(plan: Plan, rank: int, **changes: Any) -> Execution:
                 num_layers=counts[stage],
                 has_embedding=stage == 0,
                 has_head=stage == len(placement) - 1,
-                mtp_layers=plan.made_for.mtp_layers if stage == plan.split.mtp_stage else None,
+                mtp_layers=plan.made_for.mtp_layers if stage == plan.split.mtp_stage_index else None,
             )
             for stage in stages
         ),

@@ -80,11 +80,13 @@ def test_links_that_were_only_stated_stay_uncertain() -> None:
     assert told.spreads[INDEX[Coefficient.TRANSFER]] == assumed.spreads[INDEX[Coefficient.TRANSFER]]
 
 
-def test_a_probe_does_not_tell_the_links_between_networks() -> None:
-    nodes = (replace(NODES[0], networks=((0,), (1,))),)
-    told, assumed = (machine_model_of(nodes, precision="fp32", machine=known) for known in (machine(), None))
+def test_a_probe_leaves_the_spread_of_links_between_namespaces() -> None:
+    nodes = (replace(NODES[0], network_namespaces=((0,), (1,))),)
+    probed, assumed = (
+        machine_model_of(nodes, precision="fp32", machine=known) for known in (machine(), None)
+    )
     for name in LINKS:
-        assert told.spreads[INDEX[name]] == assumed.spreads[INDEX[name]]
+        assert probed.spreads[INDEX[name]] == assumed.spreads[INDEX[name]]
 
 
 def test_a_card_is_no_module_of_the_library() -> None:

@@ -52,7 +52,7 @@ def test_nodes_that_share_a_host_name_are_refused_with_a_fix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("namespaces", "networks"),
+    ("namespaces", "expected"),
     [
         ((7, 7, 9, 9), ((0, 1), (2, 3))),
         ((9, 7, 9, 7), ((0, 2), (1, 3))),
@@ -63,19 +63,19 @@ def test_nodes_that_share_a_host_name_are_refused_with_a_fix() -> None:
     ids=["halves", "in turns", "shared", "not all say it", "none says it"],
 )
 def test_ranks_of_one_host_may_be_in_several_networks(
-    namespaces: tuple[int | None, ...], networks: tuple[tuple[int, ...], ...] | None
+    namespaces: tuple[int | None, ...], expected: tuple[tuple[int, ...], ...] | None
 ) -> None:
     ranks = [
         replace(each, network_namespace=namespace)
         for each, namespace in zip(reports("a", per_node=4), namespaces, strict=True)
     ]
     (node,) = nodes_of(reversed(ranks))
-    assert node == NodeInfo(host="a", node_class="cpu x4", num_slots=4, networks=networks)
+    assert node == NodeInfo(host="a", node_class="cpu x4", num_slots=4, network_namespaces=expected)
     # The namespaces of two hosts have nothing to do with each other.
     hosts = [
         replace(each, network_namespace=index) for index, each in enumerate(reports("b", "a", per_node=1))
     ]
-    assert [node.networks for node in nodes_of(hosts)] == [None, None]
+    assert [node.network_namespaces for node in nodes_of(hosts)] == [None, None]
 
 
 def launched(folder: Path, *, outcome: Outcome = Outcome.OK) -> TrialResult:

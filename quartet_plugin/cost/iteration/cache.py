@@ -197,7 +197,7 @@ class IterationModelCache:
         """
         inter_node, constants = self.machine_model.inter_node, self.machine_model.constants
         tensor = experts = context = unit_parts(replace(run, cluster=inter_node), constants)
-        if apart[3:] == (False,):
+        if apart.heads is False:
             neighbours = run.exchanging_ranks * run.layout.tensor_parallel
             cluster = replace(inter_node, scale_up_devices=neighbours)
             context = unit_parts(replace(run, cluster=cluster), constants)
@@ -249,5 +249,5 @@ def _layer_weights(run: TrainingRun) -> LayerWeights:
         first=weights[0] - per_layer * counts[0],
         last=weights[-1] - per_layer * counts[-1],
         # Of two stages the first one has it beside the embedding.
-        further=weights[-2] - per_layer * counts[-2] if run.is_mtp_before_last and len(counts) > 2 else 0.0,
+        mtp=weights[-2] - per_layer * counts[-2] if run.is_mtp_before_last and len(counts) > 2 else 0.0,
     )

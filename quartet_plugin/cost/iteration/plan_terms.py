@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,11 +58,34 @@ PART_OF = {
     # Copies to and from the host are bound by memory, too.
     "offload": Coefficient.ELEMENTWISE,
 }
-# The size of the groups of some ranks, and how far apart the members of a group are in Megatron's order.
-type RankGroups = tuple[tuple[int, int], ...]
-# Whether the groups of `groups_of` are in several domains.
-type GroupsApart = tuple[bool, ...]
 UNSLOWED_PARTS = ("tp_comm", "cp_comm", "ep_comm", "action")
+
+
+class RankGroups(NamedTuple):
+    """The groups of ranks that share tensors, contexts and experts' tokens, and those that exchange heads.
+
+    `heads` is None where no rings join ranks that exchange heads.
+    """
+
+    # (size, stride) of each kind of group: its ranks, and the distance of neighbours in Megatron's order.
+    tensor: tuple[int, int]
+    context: tuple[int, int]
+    experts: tuple[int, int]
+    heads: tuple[int, int] | None = None
+
+    @property
+    def present(self) -> tuple[tuple[int, int], ...]:
+        """The groups of the kinds that there are."""
+        return tuple(group for group in self if group is not None)
+
+
+class GroupsApart(NamedTuple):
+    """Whether the groups of each kind of `RankGroups` span several domains; `heads` is None without them."""
+
+    tensor: bool = False
+    context: bool = False
+    experts: bool = False
+    heads: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -304,14 +328,14 @@ def groups_of(run: TrainingRun) -> RankGroups:
     """The groups of tensor parallelism, of context parallelism, and of ranks that exchange experts' tokens.
 
     Ranks of whole experts lie beside each other, tensor-parallel ones among them, and so do those that gather
-    all tokens. Where rings join ranks that exchange heads, the groups of these are fourth.
+    all tokens.
     """
     tensor, context = run.layout.tensor_parallel, run.layout.context_parallel
     blocks = expert_blocks(run.layout, has_whole_experts=run.has_whole_experts)
     are_beside = run.has_whole_experts or run.software.gathers_tokens
     experts = (blocks * tensor, 1) if are_beside else (blocks, tensor)
-    groups = (tensor, 1), (context, tensor), experts
-    return groups if run.exchanging_ranks in (1, context) else (*groups, (run.exchanging_ranks, tensor))
+    heads = None if run.exchanging_ranks in (1, context) else (run.exchanging_ranks, tensor)
+    return RankGroups(tensor=(tensor, 1), context=(context, tensor), experts=experts, heads=heads)
 
 
 def groups_apart(domains: IntArray, groups: RankGroups) -> GroupsApart:
@@ -319,7 +343,16 @@ def groups_apart(domains: IntArray, groups: RankGroups) -> GroupsApart:
 
     `domains` [pp, copies * tp] are the ranks'.
     """
-    return tuple(bool(are_apart(domains[None], *group)) for group in groups)
+
+    def is_apart(group: tuple[int, int]) -> bool:
+        return bool(are_apart(domains[None], *group))
+
+    return GroupsApart(
+        tensor=is_apart(groups.tensor),
+        context=is_apart(groups.context),
+        experts=is_apart(groups.experts),
+        heads=None if groups.heads is None else is_apart(groups.heads),
+    )
 
 
 def are_copies_apart(domains: IntArray, *, tensor_parallel: int) -> bool:
@@ -329,9 +362,9 @@ def are_copies_apart(domains: IntArray, *, tensor_parallel: int) -> bool:
 
 
 def are_apart(domains: IntArray, size: int, stride: int) -> NDArray[np.bool_]:
-    """Of orders' domains [num, pp, copies * tp], whether a group is in several domains [num].
+    """Whether a group of `size` ranks, `stride` apart, spans several domains [num_orders].
 
-    A group has `size` ranks that are `stride` apart.
+    `domains` is [num_orders, pp, copies * tp].
     """
     groups = domains.reshape(len(domains), -1, size, stride)
     apart: NDArray[np.bool_] = (groups != groups[:, :, :1]).any(axis=(1, 2, 3))

@@ -44,7 +44,7 @@ class StepLine(NamedTuple):
 
     `fixed_s`, plus `per_layer_s` times its weights in layers, plus `start_s` [num_kinds] times its layers. A
     layer of each kind counts as `weights` [num_kinds] of the mean one, embedding and head as `first` and
-    `last`, multi-token prediction on the stage before the last one as `further`.
+    `last`, multi-token prediction on the stage before the last one as `mtp`.
     """
 
     fixed_s: float
@@ -53,7 +53,7 @@ class StepLine(NamedTuple):
     weights: FloatArray
     first: float
     last: float
-    further: float
+    mtp: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,8 +63,8 @@ class SplitTimes:
     A stage's action of direction k (forward, input gradient, weight gradient) takes `fixed_s[k, s]` plus
     `layer_s[j, k, s]` for each layer of kind j; `sends_s` [S] is the transfer from each stage to the next.
     `orders` have weights. `before` [num_kinds, num_layers + 1] are the layers of each kind before each layer;
-    of one kind it has no columns. The first `num_with_layers` stages may have layers: all but a last one that
-    has the head alone.
+    of one kind it has no columns. The first `num_layer_stages` stages may have layers: all, or all but a last
+    one that has the head alone.
     """
 
     fixed_s: FloatArray
@@ -75,7 +75,7 @@ class SplitTimes:
     is_blocking: bool
     step: StepLine
     before: IntArray
-    num_with_layers: int
+    num_layer_stages: int
 
     def counts(self, split: Sequence[int]) -> IntArray:
         """The layers of each kind on each stage of a split [num_kinds, S]."""
@@ -93,13 +93,13 @@ class SplitTimes:
 class LayerWeights:
     """The weights of a layer of each kind [num_kinds], and those that the ends have beside their layers.
 
-    `further` are those of multi-token prediction on the stage before the last one.
+    `mtp` are those of multi-token prediction on the stage before the last one.
     """
 
     layers: FloatArray
     first: float
     last: float
-    further: float = 0.0
+    mtp: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -145,7 +145,7 @@ class SplitModel:
         self._plan, self._run = plan, run
         self._raw_of, self._groups = raw_of, groups
         # What is read of it does not depend on the domains of groups.
-        self._raw = raw_of((False,) * len(groups))
+        self._raw = raw_of(GroupsApart(heads=None if groups.heads is None else False))
         self._weights_of_layers = weights
         self._before = layers_before(run.pattern, letters_of(None, run.kinds)) if run.kinds else _OF_ONE_KIND
         self._layer_weights = float(weights.layers[0])
@@ -218,11 +218,11 @@ class SplitModel:
             is_blocking=raw.is_blocking,
             step=self._step_line(raw.share * scale, domains, mapping),
             before=self._before,
-            num_with_layers=self._num_with_layers,
+            num_layer_stages=self._num_layer_stages,
         )
 
     @property
-    def _num_with_layers(self) -> int:
+    def _num_layer_stages(self) -> int:
         """The stages that may have layers, the first ones."""
         return self._plan.layout.num_stages - self._run.is_mtp_before_last
 
@@ -239,7 +239,7 @@ class SplitModel:
                 (domains[:, placement[0]] != domains[:, self._embedding_rank]).any(axis=1)[:, None],
                 *(
                     are_apart(domains, *group)[:, None]
-                    for group in ((num_copies, layout.tensor_parallel), *self._groups)
+                    for group in ((num_copies, layout.tensor_parallel), *self._groups.present)
                 ),
             ],
             axis=1,
@@ -300,7 +300,7 @@ class SplitModel:
             weights=self._weights_of_layers.layers / self._layer_weights,
             first=self._weights_of_layers.first / self._layer_weights,
             last=self._weights_of_layers.last / self._layer_weights,
-            further=self._weights_of_layers.further / self._layer_weights,
+            mtp=self._weights_of_layers.mtp / self._layer_weights,
         )
 
     @functools.cached_property
@@ -333,7 +333,7 @@ class SplitModel:
             stages += counts * weights
         stages[:, 0] += self._weights_of_layers.first
         stages[:, -1] += self._weights_of_layers.last
-        stages[:, -2] += self._weights_of_layers.further
+        stages[:, -2] += self._weights_of_layers.mtp
         held = np.zeros((len(splits), self._plan.layout.pipeline_parallel))
         for stage, rank in enumerate(self._raw.placement.tolist()):
             held[:, rank] += stages[:, stage]
@@ -348,7 +348,7 @@ class SplitModel:
         """
         counts = np.array(self._plan.split.transformer_layers_per_stage)
         weights = self._weights(counts[None])[0]
-        fullest, num_stages = weights.argmax(), self._num_with_layers
+        fullest, num_stages = weights.argmax(), self._num_layer_stages
         targets = np.flatnonzero(self._raw.placement[:num_stages] == fullest)
         others = np.flatnonzero((self._raw.placement != fullest) & (counts > 1))
         if len(others) and len(targets):

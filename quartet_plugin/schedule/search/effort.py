@@ -22,11 +22,11 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def go_on() -> None:
-    """Nothing: a search that nobody stops."""
+def never_stop() -> None:
+    """Do nothing: the check of a search that nobody stops."""
 
 
-_CHECK_STOP: ContextVar[Callable[[], None]] = ContextVar("check_stop", default=go_on)
+_CHECK_STOP: ContextVar[Callable[[], None]] = ContextVar("check_stop", default=never_stop)
 
 
 @contextmanager
@@ -66,7 +66,7 @@ class Effort:
     evaluations: int | None
     goal_s: float = 0.0
     compiling: Callable[[], float] = float
-    check_stop: Callable[[], None] = go_on
+    check_stop: Callable[[], None] = never_stop
     used: int = 0
     is_met: bool = False
     has_result: bool = False
@@ -90,14 +90,15 @@ class Effort:
         """Whether the budget has room for a round of `evaluations`, and the goal is not reached."""
         if self.is_met or (self.evaluations is not None and self.used + evaluations > self.evaluations):
             return False
-        return not self._is_late()
+        return not self._record_cut()
 
     def check(self) -> None:
-        """Raise OutOfTimeError once the time limit has passed and there is a result."""
+        """Call `check_stop`; raise OutOfTimeError once the time limit has passed and there is a result."""
         self.check_stop()
-        if self.has_result and self._is_late():
+        if self.has_result and self._record_cut():
             raise OutOfTimeError
 
-    def _is_late(self) -> bool:
+    def _record_cut(self) -> bool:
+        """Record in `is_cut` whether the time limit has passed, and return it."""
         self.is_cut = self.left_s <= 0
         return self.is_cut

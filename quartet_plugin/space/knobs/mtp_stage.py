@@ -11,7 +11,7 @@ from quartet_plugin.space.knobs.knob import KnobRules, PlanKnob
 
 LAST, BEFORE_LAST = "last", "before_last"
 # The feature of a command that has these layers on the stage before the last one.
-OF_COMMAND = "mtp_before_last"
+BEFORE_LAST_FEATURE = "mtp_before_last"
 
 
 def _stage_of(plan: Plan) -> str | None:
@@ -46,7 +46,7 @@ def asked_mtp_stages(
 
     `is_kept`: the command's split is kept, so that its own is the only one.
     """
-    command = BEFORE_LAST if OF_COMMAND in features else LAST
+    command = BEFORE_LAST if BEFORE_LAST_FEATURE in features else LAST
     if is_kept:
         return (command,)
     return tuple(dict.fromkeys((command, LAST))) if requested is None else requested
@@ -86,7 +86,7 @@ def kept_mtp_stage(rules: KnobRules) -> str | None:
     """
     if not rules.job.mtp_layers:
         return "the model has no multi-token prediction"
-    if OF_COMMAND in rules.job.features:
+    if BEFORE_LAST_FEATURE in rules.job.features:
         return None
     return "the command has it on the last stage, and its script may give no other stage tokens"
 
@@ -103,7 +103,7 @@ def fault_of_before_last(layout: Layout, rules: KnobRules) -> str | None:
     if layout.pipeline_parallel == 2 and layout.virtual_stages > 1:
         # Megatron sums the gradients of one copy of the embedding a rank.
         return "needs more than two pipeline ranks with virtual stages"
-    if _may_overlap(rules) and not {OF_COMMAND, "overlap_moe"} <= set(features):
+    if _may_overlap(rules) and not {BEFORE_LAST_FEATURE, "overlap_moe"} <= set(features):
         return "was not tried with overlap of expert communication"
     return None
 

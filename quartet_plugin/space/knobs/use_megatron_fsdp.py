@@ -69,7 +69,7 @@ class _ShardingKnob(SettingKnob):
         """The value in Megatron's arguments; None with another strategy, or in a release without it."""
         if not hasattr(args, NAME) or not hasattr(args, STRATEGY):
             return None
-        return state_of(is_on=bool(getattr(args, NAME)), strategy=getattr(args, STRATEGY))
+        return switch_value(is_on=bool(getattr(args, NAME)), strategy=getattr(args, STRATEGY))
 
     def arguments(self, value: Value) -> dict[str, Any]:
         """Megatron's arguments for a value, by name; None for one that is left out.
@@ -88,12 +88,12 @@ class _ShardingKnob(SettingKnob):
         return {NAME: None, "ckpt_format": None, "use_distributed_optimizer": True}
 
 
-def state_of(*, is_on: bool, strategy: Any) -> bool | None:
+def switch_value(*, is_on: bool, strategy: Any) -> bool | None:
     """Whether parameters are sharded; None where Megatron-FSDP shards by another strategy."""
     return (True if strategy == SHARDS_ALL else None) if is_on else False
 
 
-def why_other_weights(layout: Layout) -> str | None:
+def saved_weights_refusal(layout: Layout) -> str | None:
     """Why a plan cannot start from weights that the command's training saved; None where it can."""
     if layout.setting(NAME) is None:
         return None

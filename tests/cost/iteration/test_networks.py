@@ -28,7 +28,7 @@ SHAPE = make_shape(seq_length=16, max_position_embeddings=16, tied_embeddings=Fa
 
 
 def host(networks: Networks | None, *, num_slots: int = 4) -> tuple[NodeInfo, ...]:
-    return (replace(make_nodes(num_slots)[0], networks=networks),)
+    return (replace(make_nodes(num_slots)[0], network_namespaces=networks),)
 
 
 def plan_on(nodes: tuple[NodeInfo, ...], mapping: str = "stock", /, **degrees: int) -> Plan:

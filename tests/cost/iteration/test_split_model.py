@@ -122,7 +122,7 @@ def test_it_is_the_iteration_model_with_multi_token_prediction_before_the_last_s
     truth = Truth(nodes, slowdowns=(1.0, 1.5, 0.8, 1.1), head=3.0, transfer=9.0, network=4.0)
     calibrated = CalibratedSplits(model=truth._iteration_models.split_model(plan), point=truth.theta)
     times = calibrated.times(slot_indices(nodes, plan.mapping), plan.mapping)
-    assert times.num_with_layers == num_stages - 1
+    assert times.num_layer_stages == num_stages - 1
     draw = np.random.default_rng(0)
     for _ in range(8):
         counts = draw.multinomial(12, np.ones(num_stages - 1) / (num_stages - 1))

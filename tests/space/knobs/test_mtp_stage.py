@@ -77,7 +77,7 @@ def test_a_command_that_has_it_before_the_last_stage_is_tuned_with_both() -> Non
     assert (row.value, set(row.choices), row.state) == (BEFORE_LAST, {BEFORE_LAST, LAST}, "tuned")
 
 
-def test_elsewhere_it_is_tried_there_only_where_the_search_asks_for_it() -> None:
+def test_before_last_is_tried_for_other_commands_only_where_the_search_names_it() -> None:
     assert stages_in(plans_of(space_of(split=None))) == {LAST}
     assert stages_in(plans_of(space_of(split=None, mtp_stage=["last", "before_last"]))) == {LAST, BEFORE_LAST}
     alone = plans_of(space_of(split=None, mtp_stage="before_last"))
@@ -121,7 +121,7 @@ def test_every_plan_is_read_off_its_parameters() -> None:
         assert moved(space, params, plan, split=beside, mapping=plan.mapping) is None
 
 
-def test_an_optuna_study_holds_them() -> None:
+def test_an_optuna_study_has_both_mtp_stages() -> None:
     space = space_of(schedule=["1f1b", "interleaved", "zb-h1"])
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0, multivariate=True, group=True))
@@ -167,7 +167,7 @@ def test_a_written_split_may_leave_it_alone_on_its_stage() -> None:
         ({"features": ("mtp", "mtp_before_last", "overlap_moe")}, {"pipeline_parallel": 4}, None),
     ],
 )
-def test_where_it_is_legal(changes: dict[str, Any], layout: dict[str, int], fault: str | None) -> None:
+def test_faults_of_before_last(changes: dict[str, Any], layout: dict[str, int], fault: str | None) -> None:
     space = space_of(split=None)
     rules = replace(space.rules(), job=replace(space.job, **changes))
     found = fault_of_before_last(make_layout(**layout), rules)
@@ -206,7 +206,7 @@ def test_a_kept_split_keeps_the_stage() -> None:
     assert stages_in(plans_of(last)) == {LAST}
 
 
-def test_where_its_layers_are_dense_its_stage_has_one() -> None:
+def test_with_dense_layers_the_mtp_stage_needs_one() -> None:
     space = space_of("moe", "bare_last_stage")
     bare = replace(space.baseline, split=BEFORE)
     words = "split: 4+4+0+0 leaves a stage without any layer (bare_last_stage)"

@@ -11,7 +11,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.megatron.execution import shards_parameters
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.space.knobs.knob import KnobContext, LiveJob
-from quartet_plugin.space.knobs.use_megatron_fsdp import BOUND, USE_MEGATRON_FSDP, why_other_weights
+from quartet_plugin.space.knobs.use_megatron_fsdp import BOUND, USE_MEGATRON_FSDP, saved_weights_refusal
 from quartet_plugin.space.plan_space import Space
 from tests.space.jobs import make_layout
 from tests.space.knobs.test_expert_overlap import plans, space_of, states
@@ -60,7 +60,7 @@ def test_plans_turn_a_commands_off_and_keep_its_stages() -> None:
         *(({"features": (name,)}, name) for name in BOUND),
     ],
 )
-def test_what_keeps_it(job: dict[str, Any], reason: str) -> None:
+def test_features_that_keep_megatron_fsdp(job: dict[str, Any], reason: str) -> None:
     assert states(dense_space({}, **job))[NAME].startswith(f"kept: {reason}")
 
 
@@ -78,7 +78,9 @@ def test_experts_and_fp8_products_do_not_keep_it() -> None:
         ({"distributed_optimizer": False}, "needs distributed_optimizer"),
     ],
 )
-def test_a_layout_has_what_it_needs(changes: dict[str, Any], fault: str | None) -> None:
+def test_megatron_fsdp_needs_pp_1_and_the_distributed_optimizer(
+    changes: dict[str, Any], fault: str | None
+) -> None:
     space = dense_space(BOTH)
     layout = replace(space.job.layout, **changes)
     context = KnobContext(layout=layout, shape=space.job.shape, rules=space.rules())
@@ -86,7 +88,7 @@ def test_a_layout_has_what_it_needs(changes: dict[str, Any], fault: str | None) 
     assert USE_MEGATRON_FSDP.fault(False, context) is None
 
 
-def test_it_is_not_combined_with_another_value_of_what_it_decides_itself() -> None:
+def test_megatron_fsdp_keeps_the_commands_overlaps() -> None:
     space = dense_space({**BOTH, "overlap_grad_reduce": [True, False]})
     made = {(plan.layout.setting("overlap_grad_reduce"), plan.layout.setting(NAME)) for plan in plans(space)}
     assert made == {(None, None), (None, True), (False, None)}
@@ -156,8 +158,8 @@ def test_what_holds_the_model_is_read_back(chunk: object, value: bool | None) ->
     assert USE_MEGATRON_FSDP.read_back(live) is value
 
 
-def test_weights_of_the_other_form_are_no_start_of_a_plan() -> None:
+def test_a_plan_that_turns_megatron_fsdp_on_or_off_loads_no_saved_weights() -> None:
     layout: Layout = make_layout()
-    assert why_other_weights(layout) is None
+    assert saved_weights_refusal(layout) is None
     for value in (True, False):
-        assert "fsdp_dtensor" in str(why_other_weights(layout.with_setting(NAME, value)))
+        assert "fsdp_dtensor" in str(saved_weights_refusal(layout.with_setting(NAME, value)))
