@@ -36,7 +36,7 @@ class Group:
 
     @property
     def ring_latency_s(self) -> float:
-        """The latency of one pass around the ring of all ranks: gathers and scatters have no tree."""
+        """The latency of a pass around all ranks: all-gathers and reduce-scatters have no tree."""
         return self.hop_s * (self.num_domains - 1) + self.hop_s / 4 * (self.size - self.num_domains)
 
     @property
@@ -117,10 +117,11 @@ def tensor_parallel(run: TrainingRun, constants: Constants) -> tuple[Times, floa
 def _collectives(run: TrainingRun, constants: Constants) -> tuple[Times, float]:
     """The exposed time of a layer's tensor-parallel collectives, and that of one repeated forward.
 
-    Two all-reduces forward and two backward (Shoeybi et al. 2019), or as many gather and scatter pairs
-    under sequence parallelism, which gathers once more for the weight gradients (Korthikanti et al. 2022).
+    Two all-reduces forward and two backward (Shoeybi et al. 2019), or as many pairs of an all-gather and
+    a reduce-scatter under sequence parallelism, which gathers once more for the weight gradients (Korthikanti
+    et al. 2022).
     Transformer Engine gathers the operands of narrow products in their own format
-    (`distributed.gather_along_first_dim`); what is scattered has the layers' precision.
+    (`distributed.gather_along_first_dim`); what is reduce-scattered has the layers' precision.
     """
     tp = run.layout.tensor_parallel
     if tp == 1:
@@ -144,9 +145,9 @@ def _collectives(run: TrainingRun, constants: Constants) -> tuple[Times, float]:
 def ffn_pairs(run: TrainingRun, experts: Experts) -> tuple[float, float]:
     """The tensor-parallel collectives of a layer's routed experts and of its shared one.
 
-    In those of a dense FFN. Devices that share an expert gather the tokens that arrived for it, and scatter
-    its outputs (`MoEAlltoAllTokenDispatcher`); where all tokens are gathered they do so once a token. Whole
-    experts have none of these.
+    In those of a dense FFN. Devices that share an expert all-gather the tokens that arrived for it, and
+    reduce-scatter its outputs (`MoEAlltoAllTokenDispatcher`); where all tokens are gathered they do so once a
+    token. Whole experts have none of these.
     """
     shared = 1.0 if experts.shared_ffn_hidden_size else 0.0
     if run.has_whole_experts:
@@ -225,8 +226,8 @@ def _groups_of_keys(run: TrainingRun) -> tuple[int, int, int]:
 def _gathered_keys(run: TrainingRun, constants: Constants) -> Times:
     """The time of gathering the keys, and the values, of whole sequences before attention.
 
-    The backward gathers both once more and scatters their gradients (`AttnFuncWithCPAndKVAllGather` of
-    Transformer Engine's `context_parallel.py`).
+    The backward all-gathers both once more and reduce-scatters their gradients
+    (`AttnFuncWithCPAndKVAllGather` of Transformer Engine's `context_parallel.py`).
     """
     cp = run.layout.context_parallel
     ranks = group(run.cluster, constants, size=cp, stride=run.layout.tensor_parallel)
@@ -302,7 +303,7 @@ def _gathered_tokens(run: TrainingRun, constants: Constants, experts: Experts) -
     """The time of bringing a layer's tokens to all devices of its experts, and their outputs back.
 
     Each device gathers the tokens of all that share the experts, their probabilities and choices, whatever
-    the routing, and scatters sums of as many outputs; the backward does the reverse
+    the routing, and reduce-scatters as many outputs; the backward does the reverse
     (`MoEAllGatherTokenDispatcher`). What shares of tensor parallelism gather of each other is theirs.
     """
     shards, ep = run.expert_shards, run.layout.expert_parallel

@@ -71,7 +71,9 @@ def test_a_plan_that_loads_no_weights_of_the_command_is_refused_before_a_launch(
 ) -> None:
     gate = gate_of(trainer, tmp_path, monkeypatch)
     sharded = replace(PLAN, layout=PLAN.layout.with_setting("use_megatron_fsdp", True))
-    words = r"^parity: the plan turns Megatron-FSDP on or off, .* from equal weights$"
+    words = (
+        r"^parity: the plan turns Megatron-FSDP on or off, .* equal weights; train the plan without a check$"
+    )
     with pytest.raises(PlanError, match=words):
         gate.check(sharded)
     assert trainer.requests == []

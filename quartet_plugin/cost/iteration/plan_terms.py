@@ -62,7 +62,7 @@ UNSLOWED_PARTS = ("tp_comm", "cp_comm", "ep_comm", "action")
 
 
 class RankGroups(NamedTuple):
-    """The groups of ranks that share tensors, contexts and experts' tokens, and those that exchange heads.
+    """The groups of tensor and context parallelism, and of ranks that exchange experts' tokens, or heads.
 
     `heads` is None where no rings join ranks that exchange heads.
     """
