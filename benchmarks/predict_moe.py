@@ -5,9 +5,10 @@
     python -m benchmarks.predict_moe MOE.json OTHERS.json --known  # the same by what rows state
 
 MOE.json and OTHERS.json are arrays of rows, each with the fields of a run and `iter_time_s`; those of
-MOE.json have a `release`. A release from 25.11 on is predicted with constants that are fitted to OTHERS.json,
-without the family that has the same source, and to the releases before it; of its rows those count whose
-configuration no earlier release has. Predictions see the allowed fields only.
+MOE.json have a `release`. A release is predicted with constants that are fitted to OTHERS.json, without the
+family that has the same source, and to the releases before it. Errors are of rows from 25.11 on whose
+configuration no earlier release has; pairs of layouts are counted among these, and among all rows with
+experts that have equal batches. Predictions see the allowed fields only.
 """
 
 import argparse
@@ -39,16 +40,20 @@ SAME_SOURCE = "mbridge"
 LAYOUT = ("mbs", "tp", "pp", "cp", "vpp", "ep")
 CONFIGURATION = ("model", "gpu", "gpus", "precision", "gbs", "seq_len", *LAYOUT)
 ALIKE = ("model", "gpu", "gpus", "seq_len")
-# Two layouts of one model, machine and batch that lie further apart are ordered.
+# Two layouts of one model and machine whose times a sequence lie further apart are ordered.
 APART = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """A row, and the predicted seconds of its iteration; None where the model refuses it."""
+    """A row, and the predicted seconds of its iteration; None where the model refuses it.
+
+    `is_new`: the row is of a release from `FIRST_RELEASE` on, and no earlier one has its configuration.
+    """
 
     row: dict[str, Any]
     seconds: float | None
+    is_new: bool
 
     @property
     def error(self) -> float:
@@ -80,32 +85,30 @@ def measured(rows: Sequence[dict[str, Any]]) -> list[Measured]:
 def predict_releases(
     rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], start: Constants
 ) -> list[Predicted]:
-    """Every row from `FIRST_RELEASE` on whose configuration no earlier release has."""
+    """Every row, predicted with constants that are fitted to `others` and to earlier releases."""
     known = measured([row for row in others if row["kind"] == "e2e" and row["family"] != SAME_SOURCE])
     releases = sorted({row["release"] for row in rows})
     predicted = []
     for release in releases:
-        if release < FIRST_RELEASE:
-            continue
         earlier = [row for row in rows if row["release"] < release]
         seen = {configuration(row) for row in earlier}
         constants = fit(observations([*known, *measured(earlier)]), start=start, rounds=3)
-        for row in rows:
-            if row["release"] == release and configuration(row) not in seen:
-                answer = predict_row(row, constants=constants)
-                predicted.append(Predicted(row=row, seconds=answer.get("iter_time_s")))
+        for row in (row for row in rows if row["release"] == release):
+            is_new = release >= FIRST_RELEASE and configuration(row) not in seen
+            seconds = predict_row(row, constants=constants).get("iter_time_s")
+            predicted.append(Predicted(row=row, seconds=seconds, is_new=is_new))
         print(f"  {release}: fitted to {len(known)} + {len(earlier)} rows", file=sys.stderr)
     return predicted
 
 
-def ordered_pairs(predicted: Sequence[Predicted]) -> tuple[int, int]:
-    """The pairs of layouts of one model, machine and batch that lie apart, and those that are ordered right.
+def ordered_pairs(predicted: Sequence[Predicted], *, alike: Sequence[str] = ALIKE) -> tuple[int, int]:
+    """The pairs of layouts with equal `alike` that lie `APART`, and those that are ordered right.
 
     They are compared by time a sequence, and may be of two releases.
     """
     num_right = num_pairs = 0
     for one, two in combinations(predicted, 2):
-        is_alike = all(one.row[name] == two.row[name] for name in ALIKE)
+        is_alike = all(one.row[name] == two.row[name] for name in alike)
         is_other = any(one.row[name] != two.row[name] for name in LAYOUT)
         if not (is_alike and is_other) or one.seconds is None or two.seconds is None:
             continue
@@ -180,7 +183,8 @@ def main() -> None:
     if options.host_operation_s is not None:
         start = replace(start, host_operation_s=options.host_operation_s)
     rows = [row for row in read_json(options.moe) if row["usable"] and row["arch"] != "hybrid"]
-    predicted = predict_releases(rows, read_json(options.others), start)
+    every = predict_releases(rows, read_json(options.others), start)
+    predicted = [each for each in every if each.is_new]
     if options.rows:
         for each in sorted(predicted, key=lambda one: (one.row["arch"], one.row["id"])):
             row = each.row
@@ -191,6 +195,9 @@ def main() -> None:
     print_errors("mixtures of experts", [each for each in predicted if each.is_moe])
     for model in sorted({each.row["model"] for each in predicted if each.is_moe}):
         print_errors(f"  {model}", [each for each in predicted if each.row["model"] == model])
+    for words, names in (("batches", ("gbs",)), ("batches and precisions", ("gbs", "precision"))):
+        pairs, right = ordered_pairs([each for each in every if each.is_moe], alike=(*ALIKE, *names))
+        print(f"all rows with experts, pairs of equal {words}: ordered right {right} of {pairs}")
     dense = [each for each in predicted if not each.is_moe and each.row["low_precision"]]
     print_errors("dense, low precision", dense)
     if options.known:
