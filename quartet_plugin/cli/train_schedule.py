@@ -37,6 +37,7 @@ def scheduled_plan(path: Path, *, command: "Command", device: Device, skip: bool
     if flags.step_batch_size_schedule is not None:
         reason = REFUSED_WITH_PLAN["step_batch_size_schedule"]
         raise PlanError(f"--step-batch-size-schedule cannot be used with a plan: {reason}; omit the flag")
+    flags.check_sizes()
     counts = flags.counts(num_processes=command.num_processes)
     check_counts(
         written,
@@ -159,9 +160,7 @@ def _is_ready(
     except (ConfigError, PlanError):
         return False
     layout = plan.made_for.baseline.layout
-    flags = flags_of(command)
-    stated = flags.layout(num_processes=command.num_processes)
-    micro_batch = flags.counts(num_processes=command.num_processes).micro_batch_size
+    stated = flags_of(command).layout(num_processes=command.num_processes)
     faults = written.faults(
         num_layers=plan.shape.num_layers,
         pipeline_parallel=layout.pipeline_parallel,
@@ -169,7 +168,5 @@ def _is_ready(
         num_microbatches=plan.num_microbatches,
         whose=COMMAND,
     )
-    # A micro-batch that Megatron refuses is in no layout: the command is run, and says so.
-    is_stated = stated in (None, layout) and micro_batch in (None, layout.micro_batch_size)
-    is_same = plan.layout == layout and is_stated and not faults
+    is_same = plan.layout == layout and stated in (None, layout) and not faults
     return is_same and with_schedule(plan, written).key == plan.key

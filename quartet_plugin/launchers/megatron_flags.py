@@ -20,6 +20,18 @@ from quartet_plugin.model.megatron_arguments import stages_of_layout
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+", re.ASCII)
 _INLINE_VALUE = re.compile(r"--[^\s=]+=")
 _MAX_DIGITS = 18
+# Flags whose value is a number of devices, layers or sequences.
+_SIZES = (
+    "num_layers",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "micro_batch_size",
+    "global_batch_size",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +115,15 @@ class MegatronFlags:
             global_batch_size=batch,
             num_microbatches=_quotient(batch, self.micro_batch_size, data),
         )
+
+    def check_sizes(self) -> None:
+        """Raise ConfigError for the first size that is below 1: Megatron refuses each."""
+        for name in _SIZES if self.yaml_cfg is None else ():
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: {value}; must be at least 1; correct the command"
+                )
 
     def layout(self, *, num_processes: int | None) -> Layout | None:
         """The layout that the flags state; None where they leave a part open, or Megatron refuses it."""

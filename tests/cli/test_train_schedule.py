@@ -170,7 +170,7 @@ def test_the_gate_runs_once_and_the_plan_trains(
     assert (gate.num_runs, len(gate.checked), len(gate.trained)) == (1, 1, 2)
 
 
-@pytest.mark.parametrize("added", ["", "--use-distributed-optimizer", "--micro-batch-size -1"])
+@pytest.mark.parametrize("added", ["", "--use-distributed-optimizer"])
 def test_another_schedule_or_command_is_checked_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added: str
 ) -> None:
@@ -182,6 +182,23 @@ def test_another_schedule_or_command_is_checked_anew(
         saved(tmp_path, edited(by_hand()))
     assert train(path, flags=f"{FLAGS} {added}") == 0
     assert (gate.num_runs, len(gate.checked)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--micro-batch-size", "--expert-model-parallel-size", "--tensor-model-parallel-size"]
+)
+@pytest.mark.parametrize("size", [0, -2])
+def test_a_size_below_1_is_refused_before_a_process_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flag: str, size: int
+) -> None:
+    gate = FakeGate()
+    gate.install(monkeypatch)
+    path = saved(tmp_path)
+    assert train(path) == 0
+    capfd.readouterr()
+    assert train(path, flags=f"{FLAGS} {flag} {size}") == 2
+    assert f"{flag}: {size}; must be at least 1; correct the command" in capfd.readouterr().err
+    assert (gate.num_runs, len(gate.trained)) == (1, 1)
 
 
 def test_a_failed_check_refuses_with_its_exit_code(
