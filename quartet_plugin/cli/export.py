@@ -11,6 +11,7 @@ and one line says why.
 
 import json
 import math
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -151,6 +152,8 @@ def show_command(
 NATIVE_FILE = "native.sh"
 # Programs that give the training all words behind its script; a script of the shell may not.
 _GIVES_WORDS_ON = ("srun", "mpirun", "mpiexec", "accelerate")
+# A word that sets the variable, as those of env, `mpirun -x` and `srun --export` may.
+_ONE_CONNECTION = re.compile(r"\bCUDA_DEVICE_MAX_CONNECTIONS=1(?![0-9])", re.ASCII)
 
 
 def export(plan: "Plan") -> dict[str, Any]:
@@ -490,6 +493,20 @@ def _exports(plan: "Plan", flags: set[str]) -> str:
     return unset + "".join(f"export {name}=${{{name}:-1}}\n" for name in names)
 
 
+def _check_connections(plan: "Plan", command: tuple[str, ...]) -> None:
+    """Raise PlanError where a word of the command sets what the script unsets for Megatron-FSDP."""
+    from quartet_plugin.space.knobs.use_megatron_fsdp import USE_MEGATRON_FSDP
+
+    if plan.layout.setting(USE_MEGATRON_FSDP.name) is not True:
+        return
+    refused = next((word for word in command if _ONE_CONNECTION.search(word)), None)
+    if refused is not None:
+        raise PlanError(
+            f"remove {refused} from the command: Megatron refuses 1 with {USE_MEGATRON_FSDP.flag}, which the "
+            "plan turns on"
+        )
+
+
 def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
     """The script. Raises PlanError if appended flags cannot express the whole plan."""
     from quartet_plugin.protocol.masking import shell_words
@@ -507,6 +524,7 @@ def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
     contradicted = [flag for flag in content["leave_out"] if flag.replace("_", "-") in switches]
     if contradicted:
         raise PlanError(f"remove {', '.join(contradicted)} from the command: the plan does not allow them")
+    _check_connections(plan, command)
     words = [*command]
     for name, value in content["flags"].items():
         words += _words_of(name, value)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -156,9 +157,18 @@ def plan_command(
     if vocab_size is not None and words is None:
         raise UsageError("--vocab-size: works only with a command; a JOB.yaml has vocab_size")
     if words is None:
-        request = _request(job, sections, counts=counts, devices=library)
+        request = replace(
+            _request(job, sections, counts=counts, devices=library), release=_release(megatron, words)
+        )
     else:
-        user = _command_job(words, sections, vocab_size=vocab_size, devices=library, job=job)
+        user = _command_job(
+            words,
+            sections,
+            vocab_size=vocab_size,
+            devices=library,
+            job=job,
+            release=_release(megatron, words),
+        )
         request = user.request
     if price is not None and request.cost.tokens is None:
         raise UsageError("--price: the cost of a job needs its length; add --tokens N")
@@ -183,7 +193,6 @@ def plan_command(
         request,
         user,
         output=output,
-        release=_release(megatron, words),
         name=name,
         top=top,
         exhaustive=exhaustive,
@@ -200,7 +209,6 @@ def _show_ranking(
     user: "CommandJob | None",
     *,
     output: Path | None,
-    release: str,
     name: str,
     top: int,
     exhaustive: bool,
@@ -249,7 +257,6 @@ def _show_ranking(
                 name=name,
                 place=place,
                 constants=constants,
-                release=release,
             )
             write_plan(plan, path=path)
         files.append(None if path is None else str(path))
@@ -322,7 +329,7 @@ def _release(asked: str | None, words: "Sequence[str] | None") -> str:
 
     from quartet_plugin.cli.plan_checks import megatron_here
     from quartet_plugin.launchers.command import parse_command
-    from quartet_plugin.planner.described_rules import DEFAULT_RELEASE
+    from quartet_plugin.planner.job import DEFAULT_RELEASE
 
     if asked is None:
         return megatron_here(None if words is None else parse_command(words)) or DEFAULT_RELEASE
@@ -439,6 +446,7 @@ def _command_job(
     vocab_size: int | None,
     devices: "Mapping[str, DeviceSpec] | None",
     job: Path | None,
+    release: str,
 ) -> "CommandJob":
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.model.files import field_path, shown
@@ -457,4 +465,5 @@ def _command_job(
         vocab_size=vocab_size,
         devices=devices,
         folder=None if job is None else job.parent,
+        release=release,
     )

@@ -1,15 +1,18 @@
 """A job to plan for, read from the user's training command instead of a JOB.yaml's model and batch."""
 
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import BRIDGE_MODULE, DEEPSPEED_MODULE, Command
-from quartet_plugin.launchers.megatron_words import FOR_SETTINGS, arguments_in, read_arguments
+from quartet_plugin.launchers.megatron_flags import flags_among
+from quartet_plugin.launchers.megatron_words import FOR_SETTINGS, arguments_in, flag_of, read_arguments
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.hierarchical_context import SIZES
 from quartet_plugin.model.layout import Layout, Setting
@@ -30,7 +33,7 @@ from quartet_plugin.model.megatron_arguments import (
 from quartet_plugin.model.plan import STOCK, ScheduleChoice, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.planner.job import PlanRequest, parse_job, searched_settings
+from quartet_plugin.planner.job import DEFAULT_RELEASE, PlanRequest, parse_job, searched_settings
 from quartet_plugin.planner.kept_axes import (
     READ_FOR_KEPT_AXES,
     features_of_command,
@@ -104,6 +107,8 @@ _OF_EXPERTS = (
     DELAYED_WEIGHT_GRADIENTS.name,
     MOE_GROUPED_GEMM.name,
 )
+# The first release that shards parameters with Megatron-FSDP where no flag says the strategy.
+_SHARDS_BY_DEFAULT = Version("0.18")
 # Keys of a job that the command says instead.
 _SAID = ("model", "batch")
 
@@ -130,13 +135,14 @@ def job_of_command(
     vocab_size: int | None = None,
     devices: Mapping[str, DeviceSpec] | None = None,
     folder: Path | None = None,
+    release: str = DEFAULT_RELEASE,
 ) -> CommandJob:
     """The same request that a JOB.yaml with the command's model and batch makes.
 
     `sections` are those of a JOB.yaml that a command does not say: `cluster`, `search`, `cost`; a cluster
     that is a device's name has as many devices as the command starts processes. `vocab_size` is that of the
-    tokenizer, for a command that does not say it. Raises ConfigError, naming the flag, for what cannot be
-    read.
+    tokenizer, for a command that does not say it, `release` that of Megatron. Raises ConfigError, naming the
+    flag, for what cannot be read.
     """
     if command.starter == "other":
         raise ConfigError(
@@ -183,7 +189,7 @@ def job_of_command(
         )
     layout = layout_of(args, world_size=num_devices)
     _check_expert_shards(args, layout)
-    _check_sharding(args)
+    _check_sharding(args, words=command.arguments, release=release)
     if has_mtp_on_inner_stage(args):
         raise ConfigError(
             "--pipeline-model-parallel-layout: multi-token prediction before the last stage; a plan has its "
@@ -214,6 +220,7 @@ def job_of_command(
             batching_features=batching_features(features),
             baseline_split=split.transformer_layers_per_stage,
             no_custom_schedules=refusal(arguments_in(command.arguments)),
+            release=release,
         ),
         layout=layout,
         split=split,
@@ -286,12 +293,16 @@ def _check_expert_shards(args: Namespace, layout: Layout) -> None:
         )
 
 
-def _check_sharding(args: Namespace) -> None:
+def _check_sharding(args: Namespace, *, words: Sequence[str], release: str) -> None:
     """Raises ConfigError for a strategy of Megatron-FSDP that the cost model does not know."""
-    strategy = getattr(args, STRATEGY)
-    if args.use_megatron_fsdp and strategy != SHARDS_ALL:
+    flag, strategy, note = flag_of(STRATEGY), getattr(args, STRATEGY), ""
+    if not args.use_megatron_fsdp:
+        return
+    if Version(release) < _SHARDS_BY_DEFAULT and all(name != flag for name, _ in flags_among(words)):
+        strategy, note = "no_shard", f", the default of Megatron {release}"
+    if strategy != SHARDS_ALL:
         raise ConfigError(
-            f"--data-parallel-sharding-strategy: {strategy}; must be {SHARDS_ALL} with "
+            f"{flag}: {strategy}{note}; must be {SHARDS_ALL} with "
             f"{USE_MEGATRON_FSDP.flag}: the cost model supports no other; or tune the command with "
             "`quartet tune`"
         )

@@ -22,7 +22,7 @@ from quartet_plugin.model.megatron_arguments import (
 )
 from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.model.training_job import TrainingJob
-from quartet_plugin.planner.described_rules import DEFAULT_RELEASE
+from quartet_plugin.planner.job import DEFAULT_RELEASE
 from quartet_plugin.planner.kept_axes import features_of_command
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.space.knobs.registry import settings_of

@@ -77,4 +77,5 @@ def request_of(
         settings=said.settings or (),
         batching_features=plan.made_for.batching_features or (),
         baseline_split=plan.made_for.baseline.split.transformer_layers_per_stage,
+        release=plan.made_for.framework_version,
     )

@@ -13,9 +13,6 @@ from quartet_plugin.space.layouts import stock_choice
 from quartet_plugin.space.rules import LayoutRules
 from quartet_plugin.space.runtime_refusals import REFUSED, engine_layers_refusal
 
-# The release that a plan is for where no Megatron is here and none is asked for.
-DEFAULT_RELEASE = "0.19.2"
-
 _ARGUMENTS = {"cuda_graphs": "cuda_graph_impl", "overlap_moe": "overlap_moe_expert_parallel_comm"}
 
 # Of one device, micro-batch 1.
@@ -89,7 +86,7 @@ def training_job_of(job: PlanRequest, *, layout: Layout, split: Split) -> Traini
     kinds = [each for each in (job.shape.layer_kinds, job.mtp_kinds) if each is not None]
     return TrainingJob(
         framework=MEGATRON.framework,
-        framework_version=DEFAULT_RELEASE,
+        framework_version=job.release,
         torch_version="",
         shape=job.shape,
         layout=layout,

@@ -139,6 +139,10 @@ class _JobFile(Section):
 JOB_SECTIONS = ("cluster", *_JobFile.model_fields)
 
 
+# The release that a plan is for where no Megatron is here and none is asked for.
+DEFAULT_RELEASE = "0.19.2"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """A request to plan; `shape` has its vocabulary padded for every tensor-parallel degree, from the job's
@@ -154,7 +158,8 @@ class PlanRequest:
     `logged_expert_layers` of one are those of which every pipeline rank needs one
     (`TrainingJob.logged_expert_layers`).
     `no_custom_schedules` is why none runs with the command's flags, None where some may. `packed` are the
-    documents in a study's sequences, None where nothing counted them.
+    documents in a study's sequences, None where nothing counted them. `release` is that of Megatron for
+    which the plans of a described job are made.
     """
 
     shape: ModelShape
@@ -178,6 +183,7 @@ class PlanRequest:
     baseline_split: tuple[int, ...] | None = None
     no_custom_schedules: str | None = None
     packed: PackedLengths | None = None
+    release: str = DEFAULT_RELEASE
 
     @property
     def half(self) -> HalfPrecision:

@@ -14,7 +14,7 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, Plan, Provenance, ScheduleChoice, Split
 from quartet_plugin.planner.described_job import description_of
-from quartet_plugin.planner.described_rules import DEFAULT_RELEASE, rules_of
+from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest, searched_settings
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.order_search import custom_choice
@@ -149,16 +149,15 @@ def plan_of(
     name: str,
     place: int,
     constants: Constants | None = None,
-    release: str = DEFAULT_RELEASE,
 ) -> Plan:
-    """The plan of one ranked layout, for a release of Megatron: predicted, not measured."""
+    """The plan of one ranked layout, for the job's release of Megatron: predicted, not measured."""
     machines = job.machines
     nodes = job.nodes
     slots = slots_of(nodes)
     return Plan(
         made_for=MadeFor(
             framework=MEGATRON.framework,
-            framework_version=release,
+            framework_version=job.release,
             shape=job.shape,
             global_batch_size=job.global_batch_size,
             baseline=Baseline(

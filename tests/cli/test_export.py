@@ -385,6 +385,32 @@ def test_the_script_of_a_plan_with_megatron_fsdp_unsets_what_that_refuses(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("start", "refused"),
+    [
+        (("env", "CUDA_DEVICE_MAX_CONNECTIONS=1"), "CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        (
+            ("srun", "--export=ALL,CUDA_DEVICE_MAX_CONNECTIONS=1"),
+            "--export=ALL,CUDA_DEVICE_MAX_CONNECTIONS=1",
+        ),
+        (("env", "CUDA_DEVICE_MAX_CONNECTIONS=16"), None),
+        ((), None),
+    ],
+)
+def test_a_word_that_sets_what_megatron_fsdp_refuses_is_named(
+    start: tuple[str, ...], refused: str | None
+) -> None:
+    command = (*start, "torchrun", "x.py")
+    plan = replace(NATIVE_PLAN, layout=NATIVE_PLAN.layout.with_setting("use_megatron_fsdp", True))
+    if refused is None:
+        assert native_text(plan, command=command, cwd=Path("/"))
+    else:
+        with pytest.raises(PlanError, match=f"remove {refused} from the command: Megatron refuses 1 with"):
+            native_text(plan, command=command, cwd=Path("/"))
+    # A plan without it lets the command's variable be.
+    assert native_text(NATIVE_PLAN, command=command, cwd=Path("/"))
+
+
+@pytest.mark.parametrize(
     ("plan", "command", "says"),
     [
         (PLAN, ("torchrun", "x.py"), "changes the order of the ranks"),

@@ -107,6 +107,23 @@ def test_a_plan_is_for_the_release_that_is_asked_for(tmp_path: Path) -> None:
     assert read_plan(output).made_for.framework_version == "0.18.2"
 
 
+def test_a_setting_that_the_asked_release_is_without_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, output = tmp_path / "job.yaml", tmp_path / "plan.json"
+    asked = "{tensor_parallel: 1, pipeline_parallel: 1, use_megatron_fsdp: true}"
+    text = JOB % ("H100-SXM-80GB", "")
+    job.write_text(text.replace("{tensor_parallel: auto, micro_batch_size: [1, 2]}", asked))
+    words = ["plan", str(job), "--named-only", "-o", str(output)]
+    assert main([*words, "--megatron", "0.17.1"]) == 2
+    assert "search.use_megatron_fsdp: on; " in (error := capsys.readouterr().err)
+    assert "needs Megatron 0.19" in error
+    assert not output.exists()
+    assert main([*words, "--megatron", "0.19.2"]) == 0
+    plan = read_plan(output)
+    assert (plan.made_for.framework_version, plan.layout.setting("use_megatron_fsdp")) == ("0.19.2", True)
+
+
 def test_a_plan_is_for_the_tree_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = tmp_path / "tree" / "megatron" / "core"
     core.mkdir(parents=True)

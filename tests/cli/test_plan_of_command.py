@@ -448,6 +448,11 @@ def test_multi_token_prediction_before_the_last_stage_is_tuned_there_and_on_the_
             (),
             "--data-parallel-sharding-strategy: optim; must be optim_grads_params with --use-megatron-fsdp",
         ),
+        (
+            words("--use-megatron-fsdp"),
+            ("--cluster", "H100", "--megatron", "0.17.1"),
+            "--data-parallel-sharding-strategy: no_shard, the default of Megatron 0.17.1; must be optim",
+        ),
         (words(without="--vocab-size 32768"), (), "--vocab-size before the --"),
         (words(without="--hidden-size 1024"), (), "--hidden-size: not given"),
         (words(without="--micro-batch-size 2"), (), "--micro-batch-size: not given"),

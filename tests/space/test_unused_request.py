@@ -53,6 +53,7 @@ REQUESTS: dict[str, list[Any]] = {
     "recompute_method": ["uniform", "block"],
     "recompute_num_layers": [1, 2, 7],
     "recompute_modules": [*REPEATED],
+    "use_megatron_fsdp": [True, False],
 }
 COMMAND = {
     "ddp_bucket_size": 0,
@@ -63,6 +64,7 @@ COMMAND = {
     "recompute_num_layers": 1,
     "offload_modules": "none",
     "cp_comm_type": "p2p",
+    "use_megatron_fsdp": False,
 }
 COMMAND_OF_EXPERTS = {
     **COMMAND,
@@ -186,6 +188,16 @@ def test_both_answers_are_drawn() -> None:
     answers = [unused_request(layouts_of(rules), rules=rules) for rules in map(random_rules, range(150))]
     assert None in answers
     assert len({answer.split(";")[0].split(":")[0] for answer in answers if answer is not None}) >= 6
+
+
+def test_megatron_fsdp_that_no_value_of_another_setting_allows_is_unused() -> None:
+    search = {"use_megatron_fsdp": [True], "overlap_grad_reduce": [False]}
+    rules = rules_of(search, distributed_optimizer=True)
+    answer = unused_request(layouts_of(rules), rules=rules)
+    assert answer == unused_by_product(layouts_of(rules), rules=rules)
+    assert answer == "search.use_megatron_fsdp: on; needs the command's own overlap_grad_reduce"
+    rules = rules_of({**search, "overlap_grad_reduce": [True, False]}, distributed_optimizer=True)
+    assert unused_request(layouts_of(rules), rules=rules) is None
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ STRATEGY = "data_parallel_sharding_strategy"
 SHARDS_ALL = "optim_grads_params"
 # The format of checkpoints that Megatron asserts with the switch, and refuses without it.
 _CHECKPOINT_FORMAT = "fsdp_dtensor"
-# The first release whose flags say the precision in which gradients are summed.
+# The release whose rules were read; older ones were not tried.
 _LEAST = Version("0.19")
 # Features beside which the command's value is kept: Megatron refuses them together (training/arguments.py:
 # PyTorch's FSDP, hybrid context parallelism, other optimizers), they hold parameters, state or buffers in a
@@ -112,7 +112,7 @@ def _kept(rules: KnobRules) -> str | None:
     if job.precision != "bf16":
         return f"not tried in {job.precision}"
     if Version(job.framework_version) < _LEAST:
-        return f"needs Megatron {_LEAST}, whose flags say the precision of its gradients"
+        return f"needs Megatron {_LEAST}; older releases were not tried"
     return next((name for name in BOUND if name in job.features), None)
 
 
@@ -129,7 +129,8 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return "needs distributed_optimizer"
     if rules.search.requested(TENSOR_PARTITION.name) != (STOCK,):
         return f"not beside a search of {TENSOR_PARTITION.name}"
-    other = next((knob.name for knob in _BESIDE if layout.setting(knob.name) is not None), None)
+    names = (knob.name for knob in _BESIDE)
+    other = next((name for name in names if context.setting(name) != rules.job.setting(name)), None)
     return None if other is None else f"needs the command's own {other}"
 
 

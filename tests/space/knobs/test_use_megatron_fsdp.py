@@ -55,7 +55,7 @@ def test_plans_turn_a_commands_off_and_keep_its_stages() -> None:
         ({"layer_impl": "local"}, "it gathers on streams of a GPU; needs --transformer-impl"),
         ({"precision": "fp32"}, "not tried in fp32"),
         ({"precision": "fp16"}, "not tried in fp16"),
-        ({"framework_version": "0.18.2"}, "needs Megatron 0.19"),
+        ({"framework_version": "0.18.2"}, "needs Megatron 0.19; older releases were not tried"),
         ({"command": None}, "the command did not report --data-parallel-sharding-strategy optim_"),
         *(({"features": (name,)}, name) for name in BOUND),
     ],
