@@ -31,6 +31,7 @@ from quartet_plugin.model.megatron_arguments import (
     split_of,
 )
 from quartet_plugin.model.plan import STOCK, ScheduleChoice, Split
+from quartet_plugin.model.releases import release_of
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.job import DEFAULT_RELEASE, PlanRequest, parse_job, searched_settings
@@ -298,7 +299,7 @@ def _check_sharding(args: Namespace, *, words: Sequence[str], release: str) -> N
     flag, strategy, note = flag_of(STRATEGY), getattr(args, STRATEGY), ""
     if not args.use_megatron_fsdp:
         return
-    if Version(release) < _SHARDS_BY_DEFAULT and all(name != flag for name, _ in flags_among(words)):
+    if release_of(release) < _SHARDS_BY_DEFAULT and all(name != flag for name, _ in flags_among(words)):
         strategy, note = "no_shard", f", the default of Megatron {release}"
     if strategy != SHARDS_ALL:
         raise ConfigError(

@@ -6,6 +6,7 @@ from packaging.version import Version
 
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.releases import release_of
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, SettingKnob, Value, kept_fault, off_and_on
 from quartet_plugin.space.knobs.token_dispatcher import ALLGATHER, TOKEN_DISPATCHER, refuses_shared_overlap
@@ -92,7 +93,7 @@ def _fault_beside_microbatch(value: Value, context: KnobContext) -> str | None:
     if (
         layout.pipeline_parallel == 1
         and job.mtp_layers
-        and Version(job.framework_version) < _MTP_ON_ONE_STAGE
+        and release_of(job.framework_version) < _MTP_ON_ONE_STAGE
     ):
         return f"with multi-token prediction needs PP above 1 before Megatron {_MTP_ON_ONE_STAGE}"
     if context.is_custom:

@@ -10,6 +10,7 @@ from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.megatron_arguments import FLEX_BACKENDS, flex_backend_of
 from quartet_plugin.model.plan import STOCK
+from quartet_plugin.model.releases import release_of
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LiveJob, SettingKnob, Value, kept_fault
 
@@ -90,7 +91,7 @@ def may_keep_flex(rules: KnobRules) -> bool:
 
 def refuses_shared_overlap(value: Value | None, rules: KnobRules) -> bool:
     """Whether a dispatcher runs without the shared expert's overlap: flex before a release of Megatron."""
-    return is_flex(value, rules) and Version(rules.job.framework_version) < _SHARED_BESIDE_FLEX
+    return is_flex(value, rules) and release_of(rules.job.framework_version) < _SHARED_BESIDE_FLEX
 
 
 def lacks_peers(context: KnobContext) -> bool:

@@ -9,6 +9,7 @@ from packaging.version import Version
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import STOCK
+from quartet_plugin.model.releases import release_of
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.cuda_graph_modules import CUDA_GRAPH_MODULES
 from quartet_plugin.space.knobs.ddp_bucket_size import DDP_BUCKET_SIZE
@@ -111,7 +112,7 @@ def _kept(rules: KnobRules) -> str | None:
         return f"the command did not report --data-parallel-sharding-strategy {SHARDS_ALL}"
     if job.precision != "bf16":
         return f"not tried in {job.precision}"
-    if Version(job.framework_version) < _LEAST:
+    if release_of(job.framework_version) < _LEAST:
         return f"needs Megatron {_LEAST}; older releases were not tried"
     return next((name for name in BOUND if name in job.features), None)
 
