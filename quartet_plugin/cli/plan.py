@@ -170,6 +170,8 @@ def plan_command(
             release=_release(megatron, words),
         )
         request = user.request
+    if time_limit is not None:
+        _check_searched(request, time_limit)
     if price is not None and request.cost.tokens is None:
         raise UsageError("--price: the cost of a job needs its length; add --tokens N")
     constants = constants_of(calibration)
@@ -202,6 +204,17 @@ def plan_command(
         as_json=as_json,
         constants=constants,
     )
+
+
+def _check_searched(request: "PlanRequest", time_limit_s: float) -> None:
+    """Raises UsageError for a job that no order is searched for: a time limit limits nothing."""
+    from quartet_plugin.planner.table_schedules import is_searched
+
+    if not is_searched(request):
+        raise UsageError(
+            f"--time-limit {time_limit_s:g}: limits the searches of orders; search.schedule has no searched: "
+            "add it, or leave out the option"
+        )
 
 
 def _show_ranking(

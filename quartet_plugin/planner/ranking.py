@@ -40,6 +40,7 @@ from quartet_plugin.planner.assignment_search import (
     assign,
 )
 from quartet_plugin.planner.bounds import LowerBounds, bounds_of
+from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.fitting_bounds import fitting_bounds, mean_rank_seconds
 from quartet_plugin.planner.fitting_split import fitting_split
 from quartet_plugin.planner.job import PlanRequest
@@ -58,7 +59,8 @@ from quartet_plugin.planner.no_layout import no_layout_words
 from quartet_plugin.planner.table_schedules import placement_of
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.space.expert_stages import fault_of_split
-from quartet_plugin.space.knobs.mtp_stage import BEFORE_LAST, LAST
+from quartet_plugin.space.knobs.mtp_stage import BEFORE_LAST, LAST, MTP_STAGE
+from quartet_plugin.space.layouts import unused_mtp_stage
 
 # Layouts of a cluster whose mappings are solved with more effort than for ranking.
 REFINED = 4
@@ -227,6 +229,7 @@ def rank(
     total = sum(len(layouts.table) for layouts in layouts_by_shape)
     if not total:
         raise InfeasibleError(no_layout_words(job))
+    _check_mtp_stages(job, layouts_by_shape)
     solvers: dict[str, AssignmentSolver] = {}
     if job.cluster is not None:
         topology = job.topology(used)
@@ -290,6 +293,20 @@ def rank(
 def _jobs_of(job: PlanRequest) -> list[PlanRequest]:
     """The request for each stage that multi-token prediction may have: their layouts have other bounds."""
     return [job.of_mtp_stage(stage) for stage in job.mtp_stages]
+
+
+def _check_mtp_stages(job: PlanRequest, layouts_by_shape: Iterable[_ShapeLayouts]) -> None:
+    """Raises InfeasibleError for a requested stage of multi-token prediction that no layout has."""
+    num_rows = dict.fromkeys(job.mtp_stages, 0)
+    for layouts in layouts_by_shape:
+        num_rows[layouts.job.mtp_stages[0]] += len(layouts.table)
+    if job.search.mtp_stage is None or 0 not in num_rows.values():
+        return
+    tables = {layouts.shape: layouts.table for layouts in layouts_by_shape if len(layouts.table)}
+    each = {shape: (table.layout(row) for row in range(len(table))) for shape, table in tables.items()}
+    unused = next(stage for stage, num in num_rows.items() if not num)
+    words = unused_mtp_stage(each, rules=rules_of(job)) if unused == BEFORE_LAST else None
+    raise InfeasibleError(words or f"search.{MTP_STAGE.name}: {unused}; no layout of the job has it")
 
 
 def best_plans(

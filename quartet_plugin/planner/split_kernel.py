@@ -56,7 +56,8 @@ def step_s(counts: IntArray, placement: IntArray, num_ranks: int, step: StepLine
             layers[kind, placement[stage]] += counts[kind, stage]
     held[placement[0]] += step.first
     held[placement[-1]] += step.last
-    held[placement[-2]] += step.mtp
+    if step.mtp:
+        held[placement[-2]] += step.mtp
     fullest = held.argmax()
     seconds = step.fixed_s + step.per_layer_s * held[fullest]
     for kind in range(len(counts)):

@@ -26,6 +26,7 @@ from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
 from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
 from quartet_plugin.space.knobs.knob import LayoutKnob
 from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
+from quartet_plugin.space.knobs.mtp_stage import MTP_STAGE, mtp_stage_of
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
 from quartet_plugin.space.plan_label import plan_label, split_words
@@ -82,6 +83,9 @@ def changes(plan: Plan) -> tuple[Change, ...]:
             if knob.is_of(made_for.framework)
         ),
         Change("split", baseline.split.label, plan.split.label, "A"),
+        Change(
+            MTP_STAGE.label, mtp_stage_of(baseline.split), mtp_stage_of(plan.split), MTP_STAGE.change_class
+        ),
         Change("schedule", baseline.schedule.label, plan.schedule.label, "A"),
         Change("mapping", STOCK, plan.mapping.label, "A"),
     )

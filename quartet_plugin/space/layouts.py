@@ -9,7 +9,7 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import STOCK, ScheduleChoice, stock_schedule
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
-from quartet_plugin.space.config import CUSTOM_NAMES, SearchConfig
+from quartet_plugin.space.config import CUSTOM_NAMES, STOCK_NAMES, SearchConfig
 from quartet_plugin.space.expert_stages import fault_of_split
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
@@ -399,16 +399,30 @@ def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: Lay
         if not any(able.values()):
             able = _with_free(knob, layouts, rules)
         return f"{name}; {_first_fault(knob, wanted[0], _contexts(knob, able, rules=rules))}"
-    return _unused_group(layouts, rules=rules) or _unused_mtp_stage(layouts, rules=rules)
+    return _unused_group(layouts, rules=rules) or unused_mtp_stage(layouts, rules=rules)
 
 
-def _unused_mtp_stage(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: LayoutRules) -> str | None:
+def unused_mtp_stage(layouts: Mapping[ModelShape, Iterable[Layout]], *, rules: LayoutRules) -> str | None:
     """That no layout has multi-token prediction before the last stage where that is requested; else None."""
     asked = rules.search.requested(MTP_STAGE.name) or ()
     if BEFORE_LAST not in asked or MTP_STAGE.axis in rules.locked:
         return None
-    faults = [fault_of_before_last(layout, rules) for kept in layouts.values() for layout in kept]
-    return None if None in faults else f"search.{MTP_STAGE.name}: {BEFORE_LAST}; {faults[0]}"
+    faults: list[str] = []
+    for shape, kept in layouts.items():
+        for layout in kept:
+            fault = _fault_of_before_last(layout, shape=shape, rules=rules)
+            if fault is None:
+                return None
+            faults.append(fault)
+    return f"search.{MTP_STAGE.name}: {BEFORE_LAST}; {faults[0]}"
+
+
+def _fault_of_before_last(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> str | None:
+    """Why no plan of the layout has multi-token prediction before the last stage; None where one may."""
+    fault = fault_of_before_last(layout, rules)
+    if fault is None and not set(STOCK_NAMES).intersection(schedules_of(layout, shape=shape, rules=rules)):
+        return "needs a schedule of the framework"
+    return fault
 
 
 def _is_offered(

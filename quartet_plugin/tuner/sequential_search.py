@@ -123,7 +123,10 @@ class SequentialSearch:
             # A stop does not wait for the end of a search of orders.
             with stopped_by(self.context.check_stop):
                 scored = self.proposer.prepare(self.study, trials, is_known=is_known, pending=list(pending))
-        proposal = self.predict(self.study.ask(), trials)
+        with stopped_by(self.context.check_stop):
+            # The study keeps a trial that a stop ends here as one that runs: a resumed run goes on with it.
+            asked = self.study.ask()
+        proposal = self.predict(asked, trials)
         by_model: dict[str, object] = {}
         if scored is not None and self.proposer is not None:
             prediction = scored.prediction

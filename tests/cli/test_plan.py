@@ -174,6 +174,19 @@ def test_a_time_limit_that_limits_nothing_is_refused(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("schedule", ["stock", "[1f1b, zb-h1]"])
+def test_a_time_limit_of_a_job_without_searched_orders_is_refused(
+    schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Path(write_job(tmp_path))
+    text = job.read_text(encoding="utf-8").replace("search: {", f"search: {{schedule: {schedule}, ")
+    job.write_text(text, encoding="utf-8")
+    assert main(["plan", str(job), "--time-limit", "5"]) == 2
+    error = capsys.readouterr().err
+    assert "--time-limit 5: limits the searches of orders; search.schedule has no searched" in error
+    assert main(["plan", str(job)]) == 0
+
+
 def test_exhaustive_writes_the_same_plan(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     assert main(["plan", job, "-o", str(tmp_path / "a.json")]) == 0

@@ -3,14 +3,18 @@
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from quartet_plugin.calibration.constants_fit import read_calibration
+from quartet_plugin.calibration.constants_fit import read_calibration, seconds_of
+from quartet_plugin.calibration.observations import Direction, Quantity
 from quartet_plugin.calibration.profile import Profile
+from quartet_plugin.cli.calibrate import of_profile
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.profile import simulated_rank_of
+from quartet_plugin.cost.constants import NEUTRAL
 from quartet_plugin.errors import UsageError
 from quartet_plugin.model.cluster import parse_cluster, write_cluster
 from quartet_plugin.model.schema import read_record
@@ -103,8 +107,17 @@ def test_a_hybrid_model_is_profiled_by_its_letters_and_calibrates(
     words = ["calibrate", "--cluster", str(cluster), "--profile", str(profile), "-o", str(calibration)]
     assert main(words) == 0, capsys.readouterr().err
     terms = {term.name: term for term in read_calibration(calibration).terms}
-    assert terms["scan"].num_measurements >= 2
     assert terms["scan"].learned > 0
+    slower = replace(NEUTRAL, scan=2.0)
+    measured = of_profile(profile, cluster=cluster)
+    of_scan = [each for each in measured if seconds_of(each, slower) > seconds_of(each, NEUTRAL)]
+    # The gradients of weights have no scan; no other layer has one.
+    assert [(each.quantity, each.direction) for each in of_scan] == [
+        (Quantity.LAYER, Direction.FORWARD),
+        (Quantity.LAYER, Direction.BACKWARD),
+        (Quantity.LAYER, Direction.INPUT_GRAD),
+        (Quantity.ITERATION, None),
+    ]
 
 
 def test_a_rank_of_a_large_job_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

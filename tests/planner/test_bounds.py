@@ -12,6 +12,7 @@ from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.memory import Memory, peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import Software, TrainingRun
+from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.model.shape import LayerKinds
 from quartet_plugin.planner import ranking
 from quartet_plugin.planner.bounds import bounds_of
@@ -128,6 +129,25 @@ def test_pruning_keeps_the_optimum_of_both_stages_of_multi_token_prediction(seed
         for stage in ("last", "before_last")
     ]
     assert every[0].iteration_s == min(row.iteration_s for row in alone)
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (
+            {"pipeline_parallel": 2, "virtual_stages": 2},
+            "needs more than two pipeline ranks with virtual stages",
+        ),
+        ({"schedule": ["zb-h1"]}, "needs a schedule of the framework"),
+    ],
+)
+def test_a_requested_stage_that_no_layout_has_is_refused(words: dict[str, Any], fault: str) -> None:
+    model = {"mtp_layers": 1, "tied_embeddings": False, "position_embedding": "rope"}
+    search: dict[str, Any] = {"mtp_stage": ["last", "before_last"], "micro_batch_size": 1, **words}
+    job = parse_job(job_data(model=model, search=search), where="job")
+    with pytest.raises(InfeasibleError, match=rf"^search\.mtp_stage: before_last; {fault}$"):
+        rank(job)
+    assert rank(replace(job, search=job.search.model_copy(update={"mtp_stage": None}))).best
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.model.layout import Setting
-from quartet_plugin.model.plan import ScheduleChoice
+from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.plan_axes import plan_axes
 from tests.model.plans import LAYOUT, PLAN, plan_with
 from tests.space.jobs import make_job, make_nodes
@@ -57,6 +57,16 @@ def test_the_schedule_is_named_apart_from_its_group() -> None:
     split = replace(PLAN.split, transformer_layers_per_stage=(2, 2, 2, 2))
     made = plan_with(layout=layout, split=split, schedule=ScheduleChoice(name="interleaved", group=4))
     assert (plan_axes(made)["schedule"], plan_axes(made)["group"]) == ("interleaved", 4)
+
+
+def test_the_stage_of_multi_token_prediction_is_an_axis_where_a_pipeline_has_it() -> None:
+    last = replace(PLAN, made_for=replace(PLAN.made_for, mtp_layers=1))
+    before = replace(last, split=Split.of((8, 0), is_mtp_before_last=True))
+    assert plan_axes(last) == plan_axes(PLAN) | {"mtp_stage": "last"}
+    assert plan_axes(before) == plan_axes(PLAN) | {"mtp_stage": "before_last", "split": "8+0"}
+    whole = ScheduleChoice(name="no-pipelining")
+    layout = replace(LAYOUT, pipeline_parallel=1, data_parallel=2)
+    assert plan_axes(replace(last, layout=layout, split=Split.of((8,)), schedule=whole)).keys() == NAMES
 
 
 def test_a_changed_setting_stands_under_the_name_of_its_knob() -> None:

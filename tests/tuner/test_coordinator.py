@@ -19,6 +19,8 @@ from quartet_plugin.model.history import DriftMeasurement
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.schedule.search.effort import stop_check
+from quartet_plugin.space.plan_space import Space
+from quartet_plugin.study.trial_params import TrialParams
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.drift import chance_limit
 from quartet_plugin.tuner.finalists import order_of_round
@@ -462,6 +464,32 @@ def test_stopping_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
     assert outcomes(tune(resume(tmp_path / "r"), machine, observer=seen)) == outcomes(expected)
     for number in range(1, 5):  # what was measured before is shown again
         assert sum(line.startswith(f"trial {number}: ") and "tokens/s" in line for line in seen.messages) == 1
+
+
+def test_a_stop_does_not_wait_for_the_orders_of_the_studys_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"study": {"trials": 6}}
+    expected = tune(begin(tmp_path / "whole" / "r", **config), FakeMachine())
+    stops: list[bool] = []
+    decode = Space.decode
+
+    def decode_third(space: Space, source: Any, *, trial: int) -> Plan:
+        if isinstance(source, TrialParams) and trial == 3:
+            space._layout(source, space._shape(source))  # the study has these choices
+            stops.append(True)
+            stop_check()()  # as a search of orders does between its tasks
+            raise AssertionError("the search of orders went on")
+        return decode(space, source, trial=trial)
+
+    machine = FakeMachine()
+    monkeypatch.setattr(Space, "decode", decode_third)
+    with pytest.raises(InterruptedByUserError, match="--resume"):
+        tune(begin(tmp_path / "r", **config), machine, should_stop=lambda: bool(stops))
+    monkeypatch.setattr(Space, "decode", decode)
+    result = tune(resume(tmp_path / "r"), machine)
+    assert outcomes(result) == outcomes(expected)
+    assert [trial.number for trial in result.trials] == list(range(len(result.trials)))
 
 
 def test_a_stop_does_not_wait_for_the_end_of_a_proposal(

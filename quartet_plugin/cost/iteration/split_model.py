@@ -333,7 +333,8 @@ class SplitModel:
             stages += counts * weights
         stages[:, 0] += self._weights_of_layers.first
         stages[:, -1] += self._weights_of_layers.last
-        stages[:, -2] += self._weights_of_layers.mtp
+        if self._run.is_mtp_before_last:
+            stages[:, -2] += self._weights_of_layers.mtp
         held = np.zeros((len(splits), self._plan.layout.pipeline_parallel))
         for stage, rank in enumerate(self._raw.placement.tolist()):
             held[:, rank] += stages[:, stage]

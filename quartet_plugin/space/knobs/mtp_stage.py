@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.expert_overlap import EXPERT_OVERLAP
 from quartet_plugin.space.knobs.knob import KnobRules, PlanKnob
@@ -17,7 +17,12 @@ BEFORE_LAST_FEATURE = "mtp_before_last"
 def _stage_of(plan: Plan) -> str | None:
     if plan.made_for.mtp_layers is None or plan.layout.num_stages == 1:
         return None
-    return BEFORE_LAST if plan.split.mtp_before_last else LAST
+    return mtp_stage_of(plan.split)
+
+
+def mtp_stage_of(split: Split) -> str:
+    """The stage of multi-token prediction under a split, where the model has it."""
+    return BEFORE_LAST if split.mtp_before_last else LAST
 
 
 MTP_STAGE = PlanKnob(

@@ -10,7 +10,7 @@ import pytest
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.shape import LayerKinds
-from quartet_plugin.report.tables import plan_lines
+from quartet_plugin.report.tables import Change, changes, plan_lines
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knob_table import KnobRow, knob_rows
 from quartet_plugin.space.knobs.mtp_stage import BEFORE_LAST, LAST, MTP_STAGE, fault_of_before_last
@@ -204,6 +204,40 @@ def test_a_kept_split_keeps_the_stage() -> None:
     assert f"{words} before the last one, head last" in plan_lines(space.baseline)
     last = space_of("mtp_tied_head", split=None, mtp_stage=["last", "before_last"])
     assert stages_in(plans_of(last)) == {LAST}
+
+
+def test_a_plan_that_moves_only_the_mtp_stage_has_a_change() -> None:
+    space = space_of(split=None, mtp_stage=["last", "before_last"])
+    split = Split.of((3, 3, 2, 0))
+    baseline = replace(space.baseline.made_for.baseline, split=split)
+    made_for = replace(space.baseline.made_for, mtp_layers=1, baseline=baseline)
+    last = replace(space.baseline, made_for=made_for, split=split)
+    assert changes(last) == ()
+    assert changes(replace(last, split=Split.of((3, 3, 2, 0), is_mtp_before_last=True))) == (
+        Change(part="MTP", before="last", after="before_last", change_class="A"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ({"schedule": ["zb-h1"]}, "needs a schedule of the framework"),
+        (
+            {"pipeline_parallel": 2, "virtual_stages": 2},
+            "needs more than two pipeline ranks with virtual stages",
+        ),
+        ({"schedule": ["zb-h1", "1f1b"]}, None),
+    ],
+)
+def test_an_mtp_stage_that_no_layout_can_have_is_refused(words: dict[str, Any], fault: str | None) -> None:
+    if fault is None:
+        assert stages_in(plans_of(space_of(split=None, mtp_stage=["last", "before_last"], **words))) == {
+            LAST,
+            BEFORE_LAST,
+        }
+        return
+    with pytest.raises(ConfigError, match=rf"^search\.mtp_stage: before_last; {fault}$"):
+        space_of(split=None, mtp_stage=["last", "before_last"], **words)
 
 
 def test_with_dense_layers_the_mtp_stage_needs_one() -> None:
