@@ -207,13 +207,13 @@ def plan_command(
 
 
 def _check_searched(request: "PlanRequest", time_limit_s: float) -> None:
-    """Raises UsageError for a job that no order is searched for: a time limit limits nothing."""
+    """Raises UsageError for a job without schedule searches: a time limit limits nothing."""
     from quartet_plugin.planner.table_schedules import is_searched
 
     if not is_searched(request):
         raise UsageError(
-            f"--time-limit {time_limit_s:g}: limits the searches of orders; search.schedule has no searched: "
-            "add it, or leave out the option"
+            f"--time-limit {time_limit_s:g}: limits schedule searches; search.schedule has no searched: add it, "
+            "or omit --time-limit"
         )
 
 

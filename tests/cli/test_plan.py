@@ -183,7 +183,7 @@ def test_a_time_limit_of_a_job_without_searched_orders_is_refused(
     job.write_text(text, encoding="utf-8")
     assert main(["plan", str(job), "--time-limit", "5"]) == 2
     error = capsys.readouterr().err
-    assert "--time-limit 5: limits the searches of orders; search.schedule has no searched" in error
+    assert "--time-limit 5: limits schedule searches; search.schedule has no searched" in error
     assert main(["plan", str(job)]) == 0
 
 
