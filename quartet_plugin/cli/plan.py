@@ -212,8 +212,8 @@ def _check_searched(request: "PlanRequest", time_limit_s: float) -> None:
 
     if not is_searched(request):
         raise UsageError(
-            f"--time-limit {time_limit_s:g}: limits schedule searches; search.schedule has no searched: add it, "
-            "or omit --time-limit"
+            f"--time-limit {time_limit_s:g}: limits schedule searches; search.schedule has no searched: "
+            "add it, or omit --time-limit"
         )
 
 
