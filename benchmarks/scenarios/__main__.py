@@ -57,9 +57,11 @@ from benchmarks.scenarios.result_files import (
 from benchmarks.scenarios.table import DEFAULT, table_lines
 from benchmarks.scenarios.turns import Launch, measured_in_turns
 from quartet_plugin.cli.runs import read_whole
+from quartet_plugin.model.canonical import digest
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
 from quartet_plugin.model.plan import Plan, read_plan
+from quartet_plugin.model.schema import dump
 from tests.launchers.linked_hosts import LinkedHosts, linked_hosts
 
 WARMUP, MEASURE = 2, 6
@@ -233,7 +235,7 @@ def measure_in_turns(options: argparse.Namespace, hosts: LinkedHosts | None) -> 
         raise SystemExit(f"{name}: no search has a result file yet; see `run`")
     if scenario.memory_limit_bytes is None:
         sides[DEFAULT] = None
-    plans = {_key(plan): plan for plan in sides.values()}
+    plans = {job_key(plan): plan for plan in sides.values()}
     reference = next(iter(plans))  # ours, the first by name
     groups = launch_groups(list(plans), reference=reference, num_processes=scenario.num_processes)
     rounds = []
@@ -256,7 +258,7 @@ def measure_in_turns(options: argparse.Namespace, hosts: LinkedHosts | None) -> 
                 {key: _flops(plans[key]) / seconds for key, seconds in group.items()} for group in found
             ]
             values = joined_round(speeds, reference=reference)
-            rounds.append({side: values[_key(plan)] for side, plan in sides.items()})
+            rounds.append({side: values[job_key(plan)] for side, plan in sides.items()})
     return TurnRounds(
         scenario=name,
         commit=commit_of(ROOT),
@@ -290,8 +292,12 @@ def _plan_of(run: SearchRun) -> Plan | None:
         return read_plan(path)
 
 
-def _key(plan: Plan | None) -> str:
-    return "default" if plan is None else plan.key
+def job_key(plan: Plan | None) -> str:
+    """A text that is equal for plans that train alike under one command, whatever is known of its nodes."""
+    if plan is None:
+        return DEFAULT
+    about = ("made_for", "provenance", "prediction", "measurement")
+    return digest({name: value for name, value in dump(plan).items() if name not in about})
 
 
 def _flops(plan: Plan | None) -> float:

@@ -2,12 +2,13 @@
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.scenarios import result_files
-from benchmarks.scenarios.__main__ import joined_round, launch_groups, trial_of
+from benchmarks.scenarios.__main__ import job_key, joined_round, launch_groups, trial_of
 from benchmarks.scenarios.catalogue import COUNT_FLAGS, SCENARIOS, Scenario
 from benchmarks.scenarios.result_files import (
     SearchRun,
@@ -23,6 +24,7 @@ from quartet_plugin.model.history import TrialRow
 from quartet_plugin.model.measurement import Interval
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.tuner.config import parse_config
+from tests.model.plans import plan_with
 
 NAME, OTHER = "a-heavy-head", "c-slow-link"
 BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
@@ -254,6 +256,19 @@ def test_sides_that_memory_does_not_hold_at_once_meet_the_winner_in_groups() -> 
     assert joined == pytest.approx(
         {"ours": 1.0, "default": 0.5, "stock-0": 2 / 3, "stock-1": 2 / 3, "stock-2": 1 / 3}
     )
+
+
+def test_sides_whose_plans_train_alike_are_one_job() -> None:
+    """A later search may know more of the nodes: the plan is the same one."""
+    plan = plan_with()
+    (node, *others) = plan.made_for.nodes
+    later = replace(node, network_namespaces=((0,), (1,)))
+    known = replace(plan, made_for=replace(plan.made_for, nodes=(later, *others)))
+    assert known.key != plan.key
+    assert job_key(known) == job_key(plan)
+    micro_batch = replace(plan.layout, micro_batch_size=2 * plan.layout.micro_batch_size)
+    assert job_key(replace(plan, layout=micro_batch)) != job_key(plan)
+    assert job_key(None) == "default"
 
 
 def test_an_axis_that_there_is_not_is_refused() -> None:
