@@ -25,12 +25,14 @@ SEARCH_FILES = (
 )
 # A commit, and a later one that counts as having the same search although these files differ:
 SAME_SEARCHES = {
-    # The stock searches of the rows are of the first three commits, the plugin's searches and all launches of
-    # the last. No commit between them changed what plain TPE may choose for these jobs, nor the final rounds
-    # of plans that the framework's own runtime executes.
-    "3fda55926859": "b3671774df68",
-    "e42a71ebee38": "b3671774df68",
-    "921cbc236fe0": "b3671774df68",
+    # The stock searches of the rows are of the first three commits. The plugin's searches and launches of the
+    # fourth are those of all rows but c-slow-link and j-experts-slow-link, whose ranks are in several network
+    # namespaces: these are of the last. No commit between them changed what plain TPE may choose for these
+    # jobs, nor what the plugin's search proposes where namespaces are hosts.
+    "3fda55926859": "19ac5ba5a634",
+    "e42a71ebee38": "19ac5ba5a634",
+    "921cbc236fe0": "19ac5ba5a634",
+    "b3671774df68": "19ac5ba5a634",
 }
 TURNS = "turns.json"
 CHANGED = " with changes"
