@@ -48,7 +48,10 @@ def expert_pipelines_fault(layout: Layout, rules: KnobRules) -> str | None:
     In that order the next rank of a pipeline is TP x CP ranks away, that of the experts' EP x ETP; Megatron
     asserts that both are the same pipelines (megatron/core/parallel_state.py, initialize_model_parallel).
     """
-    return _fault_of_order(layout, rules, shares=_shares_of_plans(rules))
+    shares = _shares_of_plans(rules)
+    if layout.tensor_parallel > 1:
+        shares = {share for share in shares if _fault_of_share(share, layout, rules) is None}
+    return _fault_of_order(layout, rules, shares=shares)
 
 
 def _fault_of_order(layout: Layout, rules: KnobRules, *, shares: Iterable[Value]) -> str | None:
@@ -97,14 +100,20 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     layout, command = context.layout, context.rules.job.setting(NAME)
     if kept := kept_fault(value, command or AS_LAYERS, _kept(context.rules)):
         return kept
-    if value == WHOLE and layout.expert_parallel == 1 and may_keep_flex(context.rules):
+    fault = _fault_of_share(value, layout, context.rules)
+    return fault or _fault_of_order(layout, context.rules, shares=(value,))
+
+
+def _fault_of_share(value: Value, layout: Layout, rules: KnobRules) -> str | None:
+    """The rule that a value breaks in a tensor-parallel layout in any order of ranks; None for none."""
+    if value == WHOLE and layout.expert_parallel == 1 and may_keep_flex(rules):
         return "must be 0: the flex dispatcher needs devices to exchange tokens with, and EP is 1"
-    if value == AS_LAYERS and BIASED in context.rules.job.features:
+    if value == AS_LAYERS and BIASED in rules.job.features:
         return f"must be 1: {BIASES_FAULT}"
     if value == AS_LAYERS and layout.needs_whole_experts:
         copies = layout.data_parallel * layout.context_parallel
         return f"must be 1: EP {layout.expert_parallel} does not divide DP x CP ({copies})"
-    return _fault_of_order(layout, context.rules, shares=(value,))
+    return None
 
 
 def _kept(rules: KnobRules) -> str | None:

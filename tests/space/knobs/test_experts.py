@@ -242,6 +242,16 @@ def test_experts_have_the_pipelines_of_the_layers_in_the_order_tp_pp_dp(search: 
     assert {layout.expert_parallel for layout in made if layout.pipeline_parallel == 1} > {1, 2}
 
 
+def test_experts_with_biases_are_whole_in_the_order_tp_pp_dp() -> None:
+    """Each rule alone leaves an ETP to TP 2 with PP 2 and EP 1; both together leave none."""
+    made = layouts(space_of(features=("tp_pp_dp_order", "moe_linear_bias")))
+    spread = [layout for layout in made if layout.pipeline_parallel > 1 and layout.tensor_parallel > 1]
+    assert spread
+    for layout in spread:
+        assert layout.setting("expert_tensor_parallel") in (1, None)
+        assert layout.expert_parallel == layout.tensor_parallel * layout.context_parallel
+
+
 def test_a_dense_model_that_shares_sequences_has_one_stage_in_the_order_tp_pp_dp() -> None:
     shared: dict[str, Any] = {"experts": None, "data_parallel": 2, "context_parallel": 2}
     assert {layout.pipeline_parallel for layout in layouts(space_of(**shared))} == {1, 2}
