@@ -1,10 +1,13 @@
 """One enumeration: a study of a described job begins with the plans of `quartet plan`, in the same order."""
 
+from dataclasses import replace
+
 import optuna
 import pytest
 
 from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.mapping.orders import first_equal, slots_of
+from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.planner.described_space import space_of
 from quartet_plugin.planner.job import PlanRequest
@@ -17,10 +20,18 @@ from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.plan_sampler import PlanSampler, suggest_plan
 from tests.planner.planning import random_job
 
-# Jobs of the property, and those of them that are tried each time: two have unequal devices, the last has
-# custom orders on two stages with splits that no end loads make together with the order.
-NUM_JOBS, SAMPLED = 200, (0, 2, 5, 8, 18, 106)
+# Jobs of the property, and those of them that are tried each time: two have unequal devices, one has custom
+# orders on two stages with splits that no end loads make together with the order, the last has plans of one
+# copy beside a baseline whose optimizer is sharded.
+NUM_JOBS, SAMPLED = 200, (0, 2, 5, 8, 18, 106, 130)
 TOP = 20
+
+
+# With one copy of the model an optimizer that is sharded is as one that is not: a study has the baseline's
+# value, a table none.
+def effective_layout(layout: Layout) -> Layout:
+    has_copies = layout.data_parallel * layout.context_parallel > 1
+    return replace(layout, distributed_optimizer=layout.distributed_optimizer and has_copies)
 
 
 # Orders of ranks that only exchange replicas, or ranks of a TP group, are one order.
@@ -29,7 +40,7 @@ def parts_of_plan(plan: Plan) -> tuple[object, ...]:
     name = plan.schedule.name if custom is None else custom.named
     counts = plan.split.transformer_layers_per_stage
     order = first_equal(plan.mapping.slots, layout=plan.layout)
-    return plan.shape, plan.layout, name, plan.schedule.group, counts, order
+    return plan.shape, effective_layout(plan.layout), name, plan.schedule.group, counts, order
 
 
 def parts_of_ranked(job: PlanRequest, ranked: Ranked) -> tuple[object, ...]:
@@ -37,7 +48,7 @@ def parts_of_ranked(job: PlanRequest, ranked: Ranked) -> tuple[object, ...]:
     order = slots if ranked.slots is None else tuple(slots[slot] for slot in ranked.slots)
     name = TABLE_SCHEDULES[KINDS.index(ranked.schedule)]
     order = first_equal(order, layout=ranked.layout)
-    return ranked.shape, ranked.layout, name, ranked.group, ranked.split, order
+    return ranked.shape, effective_layout(ranked.layout), name, ranked.group, ranked.split, order
 
 
 def first_proposals(space: Space, job: PlanRequest, num: int) -> list[Plan]:
