@@ -36,7 +36,7 @@ UNPRICED = {
     "mtp_on_inner_stage": "it predicts further tokens where the cost model does not have them",
     "emerging_optimizer": "the state and the step of its optimizer are not those of Adam",
 }
-# The fix for a report that lacks what a price needs.
+# The fix for a report that lacks what a prediction needs.
 _FIX = "measure again with this release, or calibrate with other jobs"
 
 

@@ -156,10 +156,9 @@ def plan_command(
     user: CommandJob | None = None
     if vocab_size is not None and words is None:
         raise UsageError("--vocab-size: works only with a command; a JOB.yaml has vocab_size")
+    release = _release(megatron, words)
     if words is None:
-        request = replace(
-            _request(job, sections, counts=counts, devices=library), release=_release(megatron, words)
-        )
+        request = replace(_request(job, sections, counts=counts, devices=library), release=release)
     else:
         user = _command_job(
             words,
@@ -167,7 +166,7 @@ def plan_command(
             vocab_size=vocab_size,
             devices=library,
             job=job,
-            release=_release(megatron, words),
+            release=release,
         )
         request = user.request
     if time_limit is not None:

@@ -199,8 +199,8 @@ def _ring_of_keys(
         return Times(forward, 2 * forward, 0.0)
     left = constants.tensor_exposed
     return Times(
-        max(forward * left, forward - attention.forward_s),
-        max(2 * forward * left, 2 * forward - attention.input_grad_s),
+        _exposed_s(forward, behind_s=attention.forward_s, least=left),
+        _exposed_s(2 * forward, behind_s=attention.input_grad_s, least=left),
         0.0,
     )
 
@@ -497,10 +497,15 @@ def data_parallel_s(
     v = run.layout.virtual_stages
     rounds = max(1.0, run.layout.pipeline_parallel * (v - 1) / v)
     rounds = min(rounds, float(run.num_microbatches))
-    exposed = max(reduce * left, reduce - rounds * backward_s)
-    return exposed + (
-        max(gather * left, gather - rounds * forward_s) if run.software.gather_overlap else gather
-    )
+    exposed = _exposed_s(reduce, behind_s=rounds * backward_s, least=left)
+    if not run.software.gather_overlap:
+        return exposed + gather
+    return exposed + _exposed_s(gather, behind_s=rounds * forward_s, least=left)
+
+
+def _exposed_s(seconds: float, *, behind_s: float, least: float) -> float:
+    """Seconds of traffic that `behind_s` of compute does not hide; `least` is the share that none hides."""
+    return max(seconds * least, seconds - behind_s)
 
 
 def _reduce_and_gather(
@@ -551,8 +556,8 @@ def sharded_parameters_s(
     gather = ranks.gather_s(float(run.element_bytes) * num_parameters, calls=calls)
     scatter = ranks.gather_s(float(run.software.gradient_bytes) * num_parameters, calls=calls)
     left = constants.data_exposed
-    backward = gather + scatter
-    return max(gather * left, gather - forward_s) + max(backward * left, backward - backward_s)
+    exposed = _exposed_s(gather, behind_s=forward_s, least=left)
+    return exposed + _exposed_s(gather + scatter, behind_s=backward_s, least=left)
 
 
 def _by_units_s(
@@ -581,6 +586,7 @@ def _by_units_s(
         holders = group(run.cluster, constants, size=run.expert_copies, stride=stride)
         gather += holders.gather_s(weight * num_expert, calls=calls)
         scatter += holders.gather_s(gradient * num_expert, calls=calls)
-    left, backward = constants.data_exposed, gather + scatter
-    exposed = max(gather * left, gather - forward_s) + max(backward * left, backward - backward_s)
+    left = constants.data_exposed
+    exposed = _exposed_s(gather, behind_s=forward_s, least=left)
+    exposed += _exposed_s(gather + scatter, behind_s=backward_s, least=left)
     return exposed + ranks.gather_s(weight * run.end_parameters) / run.num_microbatches

@@ -25,7 +25,7 @@ from quartet_plugin.space.knobs.cp_comm_type import CP_COMM_TYPE, HIERARCHICAL_S
 from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER, sharding_feature
 from quartet_plugin.space.knobs.expert_tensor_parallel import EXPERT_TENSOR_PARALLEL
 from quartet_plugin.space.knobs.knob import LayoutKnob, SettingKnob, Value, kept_fault
-from quartet_plugin.space.knobs.mtp_stage import BEFORE_LAST, LAST, MTP_STAGE
+from quartet_plugin.space.knobs.mtp_stage import MTP_STAGE, mtp_stage_of
 from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
@@ -99,7 +99,7 @@ def with_kept_axes(
     if Axis.SPLIT in locked:
         kept["split"] = (split.label,)
         if split.mtp_before_last or search.mtp_stage is not None:
-            kept[MTP_STAGE.name] = (BEFORE_LAST if split.mtp_before_last else LAST,)
+            kept[MTP_STAGE.name] = (mtp_stage_of(split),)
     if Axis.SCHEDULE in locked:
         # Whatever locks the schedule keeps the pipeline, too (`space.features.STAGES_KEPT`).
         kept[PIPELINE_PARALLEL.name] = (layout.pipeline_parallel,)

@@ -67,7 +67,7 @@ class ModelSection(Section):
     latent_attention: LatentSection | None = None
     mtp_layers: Annotated[int, Field(ge=0, le=64)] = 0
     hybrid_layer_pattern: Annotated[str, Field(max_length=2 * MAX_LAYERS)] | None = None
-    """A hybrid model's layers by Megatron's letters, and behind slashes those of each further token.
+    """A hybrid model's layers by Megatron's letters, and behind slashes each depth of multi-token prediction.
 
     It says `num_layers` and `mtp_layers`, which may be left out. None for a model without a pattern.
     """

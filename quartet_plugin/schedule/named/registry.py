@@ -253,9 +253,8 @@ def named(
     `num_chunks`: stages a device (the schedule's own default when None). `group`: microbatches a chunk before
     the next chunk, for the interleaved ones; num_devices when None. `with_pairs`: the order with the
     overlapped pairs that it is known with. Raises ConfigError for an unknown name, for sizes the schedule
-    does not exist for, and where `with_pairs` asks for pairs of a schedule without them. Whether an
-    interleaved order can run with a group below num_devices is found by simulating it, as for any other
-    order.
+    does not exist for, and where `with_pairs` asks for pairs of a schedule without them. An interleaved order
+    with a group below num_devices may block; as for any order, a simulation shows it.
     """
     spec = lookup(name)
     if with_pairs and spec.make_paired is None:
