@@ -48,9 +48,12 @@ def expert_pipelines_fault(layout: Layout, rules: KnobRules) -> str | None:
     In that order the next rank of a pipeline is TP x CP ranks away, that of the experts' EP x ETP; Megatron
     asserts that both are the same pipelines (megatron/core/parallel_state.py, initialize_model_parallel).
     """
-    shares = _shares_of_plans(rules)
-    if layout.tensor_parallel > 1:
-        shares = {share for share in shares if _fault_of_share(share, layout, rules) is None}
+    # Not tried before the order asks for them: every layout comes by here.
+    shares = (
+        share
+        for share in _shares_of_plans(rules)
+        if layout.tensor_parallel == 1 or _fault_of_share(share, layout, rules) is None
+    )
     return _fault_of_order(layout, rules, shares=shares)
 
 
